@@ -297,6 +297,7 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.cpu_page_size_per_worker == cell
     assert spec.kv_bytes_per_chunk == -(-2 * cell // 4096) * 4096
     assert spec.num_chunks == (1 << 20) // spec.kv_bytes_per_chunk
+    assert spec.ratio == 2 * PER_CHUNK * LAYERS * ATTENTION.page_bytes / spec.kv_bytes_per_chunk
     # Rows of another rank, group, model or recipe are not those of this one.
     names = {codec.namespace for codecs in spec.codecs for codec in codecs}
     assert len(names) == 4

@@ -74,7 +74,8 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             for number, group in enumerate(groups)
         ]
         self.cpu_page_size_per_worker = max(codecs[0].nbytes for codecs in self.codecs) * self.blocks_per_chunk
-        page_bytes = sum(group.page_bytes * group.layers for group in groups)
+        # A chunk is of one group, and vLLM's own has room for the largest.
+        page_bytes = max(group.page_bytes * group.layers for group in groups)
         self.kv_bytes_per_chunk = -(-self.cpu_page_size_per_worker * copies // mmap.PAGESIZE) * mmap.PAGESIZE
         self.num_chunks = int(options["cpu_bytes_to_use"]) // self.kv_bytes_per_chunk
         self.ratio = page_bytes * self.blocks_per_chunk * copies / self.kv_bytes_per_chunk

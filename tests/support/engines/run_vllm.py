@@ -1,6 +1,7 @@
 """Run kvpack in vLLM for CPU, in a virtual environment of its own: ``make engines``.
 
 Once as a tier below vLLM's memory of the host, and once in the worker, so that this memory and vLLM's own fs tier hold rows.
+Once more with two workers and a model with sliding windows.
 Processes fill a store, load from it, load after one flipped bit, and load what a killed process has left; tokens must be the same, but
 for those of the demo's small model from pages that lose precision.
 """
@@ -22,6 +23,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 VERSION = "0.32.0"
 LOADED = 896
+LOADED_OF_CHUNKS = 768
+"""In chunks of two blocks."""
 SMALL = ROOT / "kvpack" / "demo" / "tinylm"
 
 
@@ -41,6 +44,11 @@ def environment(folder: Path) -> Path:
 def process(python: Path, script: str, model: Path, store: Path, recipe: str, *more: str, seconds: float | None = None) -> dict[str, Any]:
     """What one process printed; nothing if it was killed after ``seconds``."""
     command = [python, HERE / script, model, store, recipe, *more]
+    return result_of(command, store, seconds)
+
+
+def result_of(command: list[Any], store: Path, seconds: float | None = None) -> dict[str, Any]:
+    """What the process of ``command`` printed; nothing if it was killed, as soon as ``store`` had an entry and after ``seconds``."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if seconds is not None:
@@ -71,7 +79,21 @@ def main() -> int:
     for script, kind in (("vllm_process.py", "the tier"), ("vllm_packed.py", "packed by the worker, vLLM's fs tier")):
         for recipe in ("bf16", "octopus-4"):
             failed += not runs(python, script, kind, options.model, recipe)
-    return failed + (not fp8_is_kept(python, options.model))
+    return failed + (not fp8_is_kept(python, options.model)) + (not workers_agree(python))
+
+
+def workers_agree(python: Path) -> bool:
+    """Run two processes of two workers each; what they load gives the same log probabilities to the bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, HERE / "vllm_workers.py", folder, "octopus-4"]
+        first, second = (result_of(command, Path(folder)) for _ in range(2))
+    good = (first["first"], first["cached"], second["first"], second["cached"]) == (0, *[LOADED_OF_CHUNKS] * 3)
+    good &= first["scores"] == second["scores"] and first["damaged"] == second["damaged"] == 0
+    print(
+        f"packed by two workers, groups {', '.join(first['groups'])}: the second process loads {second['first']} of 900 tokens, "
+        f"the same log probabilities: {first['scores'] == second['scores']} {'good' if good else 'WRONG'}"
+    )
+    return good
 
 
 def fp8_is_kept(python: Path, model: Path) -> bool:

@@ -449,3 +449,49 @@ def test_the_blocks_of_attention_are_compared_with_the_layouts_name(one_group: A
             if wrong is not right:
                 with pytest.raises(InvalidParameter, match=rf"layers\.\d\.attn: its tensor has blocks .* in the layout '{name}' have "):
                     check(name, wrong)
+
+
+def test_the_connector_tells_its_spec_of_the_model(one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own connector makes the spec of the configuration, and hands the layers' tensors on."""
+    registered: list[Any] = []
+
+    class OffloadingConnector:
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+            self.options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            self.connector_worker: Any = None
+
+        def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+            registered.append(kv_caches)
+
+        @classmethod
+        def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+            return arguments
+
+    path = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+    config_module = __import__("sys").modules["vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"]
+    connector = import_over(
+        monkeypatch, MODULES | {path: {"OffloadingConnector": OffloadingConnector}}, "kvpack.integrations.vllm.connector"
+    )
+    monkeypatch.setitem(__import__("sys").modules, config_module.__name__, config_module)
+    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION, STATES])
+    model = types.SimpleNamespace(hf_config=types.SimpleNamespace(to_dict=dict), dtype=torch.bfloat16, quantization=None, max_model_len=9)
+    vllm_config = types.SimpleNamespace(
+        kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config={"layout": "adjacent", "recipe": "octopus-4"}),
+        cache_config=types.SimpleNamespace(cache_dtype="auto"),
+        model_config=model,
+    )
+    made = connector.KvpackConnector(vllm_config, "worker", one_group)
+    assert (made.options["spec_name"], made.options["spec_module_path"]) == ("KvpackSpec", "kvpack.integrations.vllm.spec")
+    assert made.options["kvpack_groups"] == [ATTENTION, STATES]
+    assert made.options["kvpack_settings"] == settings_of(vllm_config)
+    assert connector.KvpackConnector.build_prom_metrics(vllm_config, 1, 2) == (1, 2)
+    blocks = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM)
+    caches = {"layers.0.attn": blocks, "layers.1.attn": blocks, "mamba": torch.zeros(1)}
+    made.register_kv_caches(caches)
+    assert registered == [caches]
+    with pytest.raises(InvalidParameter, match="its tensor has blocks"):
+        made.register_kv_caches(caches | {"layers.1.attn": blocks.view(-1, HEADS, TOKENS // 2, 2 * DIM)})
+    assert registered == [caches]
+    assert made.get_block_ids_with_load_errors() == set()
+    made.connector_worker = types.SimpleNamespace(worker=types.SimpleNamespace(failed_blocks=lambda: {7}))
+    assert made.get_block_ids_with_load_errors() == {7}

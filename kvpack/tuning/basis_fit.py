@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 RIDGE = 1e-2
-"""What is added to the cost of every channel, as a part of the mean cost: a calibration sees only some of what errors do."""
+"""What is added to the cost of every channel, as a part of its own: a calibration sees only some of what errors do."""
+
+LEAST_CHANNEL = 1e-3
+"""What an error in a channel counts for at least, as a part of the mean over channels, where costs are added channel by channel."""
 
 LEAST_COST = 0.1
 """What an error of any layer costs at least, as a part of what one as large beside the keys (or the values) costs on average over layers:
@@ -63,21 +66,32 @@ def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str,
     shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     costs = {name: (found.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
     floors = _floors(found, costs, least)
-    return {name: cost + floors[name] * torch.eye(cost.shape[-1], dtype=torch.float64) for name, cost in costs.items()}
+    return {name: cost + torch.diag_embed(floors[name]) for name, cost in costs.items()}
 
 
-def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> dict[str, float]:
-    """What is added to the cost of every channel, by layer and side."""
-    sizes, losses = {}, {}
+def channel_costs(cost: torch.Tensor) -> torch.Tensor:
+    """What an error in a channel alone costs ``[..., channel]``, by costs ``[..., dim, dim]``; every channel costs a little.
+
+    Costs are added in proportion to these. So a model whose keys are larger in a channel, and its queries smaller, is coded the same.
+    """
+    own = cost.diagonal(dim1=-2, dim2=-1)
+    least = LEAST_CHANNEL * own.mean()
+    return own + least if least > 0 else torch.ones_like(own)
+
+
+def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> dict[str, torch.Tensor]:
+    """What is added to the cost of every channel ``[part, channel]``, by layer and side."""
+    shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = found.sums[name] / found.tokens
         covariance = found.products[name] / found.tokens - mean[:, :, None] * mean[:, None, :]
-        sizes[name] = float(covariance.diagonal(dim1=-2, dim2=-1).sum())
+        shapes[name] = channel_costs(cost)
+        sizes[name] = float((shapes[name] * covariance.diagonal(dim1=-2, dim2=-1)).sum())
         losses[name] = float((cost * covariance).sum())
     floors = {}
     for name, size in sizes.items():
         own = [loss for other, loss in losses.items() if other.split(".")[1] == name.split(".")[1]]
-        floors[name] = least * sum(own) / len(own) / size if size > 0 else 0.0
+        floors[name] = shapes[name] * (least * sum(own) / len(own) / size if size > 0 else 0.0)
     return floors
 
 
@@ -100,8 +114,8 @@ def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
 
     Errors of columns cost what their squares are.
     """
-    dim = len(cost)
-    ridged = cost + RIDGE * max(numpy.trace(cost) / dim, numpy.finfo(float).tiny) * numpy.eye(dim)
+    ridge = RIDGE * channel_costs(torch.from_numpy(cost)).numpy()
+    ridged = cost + numpy.diag(numpy.maximum(ridge, numpy.finfo(float).tiny))
     values, vectors = numpy.linalg.eigh(ridged)
     root, inverse_root = (vectors * numpy.sqrt(values)) @ vectors.T, (vectors / numpy.sqrt(values)) @ vectors.T
     variances, turned = numpy.linalg.eigh(root @ covariance @ root)

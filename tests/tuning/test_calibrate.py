@@ -157,6 +157,40 @@ def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
             assert after[name] == pytest.approx(before[name] + least * mean)
 
 
+def test_larger_keys_and_smaller_queries_change_nothing() -> None:
+    """Scores are the same, so errors of the coded frame are, too: what is added to costs is so for every channel by itself."""
+    generator = torch.Generator().manual_seed(0)
+    found, scaled = Statistics("x", 1, 100), Statistics("x", 1, 100)
+    sizes = torch.tensor([1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    for name in ("0.k", "1.k"):
+        roots = torch.randn(2, 2, 8, 8, generator=generator, dtype=torch.float64)
+        found.sums[name] = scaled.sums[name] = torch.zeros(2, 8, dtype=torch.float64)
+        found.products[name] = 100 * (roots[0] @ roots[0].transpose(-1, -2))
+        found.costs[name] = (roots[1] @ roots[1].transpose(-1, -2))[None].expand(3, -1, -1, -1)
+        scaled.products[name] = found.products[name] * sizes * sizes[:, None]
+        scaled.costs[name] = found.costs[name] / sizes / sizes[:, None]
+    for name in found.sums:
+        own, other = (basis_fit.costs_of(one, list(one.sums), basis_fit.LEAST_COST)[name] for one in (found, scaled))
+        for head in range(2):
+            of = [
+                basis_fit.transform_of((one.products[name][head] / 100).numpy(), cost[head].numpy())
+                for one, cost in ((found, own), (scaled, other))
+            ]
+            (_, _, deviations), (_, _, same) = of
+            assert same / same[0] == pytest.approx(deviations / deviations[0], rel=0.05)
+
+
+def test_a_side_without_cost_is_coded() -> None:
+    found = Statistics("x", 1, 100)
+    for name in ("0.v", "1.v"):
+        found.sums[name] = torch.zeros(1, 4, dtype=torch.float64)
+        found.products[name] = 100 * torch.eye(4, dtype=torch.float64)[None]
+        found.costs[name] = (name == "0.v") * torch.eye(4, dtype=torch.float64).expand(3, 1, -1, -1)
+    costs = basis_fit.costs_of(found, list(found.sums), 0.1)
+    assert costs["1.v"][0].diagonal() == pytest.approx(costs["1.v"][0, 0, 0].repeat(4))
+    assert float(costs["1.v"][0, 0, 0]) > 0
+
+
 def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
     found = Basis.load(basis)
     shapes = [(found.rows(layer, "k").heads, found.rows(layer, "k").dim) for layer in range(found.layers)]

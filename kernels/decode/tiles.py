@@ -278,8 +278,9 @@ def decode_tiles(
 
 
 class Block(NamedTuple):
-    """``count`` tokens from token ``begin`` of a page on, of one sequence and head; the first of them is token ``place`` of the output."""
+    """``count`` tokens from token ``begin`` of ``page`` on, of one sequence and head; the first is token ``place`` of the output."""
 
+    page: Any
     batch: Any
     head: Any
     begin: Any
@@ -302,10 +303,11 @@ def block_of(
     """The ``Block`` of this ``number`` of ``sequence``."""
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
-    row = work_table + _page_of(number, work_table, pages, WORK_ROW) * WORK_ROW
+    page = _page_of(number, work_table, pages, WORK_ROW)
+    row = work_table + page * WORK_ROW
     begin = (number - tl.load(row).to(tl.int32)) * block_tokens
     count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
-    return Block(batch, head, begin, count, tl.load(row + 2) + begin, stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE))
+    return Block(page, batch, head, begin, count, tl.load(row + 2) + begin, stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE))
 
 
 @triton.jit

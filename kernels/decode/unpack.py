@@ -15,11 +15,13 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.angle import Angle
+from kvpack.formats.channel_scale import STREAM, ChannelScale
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.attend import device_tables, plan, rotation
 from kvpack.kernels.attend.bound_loader import bind
 from kvpack.kernels.attend.split import begin_tables, fill_tables
@@ -28,6 +30,7 @@ from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
 from kvpack.kernels.triton_insides import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
+from kvpack.kernels.words.columns import check_shape
 
 from . import tiles
 from .decode import FUSED_DTYPES, fits
@@ -69,6 +72,7 @@ SHAPES = (Shape(4, 128, False), Shape(8, 128, True), Shape(4, 128, True), Shape(
 
 def takes(codec: Codec, out: torch.Tensor) -> bool:
     """Whether ``prepare`` takes a codec and an output: polar, whose tiles are products, only to bfloat16, which rounds more."""
+    codec = _without_scales(codec)
     return (
         type(codec) in BOUNDED
         and (type(codec) is not Polar or out.dtype == torch.bfloat16)
@@ -89,17 +93,34 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepar
     dtype. Raises InvalidShape unless streams are as the codec lays them out.
     """
     batch, heads = out.shape[:2]
+    given, codec = codec, _without_scales(codec)
     device = str(out.device)
     work = tiles.work_of(codec, packed, batch, heads, out.device, _shape(codec, device).warps)
     arguments = (*out.stride()[:3], work.table.shape[0], work.blocks, heads, work.block_tokens)
-    launch, table, matrix = _launch(codec, work.streams, arguments, batch, out.dtype, device, plan.uses_assembly(out.device))
-    pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.numbers(device), table, matrix))
+    fast, scaled = plan.uses_assembly(out.device), given is not codec
+    launch, table, matrix = _launch(codec, scaled, work.streams, arguments, batch, out.dtype, device, fast)
+    scales = _scales(packed, (batch, heads, 1, codec.dim), matrix.shape[1]) if scaled else matrix
+    pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.numbers(device), table, matrix, scales))
 
     def run(out: torch.Tensor) -> None:
         if work.blocks * batch * heads:
             launch((out, 0), *pointers)
 
     return Prepared(run, not work.copied, work.held)
+
+
+def _without_scales(codec: Codec) -> Codec:
+    """The codec whose values, times scales of channels, are those of ``codec``; itself where it has none, or other side-cars."""
+    alone = isinstance(codec, WithSideCars) and len(codec.side_cars) == 1 and isinstance(codec.side_cars[0], ChannelScale)
+    return codec.codec if isinstance(codec, WithSideCars) and alone else codec
+
+
+def _scales(packed: Sequence[Packed], shape: tuple[int, ...], channels: int) -> torch.Tensor:
+    """The scales of the channels of each page, sequence and head, float32 ``[page, batch, kv_head, channel]``."""
+    for part in packed:
+        check_shape(STREAM, part.streams[STREAM], shape)
+    every = torch.stack([part.streams[STREAM][:, :, 0] for part in packed])
+    return torch.nn.functional.pad(every.to(torch.float32), (0, channels - shape[3]))
 
 
 def _loader(codec: Codec) -> Tiles:
@@ -136,7 +157,14 @@ def _padded(dim: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _launch(
-    codec: Codec, streams: tuple[RowStream, ...], arguments: tuple[int, ...], batch: int, dtype: torch.dtype, device: str, fast: bool
+    codec: Codec,
+    scaled: bool,
+    streams: tuple[RowStream, ...],
+    arguments: tuple[int, ...],
+    batch: int,
+    dtype: torch.dtype,
+    device: str,
+    fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor, torch.Tensor]:
     """The launch for outputs of ``dtype``, the same for all layers of a model, the loader's table, and the matrix."""
     loader, shape = _loader(codec), _shape(codec, device)
@@ -153,7 +181,7 @@ def _launch(
         {
             "SIDE": bind(loader, places[0], None, streams, whole, fast), "TABLES": shared, "WARPS": shape.warps, "TOKENS": tokens,
             "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "DIM": codec.dim, "PAD": matrix.shape[1],
-            "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "FAST": fast,
+            "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "FAST": fast,
         },
         {"num_warps": shape.warps},
         partial(shared_table.allow, table_bytes=shared.nbytes) if shared.nbytes else None,
@@ -186,6 +214,7 @@ def unpack_tiles(
     numbers: tl.tensor,
     table: tl.tensor,
     matrix: tl.tensor,
+    scales: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
@@ -203,12 +232,13 @@ def unpack_tiles(
     CHANNELS: tl.constexpr,
     JOINED: tl.constexpr,
     SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it with ``CHANNELS`` channels of ``matrix``.
 
     ``matrix`` is binary16 ``[column, PAD]``; its products are ``SIZE`` times as large. ``JOINED``: with all tiles of a token at once, else
-    with each as soon as it is decoded.
+    with each as soon as it is decoded. ``SCALED``: channels are multiplied by ``scales``, float32 ``[page, sequence, PAD]``.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
@@ -236,6 +266,8 @@ def unpack_tiles(
         for number in tl.static_range(TILES):
             column = number * WIDTH + tl.arange(0, WIDTH)
             signs = signs + (tl.load(matrix + column[:, None] * PAD + channel[None, :]),)
+    if SCALED:
+        scales += (block.page * (tl.num_programs(0) // blocks) + sequence).to(tl.int64) * PAD
     fill_tables(entries, TABLES)
     if TABLES.nbytes:
         tl.debug_barrier()
@@ -260,7 +292,11 @@ def unpack_tiles(
                 for number in tl.static_range(len(parts)):
                     sums = tl.dot(tl.reshape(parts[number], (SPAN, WIDTH)), signs[step * len(parts) + number], sums)
         place = target + (offset + row) * token_stride + channel[None, :]
-        tl.store(place, (sums * (factor * SIZE)).to(out.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
+        value = sums * (factor * SIZE)
+        if SCALED:
+            # Loaded for each tile: no registers hold them while one is decoded.
+            value = value * tl.load(scales + channel)[None, :]
+        tl.store(place, value.to(out.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
 
 
 @triton.jit

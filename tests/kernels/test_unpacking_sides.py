@@ -5,6 +5,7 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidShape
+from kvpack.formats.side_cars import WithSideCars
 
 from caches import random_pairs  # isort: skip
 from interpreter import DEVICE, INTERPRETED  # isort: skip
@@ -115,6 +117,23 @@ def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.Mon
     assert relative_error(found, side.unpack(torch.float32)) < 2.0**-11
     monkeypatch.setattr(tiles, "MOST_TILES", 1)
     assert torch.equal(fused(side, torch.float16), found)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3,channel_scale=fp16", 64), ("scalar:b=3,channel_scale=fp32", 80)])
+def test_channel_scales_of_each_page(codec: str, dim: int) -> None:
+    made, _ = codecs(codec, "raw", (dim, dim))
+    assert isinstance(made, WithSideCars)
+    pages = []
+    for number, tokens in enumerate((128, 256, 70)):
+        page = random_page(made.codec, 2, 2, tokens, number)
+        scales = torch.rand(2, 2, 1, dim, generator=torch.Generator().manual_seed(number)) * 8 + 0.1
+        scales = scales.to(torch.float16 if "fp16" in codec else torch.float32)
+        pages.append(replace(page, codec=made, streams={**page.streams, "channel_scale": scales}))
+    side = Side(made, pages, torch.zeros(2, 2, 0, dim))
+    expected = side.unpack(torch.float32)
+    assert relative_error(fused(side, torch.bfloat16), expected) < EXACT[torch.bfloat16] / 2 + 2.0**-12
+    assert relative_error(fused(side.slice(130, 390), torch.float16), expected[:, :, 130:390]) < 2.0**-11
 
 
 @pytest.mark.kernels

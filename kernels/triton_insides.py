@@ -24,6 +24,9 @@ COMPILERS_BYTES = 16 << 10
 SHARED_MEMORY = "global_smem"
 """The assembly's symbol of a launch's shared memory."""
 
+ALIGNED = 16
+"""Bytes that Triton compiles for where a pointer is a multiple of them."""
+
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
@@ -95,6 +98,14 @@ def _hooks() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
+def current_stream(device: int) -> int:
+    """The current stream of ``device``, if kept launches may run there now; else -1: the driver launches on the current device alone, and
+    a hook wants to see each launch."""
+    if torch._C._cuda_getDevice() != device or _hooks():
+        return -1
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
 class CachedLaunch:
     """A launch whose compiled kernel is looked up once: later calls give pointers alone to the driver.
 
@@ -106,7 +117,7 @@ class CachedLaunch:
     def __init__(
         self,
         function: Any,
-        grid: tuple[int, ...],
+        grid: tuple[int, int, int],
         arguments: tuple[Any, ...],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
@@ -114,27 +125,35 @@ class CachedLaunch:
     ) -> None:
         self.function, self.grid, self.arguments, self.constants, self.options = function, grid, arguments, constants, options
         self.allow = allow
-        self._fixed: tuple[Any, ...] = ()
-        self._kernel: Any = None
+        self._before: tuple[Any, ...] = ()
+        self._after: tuple[Any, ...] = ()
+        self._launch: Callable[..., None] | None = None
 
     def __call__(self, *pointers: tuple[torch.Tensor, int]) -> None:
         """Launch on the current stream; a pointer is a tensor and the number of elements to skip."""
         device = pointers[0][0].device
-        # The driver launches on the current device alone.
-        if self._kernel is not None and torch._C._cuda_getDevice() == device.index and not _hooks():
+        if self._launch is not None and (stream := current_stream(device.index)) >= 0:
             addresses, low = [], 0
             for tensor, skipped in pointers:
                 address = tensor.data_ptr() + skipped * tensor.element_size()
                 addresses.append(address)
                 low |= address
-            if low % 16 == 0:
-                kernel = self._kernel
-                stream = torch._C._cuda_getCurrentRawStream(device.index)
-                kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *self._fixed)
+            if low % ALIGNED == 0:
+                self.at(stream, *addresses)
                 return
         # Triton compiles for the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._run([tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers])
+
+    @property
+    def kept(self) -> bool:
+        """Whether ``at`` may be called."""
+        return self._launch is not None
+
+    def at(self, stream: int, *addresses: int) -> None:
+        """Launch on ``current_stream`` what an earlier call has compiled; all addresses are multiples of ALIGNED."""
+        assert self._launch is not None
+        self._launch(*self.grid, stream, *self._before, *addresses, *self._after)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launch as Triton does, and keep the compiled kernel."""
@@ -142,9 +161,64 @@ class CachedLaunch:
             self.allow(self.function.warmup(*tensors, *self.arguments, grid=self.grid, **self.constants, **self.options))
             self.allow = None
         kernel = self.function[self.grid](*tensors, *self.arguments, **self.constants, **self.options)
-        if isinstance(self.function, triton.runtime.JITFunction) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+        if isinstance(self.function, triton.runtime.JITFunction) and all(tensor.data_ptr() % ALIGNED == 0 for tensor in tensors):
             names = self.function.arg_names[len(tensors) + len(self.arguments) :]
             expect(set(names) == set(self.constants), f"the constants to be {sorted(self.constants)}", names)
             expect(callable(getattr(kernel, "run", None)), "a launch to return the compiled kernel", kernel)
-            self._fixed = (*self.arguments, *(self.constants[name] for name in names))
-            self._kernel = kernel
+            self._after = (*self.arguments, *(self.constants[name] for name in names))
+            self._launch, self._before = _launcher(kernel)
+
+
+def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a compiled kernel, and its arguments between the stream and the kernel's own.
+
+    Triton's launcher is one of Python, which asks for scratch memory, around one of C: enough for kernels that have none.
+    """
+    run, behind = kernel.run, (kernel.packed_metadata, None, None, None)
+    scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+    inner, choices = getattr(run, "launch", None), [getattr(run, name, None) for name in ("launch_cooperative_grid", "launch_pdl")]
+    if scratch == [0, 0] and callable(inner) and all(isinstance(choice, bool) for choice in choices):
+        return inner, (kernel.function, *choices, None, None, *behind)
+    return run, (kernel.function, *behind)
+
+
+class LaunchChain:
+    """Launches one after the other over the tensors of a call, and over tensors that stay.
+
+    Each is given with its pointers: the number of a tensor that a call gives, or a tensor that stays, and the elements to skip.
+    """
+
+    def __init__(self, launches: Sequence[tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]]) -> None:
+        self._launches = launches
+        self._kept: list[tuple[CachedLaunch, list[tuple[int, int]]]] = []
+
+    def __call__(self, given: Sequence[torch.Tensor], first: int = 0) -> None:
+        """Launch all from number ``first`` on, on the current stream."""
+        if self._kept and (stream := current_stream(given[0].device.index)) >= 0:
+            addresses, low = [0], 0
+            for tensor in given:
+                address = tensor.data_ptr()
+                addresses.append(address)
+                low |= address
+            if low % ALIGNED == 0:
+                for launch, pointers in self._kept[first:] if first else self._kept:
+                    launch.at(stream, *[addresses[number] + skipped for number, skipped in pointers])
+                return
+        for launch, places in self._launches[first:]:
+            launch(*[(place if isinstance(place, torch.Tensor) else given[place], skipped) for place, skipped in places])
+        if not self._kept and all(launch.kept for launch, _ in self._launches):
+            self._keep(given)
+
+    def _keep(self, given: Sequence[torch.Tensor]) -> None:
+        """Keep the addresses of what stays; those of a call follow one that is 0."""
+        kept = []
+        for launch, places in self._launches:
+            pointers = []
+            for place, skipped in places:
+                tensor = place if isinstance(place, torch.Tensor) else given[place]
+                number, address = (0, place.data_ptr()) if isinstance(place, torch.Tensor) else (place + 1, 0)
+                pointers.append((number, address + skipped * tensor.element_size()))
+            if any(address % ALIGNED for _, address in pointers):
+                return
+            kept.append((launch, pointers))
+        self._kept = kept

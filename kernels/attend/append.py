@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import triton
 from triton import language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 1024
 """Values that a program copies at once."""
@@ -36,6 +36,7 @@ def append_tokens(
     """
     if DEPENDENT:
         gdc_wait()
+        gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + sequence)
     at = length - tl.load(packed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.triton_insides import CachedLaunch, LaunchChain
 
 from . import append, plan, segments
 from .attention import MOST_DUAL_ROWS, supports
@@ -120,22 +120,26 @@ class Append:
 
     def __init__(self, k_tail: torch.Tensor, v_tail: torch.Tensor, tokens: int) -> None:
         self._tails = k_tail, v_tail
+        shapes = [torch.Size((*tail.shape[:2], tokens, tail.shape[3])) for tail in self._tails]
+        self._given = [(shape, tail.dtype, tail.device) for shape, tail in zip(shapes, self._tails, strict=True)]
         dependent = plan.overlaps(k_tail.device)
-        self._launch = CachedLaunch(
+        launch = CachedLaunch(
             append.append_tokens,
             (k_tail.shape[0], 1, 1),
             (tokens, k_tail.shape[2]),
             {"HEADS": k_tail.shape[1], "K_DIM": k_tail.shape[3], "V_DIM": v_tail.shape[3], "BLOCK": append.BLOCK, "DEPENDENT": dependent},
             {"num_warps": 4, **({"launch_pdl": True} if dependent else {})},
         )
+        self._chain = LaunchChain([(launch, [(k_tail, 0), (v_tail, 0), *((number, 0) for number in range(5))])])
 
     def is_of(self, k_tail: torch.Tensor, v_tail: torch.Tensor) -> bool:
         """Whether this call appends to these tails."""
         return self._tails[0] is k_tail and self._tails[1] is v_tail
 
+    def takes(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether these are the tokens of such a call, of the tails' dtype."""
+        return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._given
+
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:
-        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` of the tails' dtype; see ``append.append_tokens``."""
-        k, v = k.contiguous(), v.contiguous()
-        self._launch(
-            (self._tails[0], 0), (self._tails[1], 0), (k, 0), (v, 0), (lengths, 0), (packed, 0), (not_finite, 0),
-        )  # fmt: skip
+        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]``; see ``append.append_tokens``."""
+        self._chain((k.contiguous(), v.contiguous(), lengths, packed, not_finite))

@@ -44,6 +44,13 @@ MASKED_TILES = 3
 """Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
 
 
+PROGRAM_TILES = 3
+"""Tiles that take as long as what a program does beside its own."""
+
+MOST_ROUNDS, FEWEST_TILES = 4, 8
+"""Rounds of programs that run at once, at most, and fewest tiles of a program where there is more than one."""
+
+
 class Kernel(NamedTuple):
     """What segments of one launch have in common: the frames of both sides, and whether each side is decoded before it."""
 
@@ -61,7 +68,8 @@ class Launch:
     """One kernel over all segments of the same two codecs: its ``work`` (see ``split.attend_split``) and compile-time constants.
 
     ``held`` are the tensors that the work's addresses refer to. Of each sequence and block of rows, the device runs
-    ``programs`` at once. ``has_tail``: some of its tokens are of a raw tail; ``tail_alone``: all are.
+    ``programs`` at once. ``has_tail``: some of its tokens are of a raw tail; ``tail_alone``: all are. ``fills``: no multiprocessor
+    takes more of its programs than its share, even while another kernel ends on some of them.
     """
 
     k: Frame
@@ -74,6 +82,7 @@ class Launch:
     programs: int
     has_tail: bool
     tail_alone: bool
+    fills: bool
 
     @property
     def parts(self) -> int:
@@ -186,7 +195,7 @@ def _launch(
     share = tokens * sequences // _multiprocessors(device)
     shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, aligned, fast)
     tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
-    programs = max(1, _multiprocessors(device) * shape.programs // sequences)
+    programs = programs_of(shape, tokens, tile, sequences, _multiprocessors(device))
     if found[0].k.page is found[0].v.page is None and tokens <= programs * tile:
         # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
         shape = shape._replace(stages=1)
@@ -213,7 +222,23 @@ def _launch(
     }
     work = torch.from_numpy(rows)
     of_tail = [segment.k.page is None or segment.v.page is None for segment in found]
-    return Launch(k, v, shape, work if growing else work.to(device), tables, constants, tuple(held), programs, any(of_tail), all(of_tail))
+    work = work if growing else work.to(device)
+    return Launch(k, v, shape, work, tables, constants, tuple(held), programs, any(of_tail), all(of_tail), shape.fills)
+
+
+def programs_of(shape: Shape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
+    """The programs of each sequence that attend ``tokens`` in steps of ``tile`` soonest.
+
+    As many as run at once, or of several rounds, if many sequences leave less of the last round empty.
+    """
+    at_once = multiprocessors * shape.programs
+    one_round = max(1, at_once // sequences)
+
+    def tokens_of_rounds(programs: int) -> float:
+        return -(-programs * sequences // at_once) * (tokens / programs + PROGRAM_TILES * tile)
+
+    most = min(MOST_ROUNDS * at_once // sequences, tokens // (FEWEST_TILES * tile))
+    return min(range(one_round, max(one_round, most) + 1), key=tokens_of_rounds)
 
 
 def work_rows(

@@ -16,17 +16,19 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.tables import shared_table
-from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.triton_insides import CachedLaunch, LaunchChain
 
 from . import device_tables, merge, plan, rotation, split
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvpack.formats.base import Codec
 
     from .plan import Launch
     from .segments import Frame
+
+    _Placed = tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]
 
 FEWEST_ROWS, MOST_ROWS = 8, 16
 """Query rows of one program: the rows of a block are the short side of the matrix products."""
@@ -37,14 +39,20 @@ MERGE_PARTS, MERGE_COLUMNS = 512, 32
 FEW_PARTS = 32
 """Up to which one warp merges them: its lanes then have columns of their own, 4 each."""
 
-FEW_ROWS = 256
-"""Rows of all sequences up to which the merge also rotates, row by row; products of many rows are faster on the matrix units."""
+FEW_ROWS = 64
+"""Rows of all sequences up to which the merge also rotates, row by row: of 256 it took 26 us on an H200, a merge and products of 768 10."""
 
-ROW_PARTS, ROW_COLUMNS, ROW_CHANNELS, ROW_WARPS = 256, 128, 64, 8
-"""Such a program's parts at once at most, its columns at once, the channels that it writes, and its warps."""
+MANY_ROWS, ROTATED_ROWS = 1024, 64
+"""Padded rows from which a program rotates queries of several sequences, and how many of their rows."""
 
-ORDERED_PARTS, ORDERED_CHANNELS, ORDERED_WARP_PARTS = 512, 32, 32
-"""The first and third of these where columns are channels, and nothing is rotated; and the parts of each warp, of which no more are."""
+ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
+"""Columns of all parts that such a program holds at once, the channels that it writes, and its warps."""
+
+ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
+"""Most rows, and most parts at once, where columns are channels, and nothing is rotated; and the parts of each warp."""
+
+SCRATCH, QUERY, OUT, LENGTHS, STARTS, SINKS, OWN = range(7)
+"""The tensors of a call, in the order in which launches number them; from OWN on the queries of pages that map their values, and sums."""
 
 LOG2_E = math.log2(math.e)
 EVERYTHING = 1 << 30
@@ -134,12 +142,18 @@ class Prepared:
             start, stop = stop, stop + launch.parts
             self._v_frames[launch.v] = (self._v_frames.get(launch.v, (start,))[0], stop)
         own_channels = all(frame.page is None for frame in self._v_frames)
-        self._merges_originals = own_channels and len(self._v_frames) <= 2 and shape.sequences * shape.rows <= FEW_ROWS
+        self._merges_originals = own_channels and len(self._v_frames) <= 2
+        self._rotated = not all(rotation.in_order(frame.codec, plan.columns(frame.codec, dual)) for frame in self._v_frames)
+        self._few_rows = shape.sequences * shape.rows <= (FEW_ROWS if self._rotated else ORDERED_ROWS)
         self._scratch = places.taken
-        self._rotations = self._prepared_rotations()
-        self._splits = self._prepared_splits(position, masked, cut or options.starts)
-        self._merge = self._prepared_merge() if self._merges_originals else None
-        self._merges = {} if self._merges_originals else {frame: self._frame_merge(frame) for frame in self._v_frames}
+        self._own_queries = [frame for frame in self._k_frames if frame.page is not None]
+        launches_of = [*self._prepared_rotations(), *self._prepared_splits(position, masked, cut or options.starts)]
+        self._rotations = len(self._own_queries) + bool(self._plain())
+        if not self._merges_originals:
+            launches_of += self._prepared_frame_merges()
+        else:
+            launches_of += [self._prepared_merge()] if self._few_rows else self._prepared_products()
+        self._chain = LaunchChain(launches_of)
 
     def __call__(
         self,
@@ -152,56 +166,54 @@ class Prepared:
 
         ``sink_logits`` are floating point ``[q_head]``, ``lengths`` and ``starts`` integers ``[batch]``.
         """
-        if lengths is not None:
-            lengths = lengths.to(self._device, torch.int32)
-        if starts is not None:
-            starts = starts.to(self._device, torch.int32)
-        scratch = self.rotated(q)
-        self.attended(scratch, lengths, starts)
-        return self.merged(scratch, sink_logits)
+        return self._run(self._given(q.contiguous(), sink_logits, lengths, starts), 0)
 
     @property
     def plain(self) -> bool:
         """Whether a call is kernels alone: no page maps its values by torch operations, which depend on the caller's modes."""
         return all(frame.page is None for frame in (*self._k_frames, *self._v_frames))
 
-    def rotated(self, q: torch.Tensor) -> torch.Tensor:
-        """The scratch memory of one call, with the query in every frame of the keys."""
-        scratch = torch.empty(self._scratch, dtype=torch.float32, device=self._device)
-        q = q.contiguous()
-        for frame, launch, matrix, blocks in self._rotations:
-            first = self._turned[self._first_plain if frame is None else frame]
-            own = q if frame is None else _inner(q.view(self.shape.batch, self.shape.heads, -1, self.shape.dim), frame).contiguous()
-            launch((scratch, first), (scratch, self._scales), (own, 0), (matrix, 0), (blocks, 0))
-        return scratch
+    def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What follows the rotation of ``q`` in a call without lengths, starts and sinks: the split kernels and the merge."""
+        given = self._given(q.contiguous(), None, None, None)
+        self._chain(given)
+        return lambda: self._run(given, self._rotations)
 
-    def attended(self, scratch: torch.Tensor, lengths: torch.Tensor | None = None, starts: torch.Tensor | None = None) -> None:
-        """Run the split kernels over what ``rotated`` gave: partial results of every launch."""
-        numbers = device_tables.numbers(str(self._device))
-        given = () if starts is None else ((starts, 0),)
-        for launch, run in zip(self.launches, self._splits, strict=True):
-            run(
-                (scratch, self._sums), (scratch, self._largest), (scratch, self._total), (scratch, self._turned[launch.k]),
-                (scratch, self._scales), (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
-                (launch.work if lengths is None else lengths, 0), *given,
-            )  # fmt: skip
+    def _given(
+        self, q: torch.Tensor, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """The tensors of a call, in the order of SCRATCH and those after it."""
+        shape, device = self.shape, self._device
+        scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)
+        given = [scratch, q]
+        if self._merges_originals:
+            # The shape of the queries is that of the result, but for the values' dim.
+            out = torch.empty_like(q) if self.dim_v == shape.dim else q.new_empty(*q.shape[:3], self.dim_v)
+            given.append(out)
+        else:
+            # The merges add nothing to what lies there.
+            given.append(scratch)
+        given.append(scratch if lengths is None else lengths.to(device, torch.int32))
+        given.append(scratch if starts is None else starts.to(device, torch.int32))
+        given.append(scratch if sink_logits is None else sink_logits.to(device, torch.float32) * LOG2_E)
+        for frame in self._own_queries:
+            given.append(_inner(q.view(shape.batch, shape.heads, -1, shape.dim), frame).contiguous())
+        if not self._merges_originals:
+            for frame in self._v_frames:
+                dims = shape.batch, shape.heads, shape.rows, plan.frame_dim(frame.codec)
+                given.append(torch.empty(dims, dtype=torch.float32, device=device))
+        elif not self._few_rows:
+            columns = sum(len(plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
+            given.append(torch.empty(shape.sequences * shape.rows, columns, dtype=torch.float32, device=device))
+        return given
 
-    def merged(self, scratch: torch.Tensor, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The result of the partial results in ``scratch``."""
+    def _run(self, given: list[torch.Tensor], first: int) -> torch.Tensor:
+        """Launch all from number ``first`` on; the result."""
+        self._chain(given, first)
+        if self._merges_originals:
+            return given[OUT]
         shape = self.shape
-        if sink_logits is not None:
-            sink_logits = sink_logits.to(self._device, torch.float32) * LOG2_E
-        sinks = (scratch if sink_logits is None else sink_logits, 0)
-        if self._merge is not None:
-            out = torch.empty(shape.batch, shape.q_heads, shape.q_len, self.dim_v, dtype=self.dtype, device=self._device)
-            run, matrix = self._merge
-            run((out, 0), (scratch, self._sums), (scratch, self._largest), (scratch, self._total), (matrix, 0), sinks)
-            return out
-        sums = {}
-        for frame, (run, channels) in self._merges.items():
-            frame_dim = plan.frame_dim(frame.codec)
-            sums[frame] = torch.empty(shape.batch, shape.heads, shape.rows, frame_dim, dtype=torch.float32, device=self._device)
-            run((sums[frame], 0), (scratch, self._sums), (scratch, self._largest), (scratch, self._total), (channels, 0), sinks)
+        sums = dict(zip(self._v_frames, given[OWN + len(self._own_queries) :], strict=True))
         return self._originals(sums).reshape(shape.batch, shape.q_heads, shape.q_len, self.dim_v)
 
     def _originals(self, sums: dict[Frame, torch.Tensor]) -> torch.Tensor:
@@ -225,7 +237,7 @@ class Prepared:
         out = torch.empty(*sums.shape[:3], dim, dtype=dtype, device=sums.device)
         rotation.rotate_sums[(sequences * -(-count // 16), -(-dim // rotation.BLOCK_COLUMNS))](
             out, sums, matrices, sums if before is None else before, count, -(-count // 16), matrices.shape[0],
-            DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=rotation.query_block(frame_dim), ROWS=16,
+            DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=rotation.sums_block(frame_dim), ROWS=16,
             BLOCK_COLUMNS=rotation.BLOCK_COLUMNS, ADD=before is not None, DEPENDENT=self._dependent, **self._overlap,
         )  # fmt: skip
         return out
@@ -234,105 +246,146 @@ class Prepared:
         """The frames of keys whose queries differ by a rotation only."""
         return [frame for frame in self._k_frames if frame.page is None]
 
-    @property
-    def _first_plain(self) -> Frame:
-        return self._plain()[0]
-
-    def _prepared_rotations(self) -> list[tuple[Frame | None, CachedLaunch, torch.Tensor, torch.Tensor]]:
-        """A launch for all plain frames (None), and one for each frame of a page that maps its values."""
-        plain = self._plain()
-        found: list[tuple[Frame | None, CachedLaunch, torch.Tensor, torch.Tensor]] = []
-        for own, frames in ((None, plain), *((frame, [frame]) for frame in self._k_frames if frame.page is not None)):
-            if not frames:
-                continue
+    def _prepared_rotations(self) -> list[_Placed]:
+        """A launch for all plain frames, and one for each frame of a page that maps its values, which has a query of its own."""
+        plain = [(QUERY, self._plain())] if self._plain() else []
+        found: list[_Placed] = []
+        for query, frames in (*plain, *((OWN + number, [frame]) for number, frame in enumerate(self._own_queries))):
             codecs = tuple((frame.codec, plan.columns(frame.codec, self._dual)) for frame in frames)
             matrix, blocks = rotation.query_matrix(codecs, str(self._device))
             shape, options = self.shape, self.options
             per_score = options.scale / options.softcap if options.softcap else options.scale * LOG2_E
-            row_blocks = shape.padded // shape.block
+            count = shape.sequences * shape.padded
+            rows = ROTATED_ROWS if matrix.shape[0] == 1 and count >= MANY_ROWS else shape.block
             launch = CachedLaunch(
                 rotation.rotate_queries,
-                (shape.sequences * row_blocks, blocks.shape[0], 1),
-                (per_score, shape.rows, row_blocks, matrix.shape[2], matrix.shape[0]),
+                (-(-count // rows), blocks.shape[0], 1),
+                (per_score, shape.rows, shape.padded, shape.sequences, matrix.shape[2], matrix.shape[0]),
                 {
-                    "DIM": shape.dim, "BLOCK_DIM": rotation.query_block(shape.dim), "ROWS": shape.block,
-                    "BLOCK_COLUMNS": rotation.BLOCK_COLUMNS, "DEPENDENT": self._dependent,
+                    "DIM": shape.dim, "BLOCK_DIM": rotation.query_block(shape.dim), "ROWS": rows,
+                    "BLOCK_COLUMNS": rotation.BLOCK_COLUMNS, "DEPENDENT": self._dependent, "EARLY": self.launches[0].fills,
                 },
                 self._overlap,
             )  # fmt: skip
-            found.append((own, launch, matrix, blocks))
+            turned, scales = (SCRATCH, self._turned[frames[0]]), (SCRATCH, self._scales)
+            found.append((launch, [turned, scales, (query, 0), (matrix, 0), (blocks, 0)]))
         return found
 
-    def _prepared_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[CachedLaunch]:
+    def _prepared_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_Placed]:
         shape, options = self.shape, self.options
+        numbers = device_tables.numbers(str(self._device))
         # Without starts, the place of their pointer is a constant.
         no_starts = () if options.starts else (None,)
         row_blocks = shape.padded // shape.block
-        found, start = [], 0
+        found: list[_Placed] = []
+        start = 0
         for launch, lengths in zip(self.launches, masked, strict=True):
             items = launch.work.shape[0]
             rows = 2 * max(FEWEST_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual else shape.block
             tables = launch.constants["TABLES"].nbytes
-            found.append(
-                CachedLaunch(
-                    split.attend_split,
-                    (items * row_blocks * shape.sequences, 1, 1),
-                    (
-                        *no_starts, (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts,
-                        position, shape.q_len, 0 if options.causal else EVERYTHING, options.sliding_window or EVERYTHING,
-                    ),
-                    {
-                        **launch.constants, "SOFTCAP": options.softcap is not None, "ROWS": rows, "BLOCK": shape.block,
-                        "COLUMNS": self._columns, "LENGTHS": lengths, "CUT": cut, "DEPENDENT": self._dependent, "FIRST": start == 0,
-                    },
-                    {"num_warps": launch.shape.warps, **self._overlap},
-                    partial(shared_table.allow, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
-                )
+            run = CachedLaunch(
+                split.attend_split,
+                (items * row_blocks * shape.sequences, 1, 1),
+                (
+                    *no_starts, (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts,
+                    position, shape.q_len, 0 if options.causal else EVERYTHING, options.sliding_window or EVERYTHING,
+                ),
+                {
+                    **launch.constants, "SOFTCAP": options.softcap is not None, "ROWS": rows, "BLOCK": shape.block,
+                    "COLUMNS": self._columns, "LENGTHS": lengths, "CUT": cut, "DEPENDENT": self._dependent, "FIRST": start == 0,
+                },
+                {"num_warps": launch.shape.warps, **self._overlap},
+                partial(shared_table.allow, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
             )  # fmt: skip
+            places: list[tuple[int | torch.Tensor, int]] = [
+                *self._partials, (SCRATCH, self._turned[launch.k]), (SCRATCH, self._scales), (launch.work, 0), (numbers, 0),
+                (launch.tables[0], 0), (launch.tables[1], 0), (LENGTHS if options.lengths else launch.work, 0),
+            ]  # fmt: skip
+            found.append((run, [*places, (STARTS, 0)] if options.starts else places))
             start += launch.parts
         return found
 
-    def _prepared_merge(self) -> tuple[CachedLaunch, torch.Tensor]:
+    @property
+    def _partials(self) -> list[tuple[int, int]]:
+        """Where partial results are: sums, largest scores and their totals."""
+        return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
+
+    def _prepared_merge(self) -> _Placed:
         shape = self.shape
         codecs = tuple((frame.codec, plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
-        matrix = rotation.value_matrix(codecs, ROW_COLUMNS, str(self._device))
-        rotated = not all(rotation.in_order(codec, columns) for codec, columns in codecs)
-        most_parts, channels = (ROW_PARTS, ROW_CHANNELS) if rotated else (ORDERED_PARTS, ORDERED_CHANNELS)
-        if rotated:
-            most_parts //= next_power_of_two(-(-self._columns // ROW_COLUMNS))
+        widths = tuple(len(columns) for _, columns in codecs)
+        block_columns = next_power_of_two(max(widths)) if self._rotated else ROW_CHANNELS
+        matrix = rotation.value_matrix(codecs, block_columns, str(self._device))
         # Loads of one block wait together.
-        block_parts = min(most_parts, max(ORDERED_WARP_PARTS, next_power_of_two(self._parts)))
+        most_parts = ROW_VALUES // block_columns if self._rotated else ORDERED_PARTS
+        block_parts = max(1, min(most_parts, max(ORDERED_WARP_PARTS, next_power_of_two(self._parts))))
         second = next(iter(self._v_frames.values()))[1]
         launch = CachedLaunch(
             merge.merge_originals,
-            (shape.sequences * shape.rows, -(-self.dim_v // channels), 1),
-            (self._parts, second, shape.rows, shape.padded, shape.heads, shape.q_len, matrix.shape[0], matrix.shape[1]),
+            (shape.sequences * shape.rows, -(-self.dim_v // ROW_CHANNELS), 1),
+            (self._parts, second, shape.rows, shape.padded, shape.heads, shape.q_len, matrix.shape[0]),
             {
-                "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "WIDTHS": tuple(len(columns) for _, columns in codecs),
-                "DIM": self.dim_v, "BLOCK_PARTS": block_parts, "BLOCK_COLUMNS": ROW_COLUMNS, "BLOCK_DIM": channels,
-                "ROTATED": rotated, "DEPENDENT": self._dependent,
+                "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "WIDTHS": widths, "DIM": self.dim_v,
+                "BLOCK_PARTS": block_parts, "BLOCK_COLUMNS": block_columns, "BLOCK_DIM": ROW_CHANNELS, "ROTATED": self._rotated,
+                "DEPENDENT": self._dependent,
             },
-            {"num_warps": ROW_WARPS if rotated else min(ROW_WARPS, block_parts // ORDERED_WARP_PARTS), **self._overlap},
+            {"num_warps": ROW_WARPS if self._rotated else min(ROW_WARPS, block_parts // ORDERED_WARP_PARTS), **self._overlap},
         )  # fmt: skip
-        return launch, matrix
+        return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
-    def _frame_merge(self, frame: Frame) -> tuple[CachedLaunch, torch.Tensor]:
-        shape, (start, stop) = self.shape, self._v_frames[frame]
+    def _prepared_frame_merges(self) -> list[_Placed]:
+        """A merge for each frame of the values, whose sums follow the queries of pages."""
+        first = OWN + len(self._own_queries)
+        found = []
+        for number, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
+            channels = tuple(plan.columns(frame.codec, self._dual))
+            found.append(self._merge_into(number, [channels], plan.frame_dim(frame.codec), start, stop, stop))
+        return found
+
+    def _prepared_products(self) -> list[_Placed]:
+        """A merge whose sums are the columns of all frames side by side, and their product with what is their part of each channel."""
+        shape, sums = self.shape, OWN + len(self._own_queries)
+        codecs = tuple((frame.codec, plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
+        matrix = rotation.value_matrix(codecs, 1, str(self._device))
+        places, stop = [], 0
+        for _, columns in codecs:
+            places.append(tuple(range(stop, stop + len(columns))))
+            stop += len(columns)
+        second = next(iter(self._v_frames.values()))[1]
+        sequences = 1 if matrix.shape[0] == 1 else shape.sequences
+        count = shape.sequences * shape.rows // sequences
+        launch = CachedLaunch(
+            rotation.rotate_sums,
+            (sequences * -(-count // 16), -(-self.dim_v // rotation.BLOCK_COLUMNS), 1),
+            (count, -(-count // 16), matrix.shape[0]),
+            {
+                "DIM": self.dim_v, "FRAME_DIM": stop, "BLOCK_DIM": rotation.sums_block(stop), "ROWS": 16,
+                "BLOCK_COLUMNS": rotation.BLOCK_COLUMNS, "ADD": False, "DEPENDENT": self._dependent,
+            },
+            self._overlap,
+        )  # fmt: skip
+        merged = self._merge_into(sums, places, stop, 0, second, self._parts)
+        return [merged, (launch, [(OUT, 0), (sums, 0), (matrix, 0), (sums, 0)])]
+
+    def _merge_into(self, out: int, places: list[tuple[int, ...]], dim: int, first: int, second: int, last: int) -> _Placed:
+        """A merge of parts ``[first, second)`` and, of a second frame, ``[second, last)``: a column has its place in ``dim`` of ``out``."""
+        shape = self.shape
         block_parts = min(MERGE_PARTS, next_power_of_two(self._parts))
         few = block_parts <= FEW_PARTS
         block_columns = 128 if few else MERGE_COLUMNS
-        channels = _channels(frame.codec, self._dual, block_columns, str(self._device))
+        channels = _channels(tuple(places), dim, block_columns, str(self._device))
+        second_block = -(-len(places[0]) // block_columns)
         launch = CachedLaunch(
             merge.merge,
             (shape.sequences * shape.rows, channels.numel() // block_columns, 1),
-            (self._parts, start, stop, shape.rows, shape.padded, shape.heads, shape.q_len),
+            (self._parts, first, second, last, second_block, shape.rows, shape.padded, shape.heads, shape.q_len),
             {
-                "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "DIM": plan.frame_dim(frame.codec),
-                "BLOCK_PARTS": block_parts, "BLOCK_COLUMNS": block_columns, "DEPENDENT": self._dependent,
+                "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "DIM": dim, "BLOCK_PARTS": block_parts,
+                "BLOCK_COLUMNS": block_columns, "DEPENDENT": self._dependent,
             },
             {"num_warps": 1 if few else 4, **self._overlap},
         )  # fmt: skip
-        return launch, channels
+        return launch, [(out, 0), *self._partials, (channels, 0), (SINKS, 0)]
 
 
 class _Places:
@@ -362,8 +415,10 @@ def _with_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _channels(codec: Codec, dual: bool, block: int, device: str) -> torch.Tensor:
-    """The channel of each column, int32, up to whole ``block``s; columns without one have the channel after the last."""
-    none = plan.frame_dim(codec)
-    channels = torch.tensor([channel if channel >= 0 else none for channel in plan.columns(codec, dual)], dtype=torch.int32)
-    return torch.nn.functional.pad(channels, (0, -channels.numel() % block), value=none).to(device)
+def _channels(places: tuple[tuple[int, ...], ...], none: int, block: int, device: str) -> torch.Tensor:
+    """The channel of each column of each frame, int32, up to whole ``block``s; ``none`` for columns without one, -1 in ``places``."""
+    parts = []
+    for channels in places:
+        found = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32)
+        parts.append(torch.nn.functional.pad(found, (0, -found.numel() % block), value=none))
+    return torch.cat(parts).to(device)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 from triton import language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.klt import Klt
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 BLOCK_COLUMNS = 32
 """Columns of one program."""
+
+MOST_CHANNELS = 128
+"""Channels of sums that a product takes at once, at most."""
 
 
 @lru_cache(maxsize=256)
@@ -118,17 +121,14 @@ def _originals_of(codec: Codec) -> torch.Tensor:
 
 
 @triton.jit
-def products(
-    rows: tl.tensor, matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-) -> tl.tensor:
-    """``rows`` ``[dim, row]`` times the matrix's columns: float32 ``[column, row]``."""
+def load_weights(matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, dim: tl.tensor, BLOCK_DIM: tl.constexpr) -> tl.tensor:
+    """These columns of a matrix ``[dim, COLUMNS]``, float32 ``[column, dim]``: what rows ``[dim, row]`` are multiplied by."""
     channel = tl.arange(0, BLOCK_DIM)
-    mask = (channel < DIM)[None, :] & (column < COLUMNS)[:, None]
-    weights = tl.load(matrix + channel[None, :] * COLUMNS + column[:, None], mask, 0.0)
-    return tl.dot(weights, rows, input_precision="tf32x3")
+    mask = (channel < dim)[None, :] & (column < COLUMNS)[:, None]
+    return tl.load(matrix + channel[None, :] * COLUMNS + column[:, None], mask, 0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "row_blocks", "matrix_columns", "matrices"])
+@triton.jit(do_not_specialize=["rows", "padded", "sequences", "matrix_columns", "matrices"])
 def rotate_queries(
     turned: tl.tensor,
     scales: tl.tensor,
@@ -137,7 +137,8 @@ def rotate_queries(
     blocks: tl.tensor,
     per_score: tl.tensor,
     rows: tl.tensor,
-    row_blocks: tl.tensor,
+    padded: tl.tensor,
+    sequences: tl.tensor,
     matrix_columns: tl.tensor,
     matrices: tl.tensor,
     DIM: tl.constexpr,
@@ -145,39 +146,46 @@ def rotate_queries(
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Queries in the frames of ``matrix`` and ``blocks`` (``query_matrix``), and what their scores are to be multiplied by.
 
     ``q`` is ``[sequence, row, DIM]``, a sequence being one of the batch's and one KV head. Written are float32
     ``[sequence, column, padded row]`` for each frame, one after the other, over the length of each query, so that none is above 1, and
-    float32 ``[sequence, padded row]``: that length times ``per_score``. Rows are padded with zeros to ``row_blocks`` blocks of ``ROWS``.
+    float32 ``[sequence, padded row]``: that length times ``per_score``. Rows are padded with zeros to ``padded``.
+
+    A program takes ``ROWS`` padded rows: of one sequence where there is more than one matrix. With ``EARLY``, the next kernel may begin
+    while this one runs.
     """
     block = blocks + tl.program_id(1) * 4
     first = tl.load(block)
     columns = tl.load(block + 1)
     padded_before = tl.load(block + 2)
     before = tl.load(block + 3)
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sequence = (number // padded).to(tl.int64)
+    row = number % padded
+    column = first + tl.arange(0, BLOCK_COLUMNS)
+    matrix += (tl.program_id(0) * ROWS // padded % matrices).to(tl.int64) * DIM * matrix_columns
+    # No kernel writes it: it is there when the one before ends.
+    weights = load_weights(matrix, padded_before + column, matrix_columns, DIM, BLOCK_DIM)
     if DEPENDENT:
         gdc_wait()
-    sequence = (tl.program_id(0) // row_blocks).to(tl.int64)
-    sequences = tl.num_programs(0) // row_blocks
-    row = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
+        if EARLY:
+            gdc_launch_dependents()
     channel = tl.arange(0, BLOCK_DIM)
-    mask = (channel < DIM)[:, None] & (row < rows)[None, :]
+    mask = (channel < DIM)[:, None] & ((row < rows) & (sequence < sequences))[None, :]
     values = tl.load(q + (sequence * rows + row)[None, :] * DIM + channel[:, None], mask, 0.0).to(tl.float32)
     # Over the largest value first: squares neither overflow nor vanish.
     largest = tl.maximum(tl.max(tl.abs(values), 0), 1.1754943508222875e-38)
     values = values / largest[None, :]
     length = tl.maximum(tl.sqrt(tl.sum(values * values, 0)), 1.0)
     values = values / length[None, :]
-    column = first + tl.arange(0, BLOCK_COLUMNS)
-    matrix += sequence % matrices * DIM * matrix_columns
-    found = products(values, matrix, padded_before + column, matrix_columns, DIM, BLOCK_DIM)
-    padded = row_blocks * ROWS
-    at = (before * sequences + sequence * columns + column[:, None]) * padded + row[None, :]
-    tl.store(turned + at, found, (column < columns)[:, None])
+    found = tl.dot(weights, values, input_precision="tf32x3")
+    at = (before * sequences + (sequence * columns)[None, :] + column[:, None]) * padded + row[None, :]
+    tl.store(turned + at, found, (column < columns)[:, None] & (sequence < sequences)[None, :])
     if tl.program_id(1) == 0:
-        tl.store(scales + sequence * padded + row, length * largest * per_score)
+        tl.store(scales + number, length * largest * per_score, sequence < sequences)
 
 
 @triton.jit(do_not_specialize=["count", "row_blocks", "matrices"])
@@ -202,22 +210,31 @@ def rotate_sums(
     ``before`` is added with ``ADD``. A sequence has ``count`` rows in ``row_blocks`` blocks, and takes one of the ``matrices``
     (``frame_matrix``); where there is but one, all rows may be given as those of one sequence.
     """
-    if DEPENDENT:
-        gdc_wait()
     sequence = (tl.program_id(0) // row_blocks).to(tl.int64)
     own = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
     row = sequence * count + own
-    channel = tl.arange(0, BLOCK_DIM)
-    mask = (channel < FRAME_DIM)[:, None] & (own < count)[None, :]
-    values = tl.load(sums + row[None, :] * FRAME_DIM + channel[:, None], mask, 0.0)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    channel = tl.arange(0, BLOCK_DIM)
     matrix += sequence % matrices * FRAME_DIM * DIM
-    found = products(values, matrix, column, DIM, FRAME_DIM, BLOCK_DIM)
+    if DEPENDENT:
+        gdc_wait()
+    found = tl.zeros((BLOCK_COLUMNS, ROWS), tl.float32)
+    # Operands of longer products do not fit the registers of a warp.
+    for begin in range(0, FRAME_DIM, BLOCK_DIM):
+        weights = load_weights(matrix + begin * DIM, column, DIM, FRAME_DIM - begin, BLOCK_DIM)
+        mask = (channel < FRAME_DIM - begin)[:, None] & (own < count)[None, :]
+        values = tl.load(sums + row[None, :] * FRAME_DIM + begin + channel[:, None], mask, 0.0)
+        found = tl.dot(weights, values, found, input_precision="tf32x3")
     at = row[None, :] * DIM + column[:, None]
     real = (column < DIM)[:, None] & (own < count)[None, :]
     if ADD:
         found += tl.load(before + at, real, 0.0)
     tl.store(out + at, found, real)
+
+
+def sums_block(dim: int) -> int:
+    """The channels of sums that a product takes at once."""
+    return min(MOST_CHANNELS, query_block(dim))
 
 
 def query_block(dim: int) -> int:

@@ -54,6 +54,8 @@ class Shape(NamedTuple):
     tokens: int
     stages: int
     programs: int
+    fills: bool = False
+    """Whether the registers of ``programs`` are all that a multiprocessor has."""
 
 
 def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> Shape:
@@ -79,7 +81,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     if max(k.tokens, v.tokens) > 32:
         # Large tables are of few programs.
         warps, programs = (4, 2) if table_bytes > LARGEST_BYTES else (2, 4)
-        shape = Shape(warps, 1, max(k.tokens, v.tokens), 1, programs)
+        shape = Shape(warps, 1, max(k.tokens, v.tokens), 1, programs, True)
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = Shape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
@@ -93,7 +95,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     elif table_bytes == 0 and many and most_tokens > small.tokens and aligned % most_tokens == 0:
         shape = small._replace(tokens=most_tokens)
     elif table_bytes == 0 and many and few_bytes and plain:
-        shape = small._replace(tiles=2)
+        shape = small._replace(tiles=2, programs=12, fills=True)
     else:
         shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes

@@ -214,14 +214,7 @@ def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 
-    prepared = attention.prepare(q, layer, Options(q.shape[-1] ** -0.5))
-    scratch = prepared.rotated(q)
-
-    def run() -> None:
-        prepared.attended(scratch)
-        prepared.merged(scratch)
-
-    return run
+    return attention.prepare(q, layer, Options(q.shape[-1] ** -0.5)).after_rotation(q)
 
 
 def _copies(size: int) -> int:

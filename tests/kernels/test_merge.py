@@ -18,13 +18,15 @@ HEADS, ROWS, PADDED = 2, 3, 8
 def test_parts_are_weighted_and_rotated(
     widths: tuple[int, int], dim: int, rotated: bool, parts: int, second: int, sinks: bool, uninitialized_is_poisoned: None
 ) -> None:
+    from kvpack.formats.columns import next_power_of_two
     from kvpack.kernels.attend import merge
     from kvpack.kernels.attend.softmax import UNSEEN
 
-    block_columns = 64
+    channels = 32
     generator = torch.Generator().manual_seed(parts)
     widths = widths if second < parts else widths[:1]
     columns = max(widths)
+    block_columns = next_power_of_two(columns) if rotated else channels
     sums = torch.randn(HEADS, PADDED, parts, columns, generator=generator)
     largest = 10 * torch.randn(HEADS, PADDED, parts, generator=generator)
     total = torch.rand(HEADS, PADDED, parts, generator=generator)
@@ -40,10 +42,9 @@ def test_parts_are_weighted_and_rotated(
         stored[:, :, :second, widths[0] :] = torch.nan
         stored[:, :, second:, widths[1] :] = torch.nan
     out = torch.empty(HEADS, ROWS, dim, device=DEVICE)
-    channels = 32
     merge.merge_originals[(HEADS * ROWS, -(-dim // channels))](
         out, *(x.to(DEVICE) for x in (stored, largest, total, matrix, sink_logits)), parts, second, ROWS, PADDED, HEADS, 1,
-        *matrix.shape[:2], SINK_LOGITS=sinks, COLUMNS=columns, WIDTHS=widths, DIM=dim, BLOCK_PARTS=16, BLOCK_COLUMNS=block_columns,
+        len(matrix), SINK_LOGITS=sinks, COLUMNS=columns, WIDTHS=widths, DIM=dim, BLOCK_PARTS=16, BLOCK_COLUMNS=block_columns,
         BLOCK_DIM=channels, ROTATED=rotated, DEPENDENT=False,
     )  # fmt: skip
 

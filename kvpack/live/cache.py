@@ -153,6 +153,11 @@ class LiveCache:
         self._settle(layer)
         return 0 if own is None else own.tokens
 
+    def skipped(self, layer: int) -> int:
+        """The number of the oldest tokens of ``layer`` that are gone. Raises OutOfBounds."""
+        own = self._own(layer)
+        return 0 if own is None else own.skipped
+
     def batch(self, layer: int) -> int:
         """The number of sequences of ``layer``; 1 before its first tokens. Raises OutOfBounds."""
         own = self._own(layer)
@@ -173,16 +178,21 @@ class LiveCache:
         if torch.compiler.is_dynamo_compiling():
             self._compiled_update(layer, k, v)
             return
+        if self.append(layer, k, v):
+            return
         own = self._layer(layer, k, v)
         steps = self._steps[layer]
-        if steps is not None and steps.append(k, v):
-            return
         self._settle(layer)
         if own.raw_tokens >= own.window:
             own.roll()
         own.update(k, v)
         if steps is not None:
             steps.changed()
+
+    def append(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+        """Add a few tokens as ``update`` does, where kernels do so by themselves; else False, and nothing is done."""
+        steps = self._steps[layer] if 0 <= layer < self._count else None
+        return steps is not None and steps.append(k, v)
 
     def attend(
         self,
@@ -202,12 +212,8 @@ class LiveCache:
         The tokens of an update that the tail has no room for are attended as they were given, then encoded. Raises what ``kvpack.attend``
         raises, and OutOfBounds for a layer without tokens.
         """
-        options: dict[str, Any] = {
-            "scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window, "sink_logits": sink_logits,
-            "starts": starts,
-        }  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
-            return self._compiled_attend(layer, q, **options)
+            return self._compiled_attend(layer, q, sink_logits, starts, scale, causal, softcap, sliding_window)
         own = self._own(layer)
         if own is None:
             raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
@@ -215,10 +221,14 @@ class LiveCache:
             steps = self._steps[layer]
             if steps is None and Steps.takes(own, q):
                 steps = self._steps[layer] = Steps(own)
-            if steps is not None and (found := steps.attend(q, **options)) is not None:
-                return found
+            if steps is not None:
+                found = steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
+                if found is not None:
+                    return found
         self._settle(layer)
-        found = own.attend(q, **options)
+        found = own.attend(
+            q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
+        )
         if own.pending_tokens > DEFERRED:
             own.commit()
             if (steps := self._steps[layer]) is not None:
@@ -320,12 +330,12 @@ class LiveCache:
             self._value_dims[layer] = v.shape[3]
         self._tickets[layer] = operators.live_update(self._tickets[layer], k, v, layer)
 
-    def _compiled_attend(self, layer: int, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, **options: Any) -> torch.Tensor:
+    def _compiled_attend(self, layer: int, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, *options: Any) -> torch.Tensor:
         if starts is not None:
             starts = torch.as_tensor(starts)
         out: torch.Tensor
         out, self._tickets[layer] = operators.live_attend(
-            self._tickets[layer], q, sink_logits, starts, layer, self._value_dims[layer], **options
+            self._tickets[layer], q, sink_logits, starts, layer, self._value_dims[layer], *options
         )
         return out
 
@@ -343,9 +353,12 @@ class LiveCache:
 
     def _settle(self, layer: int | None = None) -> None:
         """Learn from the device how many tokens were added by replays of graphs."""
-        for steps in self._steps if layer is None else [self._steps[layer]]:
-            if steps is not None:
-                steps.settle()
+        if layer is None:
+            for steps in self._steps:
+                if steps is not None:
+                    steps.settle()
+        elif (one := self._steps[layer]) is not None and one.captured:
+            one.settle()
 
     def _check_finite(self) -> None:
         flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if steps is not None}

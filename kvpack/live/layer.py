@@ -38,6 +38,7 @@ class LiveLayer:
             side: LiveSide(held, window, self.room, self.raw_tokens, sliding_window is None, f"{name}.{side}")
             for side, held in layer.sides.items()
         }
+        self._one_side = next(iter(self.sides.values()))
         self._pending: dict[str, torch.Tensor] = {}
         self.keeps_past = False
         """Whether only ``crop`` drops tokens that no later query sees."""
@@ -46,26 +47,26 @@ class LiveLayer:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.sides.values())).tail.device
+        return self._one_side.tail.device
 
     @property
     def batch(self) -> int:
-        return next(iter(self.sides.values())).batch
+        return self._one_side.batch
 
     @property
     def packed_tokens(self) -> int:
         """The number of tokens in pages; both sides have as many."""
-        return next((side.packed_tokens for side in self.sides.values()), 0)
+        return self._one_side.packed_tokens
 
     @property
     def pending_tokens(self) -> int:
         """The number of tokens of an update that is longer than the tail's room, until they are attended."""
-        return next((x.shape[2] for x in self._pending.values()), 0)
+        return next(iter(self._pending.values())).shape[2] if self._pending else 0
 
     @property
     def tokens(self) -> int:
         """The number of tokens held."""
-        return self.packed_tokens + self.raw_tokens + self.pending_tokens
+        return self._one_side.packed_tokens + self.raw_tokens + self.pending_tokens
 
     @property
     def seen(self) -> int:

@@ -87,10 +87,12 @@ class LiveSide:
         self._in_place = in_place and all(entry.per == "token" for entry in side.codec.layout(1, 1, 0).values())
         self._open: list[OpenPage] = []
         self._joined: Pages | None = None
+        self.packed_tokens = self._pages.tokens
+        """The number of tokens in pages."""
         if older:
             # The other side has packed them already.
             self._pages = self._pages.added(Page(self.codec, older, self.encoded(side.tail[:, :, :older], where)))
-            self._joined = None
+            self._joined, self.packed_tokens = None, self._pages.tokens
 
     @property
     def batch(self) -> int:
@@ -103,11 +105,6 @@ class LiveSide:
     @property
     def dim(self) -> int:
         return self.tail.shape[3]
-
-    @property
-    def packed_tokens(self) -> int:
-        """The number of tokens in pages."""
-        return self._pages.tokens + sum(page.filled for page in self._open)
 
     @property
     def nbytes(self) -> int:
@@ -148,9 +145,11 @@ class LiveSide:
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
         """Add ``tokens`` packed tokens."""
         self._joined = None
+        before = self.packed_tokens
         with own_modes(self.tail.device):
             if not self._in_place:
                 self._pages = self._pages.added(Page(self.codec, tokens, streams))
+                self.packed_tokens = before + tokens
                 return
             start = 0
             while start < tokens:
@@ -158,12 +157,14 @@ class LiveSide:
                     if not self._open and tokens - start > FEWEST_WINDOWS * self.window:
                         # The first tokens of a prompt: they are as many as they are.
                         self._pages = self._pages.added(Page(self.codec, tokens, streams))
+                        self.packed_tokens = before + tokens
                         return
                     self._open.append(OpenPage.of(self.codec, self.batch, self.heads, self._capacity(), self.tail.device))
                 page = self._open[-1]
                 count = min(tokens - start, page.capacity - page.filled)
                 page.write(streams, start, count)
                 start += count
+                self.packed_tokens = before + start
 
     @property
     def state(self) -> SideState:
@@ -175,12 +176,14 @@ class LiveSide:
         self._pages, self._open, self._joined, self.tail = state.pages, list(state.open), state.joined, state.tail
         for page, filled in zip(state.open, state.filled, strict=True):
             page.filled = filled
+        self.packed_tokens = state.pages.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
         """Keep packed tokens ``[start, stop)``; ``start`` is where a token group begins."""
         pages = self._all_pages()
         self._open, self._joined = [], None
         self._pages = pages.slice(start, stop)
+        self.packed_tokens = self._pages.tokens
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64 on the side's device, in that order."""

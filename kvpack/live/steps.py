@@ -27,7 +27,8 @@ class Steps:
         self._layer = layer
         self._calls: dict[Any, GrowingCall | None] = {}
         self._appends: dict[int, Append] = {}
-        self._captured = False
+        self.captured = False
+        """Whether replays of a graph may add tokens, of which ``settle`` learns."""
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with own_modes(device):
@@ -51,32 +52,42 @@ class Steps:
         if k is None or v is None or k.dim() != 4 or layer.pending_tokens:
             return False
         tokens = k.shape[2]
-        tails = layer.sides["k"].tail, layer.sides["v"].tail
-        for x, tail in zip((k, v), tails, strict=True):
-            if x.dtype != tail.dtype or x.device != tail.device or x.shape != (tail.shape[0], tail.shape[1], tokens, tail.shape[3]):
-                return False
+        capturing = self._capturing
         if layer.raw_tokens + tokens > layer.room:
-            if self._captured or self._capturing:
+            if self.captured or capturing:
                 raise OutOfBounds(f"{layer.name}: the raw tail has room for {layer.room} tokens, and holds {layer.raw_tokens}: call roll()")
             return False
-        if tokens not in self._appends:
+        append = self._appends.get(tokens)
+        if append is None:
             from kvpack.kernels.attend.growing import Append
 
-            self._appends[tokens] = Append(*tails, tokens)
-        self._appends[tokens](k.detach(), v.detach(), self._lengths, self._packed, self.not_finite if self._checks else self._unchecked)
+            append = self._appends[tokens] = Append(layer.sides["k"].tail, layer.sides["v"].tail, tokens)
+        if not append.takes(k, v):
+            return False
+        append(k, v, self._lengths, self._packed, self.not_finite if self._checks else self._unchecked)
         layer.raw_tokens += tokens
-        self._captured |= self._capturing
+        self.captured |= capturing
         return True
 
-    def attend(self, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, **options: Any) -> torch.Tensor | None:
+    def attend(
+        self,
+        q: torch.Tensor,
+        sink_logits: torch.Tensor | None,
+        starts: Any,
+        scale: float | None,
+        causal: bool,
+        softcap: float | None,
+        window: int | None,
+    ) -> torch.Tensor | None:
         """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it."""
-        layer, window = self._layer, options["sliding_window"]
+        layer = self._layer
         if q.dim() != 4 or q.shape[2] > layer.raw_tokens or q.requires_grad or not self._takes_starts(starts):
             return None
         if layer.skipped and (window is None or self._packed_tokens + layer.raw_tokens - q.shape[2] < window - 1):
             return None
-        asked = (q.shape, q.dtype, q.device, tuple(options.items()), sink_logits is None, starts is None, dispatch.choice())
+        asked = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sink_logits is None, starts is None)
         if asked not in self._calls:
+            options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": window}
             self._calls[asked] = self._call(q, sink_logits, starts, options)
         call = self._calls[asked]
         if call is None:
@@ -107,7 +118,7 @@ class Steps:
 
     def settle(self) -> None:
         """Learn how many tokens replays of a graph have added."""
-        if self._captured and not self._capturing:
+        if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.packed_tokens
             if self._layer.raw_tokens > self._layer.room:
                 lost = self._layer.raw_tokens - self._layer.room

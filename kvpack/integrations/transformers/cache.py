@@ -119,6 +119,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             decoding.tell(known.name)
         self.passes = Tracking(Record(inputs, tokens), positions, known, not self._dense)
         self.passes.states = any(states)
+        self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.on(model, inside)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
@@ -208,8 +209,12 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         """Append to one layer as ``update``, which returns what attention takes."""
-        self._append(key_states, value_states, layer_idx)
-        self.passes.appended(self.live.seen(layer_idx))
+        live, following = self.live, self._following[layer_idx]
+        # Most steps need no more: what they give is of the shape of the step before.
+        due = not self._careful and live.seen(following) >= live.seen(layer_idx)
+        if not (due and live.append(layer_idx, key_states, value_states)):
+            self._append(key_states, value_states, layer_idx)
+        self.passes.appended(live.seen(layer_idx))
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         self._check_states(key_states, value_states, layer_idx)
@@ -220,8 +225,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
         """``LiveCache.attend`` over one layer. Raises InvalidShape, too, for a window with tokens that the layer has dropped."""
-        held = self.live.held(layer)
-        check_window(self.live.seen(layer) - held, held - q.shape[2], sliding_window)
+        if skipped := self.live.skipped(layer):
+            check_window(skipped, self.live.held(layer) - q.shape[2], sliding_window)
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
 
     def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -56,7 +56,7 @@ def attention(
                 "padding ends: KvpackCache(cache, model, dense=True) gives all layers tensors and masks"
             )
         return plain_attention(module, options)(module, query, key, value, attention_mask, **options)
-    given = [what for name, what in _WITHOUT_COUNTERPART.items() if options.get(name) is not None]
+    given = [_WITHOUT_COUNTERPART[name] for name, value in options.items() if value is not None and name in _WITHOUT_COUNTERPART]
     if attention_mask is not None and not isinstance(key, PackedStates):
         given.append("a mask")
     if options.get("dropout"):
@@ -66,14 +66,14 @@ def attention(
             f"attention over packed layers does not support what the model passes: {', '.join(given)}; "
             "KvpackCache(cache, model, dense=True) decodes each layer for its call"
         )
-    causal = options.get("is_causal")
-    window = options.get("sliding_window")
+    read = options.get
+    causal, window = read("is_causal"), read("sliding_window")
     given_options: dict[str, Any] = {
-        "scale": options.get("scaling"),
+        "scale": read("scaling"),
         "causal": getattr(module, "is_causal", True) if causal is None else causal,
-        "softcap": options.get("softcap"),
+        "softcap": read("softcap"),
         "sliding_window": window,
-        "sink_logits": options.get("s_aux"),
+        "sink_logits": read("s_aux"),
     }
     if isinstance(key, PackedStates):
         out = key.attend(query, starts=starts, **given_options)

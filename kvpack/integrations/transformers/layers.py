@@ -92,7 +92,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def skipped(self) -> int:
         """The number of the oldest tokens that are gone."""
-        return self.live.seen(self.number) - self.live.held(self.number)
+        return self.live.skipped(self.number)
 
     @property
     def batch_size(self) -> int:

@@ -45,7 +45,8 @@ def ticket_of(cache: Live) -> torch.Tensor:
     return torch.tensor(number, device="cpu")
 
 
-def _cache(ticket: torch.Tensor) -> Live:
+def cache_of(ticket: torch.Tensor) -> Live:
+    """The cache whose ticket it is. Raises InvalidParameter where it no longer exists."""
     cache = _caches.get(int(ticket))
     if cache is None:
         raise InvalidParameter("the live cache of this call no longer exists: keep a reference to it while compiled code uses it")
@@ -56,7 +57,7 @@ def _cache(ticket: torch.Tensor) -> Live:
 @torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
 def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
     """``LiveCache.update``; returns the next ticket."""
-    _cache(ticket).update(layer, k, v)
+    cache_of(ticket).update(layer, k, v)
     return ticket.clone()
 
 
@@ -86,7 +87,7 @@ def live_attend(
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``LiveCache.attend``, and the next ticket; ``dim`` is that of the values."""
-    out = _cache(ticket).attend(
+    out = cache_of(ticket).attend(
         layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )
     return out.contiguous(), ticket.clone()

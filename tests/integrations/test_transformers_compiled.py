@@ -9,6 +9,7 @@ import pytest
 import torch
 from zoo_models import model_of
 
+from kvpack.formats.errors import InvalidShape
 from kvpack.integrations.transformers import KvpackCache
 
 if TYPE_CHECKING:
@@ -69,19 +70,33 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, recipe: str, pa
         torch.testing.assert_close(side, other)
 
 
-def test_breaks_are_as_many_however_many_layers() -> None:
-    """Those of the record of a pass, of its mask, and of its first position."""
-    breaks = []
-    for layers in (1, 4):
-        torch._dynamo.reset()
-        model = model_of("Llama", num_hidden_layers=layers)
-        found = torch._dynamo.explain(lambda ids, cache, model=model: model(ids, past_key_values=cache).logits)(
-            torch.full((1, 9), 5), KvpackCache(model, "raw")
-        )
-        breaks.append(found.graph_break_count)
-        operators = [str(node.target) for graph in found.graphs for node in graph.graph.nodes if "kvpack" in str(node.target)]
-        assert len(operators) in (0, 2 * layers)
-    assert breaks[0] == breaks[1]
+@pytest.mark.parametrize("recipe", ["raw", "kv=group:b=4,g=8;tail=16"])
+def test_a_model_without_padding_is_one_graph(recipe: str) -> None:
+    model = model_of("Llama")
+    eager, compiled = (KvpackCache(model, recipe) for _ in "ab")
+    run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    for found, own in zip(logits(run, compiled, None), logits(model, eager, None), strict=True):
+        torch.testing.assert_close(found, own)
+    assert compiled.packed.inputs == eager.packed.inputs
+    # The first pass, one of several tokens, and a step.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
+    """Of what the token ids do not determine, and of passes that end in an error."""
+    model = model_of("Llama")
+    run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (model, run):
+        cache = KvpackCache(model, "raw")
+        call(torch.full((1, 9), 5), past_key_values=cache)
+        call(torch.full((1, 2), 5), past_key_values=cache, position_ids=torch.tensor([[9, 20]]))
+        with pytest.raises(InvalidShape, match="does not continue"):
+            call(torch.full((2, 2), 5), past_key_values=cache)
+        call(torch.full((1, 2), 6), past_key_values=cache)
+        found.append(cache.packed.inputs)
+    assert found[0] == found[1]
+    assert found[0].undetermined == ("tokens 9 to 10 have other positions than those that follow the cache",)
 
 
 def test_steps_are_compiled_once_for_all_steps_and_caches() -> None:

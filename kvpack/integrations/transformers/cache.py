@@ -105,6 +105,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         ]
         super().__init__(layers=layers)
         self._following = _following(layers)
+        self._slides = any(getattr(layer, "is_sliding", False) for layer in layers)
         if isinstance(contents, Cache):
             keep_states(self.layers, contents)
         self._model, self._dense, self._decoding = known, bool(dense), decoding
@@ -229,27 +230,44 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             check_window(skipped, self.live.held(layer) - q.shape[2], sliding_window)
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks on the model tell the cache of forward passes."""
+        return self._hooks is not None
+
+    def watched(self, number: int) -> torch.nn.Module | None:
+        """The module of that number among those with hooks."""
+        return None if self._hooks is None else self._hooks.inside[number]()
+
     def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Dense keys and values of one layer for a mask over those that a pass of ``queries`` tokens sees, with a KvpackWarning."""
         self._decoding.tell_masked()
         own: PackedLayer = self.layers[layer]
         return own.decoded(queries, dtype)
 
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """The number of tokens that a layer has seen; in compiled code a tensor, as of transformers' own caches of a fixed size."""
+        if torch.compiler.is_dynamo_compiling() and not self._dense:
+            return self.compiled.compiled_seen(layer_idx)
+        return self._length(layer_idx)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The number of tokens that a layer has seen."""
+    def _length(self, layer_idx: int) -> int:
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
         """The number of keys for a mask, marked if attention "kvpack" needs no mask, and the first of them."""
-        if torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling():
+            return self._mask_sizes(query_length, layer_idx)
+        if self._dense or self._slides:
             return self._compiled_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
-        return self._mask_sizes(query_length, layer_idx)
+        # Of layers that hold all tokens the mask begins with the first.
+        return CompiledLength(lambda: self._mask_sizes(query_length, layer_idx)[0]), 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compiled_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
         length, offset = self._mask_sizes(query_length, layer_idx)
-        return CompiledLength(length) if isinstance(length, PackedLength) else length, offset
+        return CompiledLength(lambda: length) if isinstance(length, PackedLength) else length, offset
 
     def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         length, offset = super().get_mask_sizes(query_length, layer_idx)

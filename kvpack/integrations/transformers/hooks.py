@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from kvpack.formats.errors import InvalidParameter
 
+from . import compiled as compiled_calls
 from .passes import Pass, arguments_of
 from .record import Record
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvpack.file.inputs import Inputs
+
+    from .compiled import CompiledCalls
 
 _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 """The hooks of each model, by its id; they live as long as something references them."""
@@ -31,25 +35,34 @@ class Hooks:
     def __init__(self, model: torch.nn.Module, inside: Sequence[PreTrainedModel]) -> None:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
+        self.inside = [weakref.ref(module) for module in inside]
         mine = weakref.ref(self)
 
-        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = arguments_of(module, args, kwargs)
+            compiled = _compiled_calls(_past(arguments), arguments)
+            if compiled is not None:
+                compiled.compiled_begin(number, arguments)
+                return
             hooks = mine()
             for passes in [*passes_over(_past(arguments)), *(hooks.recordings if hooks is not None else ())]:
                 passes.enter(module, arguments)
 
-        def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def after(number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             arguments = arguments_of(module, args, kwargs)
+            compiled = _compiled_calls(_past(arguments), arguments)
+            if compiled is not None:
+                compiled.compiled_end(number)
+                return
             hooks = mine()
             for passes in [*passes_over(_past(arguments)), *(hooks.recordings if hooks is not None else ())]:
                 passes.leave(module, arguments, output)
 
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
         handles: list[Any] = []
-        for module in inside:
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        for number, module in enumerate(inside):
+            handles.append(module.register_forward_pre_hook(partial(before, number), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(after, number), with_kwargs=True, always_call=True))
         watched = [weakref.ref(module) for module in inside if _watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 
@@ -85,6 +98,9 @@ class Passes:
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> None:
         """Note the beginning of a call over a cache of ``start`` tokens."""
+        if module in self._inside:
+            # Of a call that failed in compiled code, nobody tells the end.
+            del self._inside[self._inside.index(module) :]
         self._inside.append(module)
         if self.outermost:
             self.has_encoder = isinstance(_past(arguments), EncoderDecoderCache)
@@ -182,6 +198,13 @@ def _parts(past: Any) -> list[TransformersCache]:
     if isinstance(past, EncoderDecoderCache):
         return [past.self_attention_cache, past.cross_attention_cache]
     return [past] if isinstance(past, TransformersCache) else []
+
+
+def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
+    """The calls of the one KvpackCache that a pass in compiled code is over; None where what is compiled breaks off for the pass."""
+    if not torch.compiler.is_dynamo_compiling() or getattr(past, "compiled", None) is None or not past.is_watched:
+        return None
+    return past.compiled if compiled_calls.takes(arguments) else None
 
 
 def _past(arguments: dict[str, Any]) -> Any:

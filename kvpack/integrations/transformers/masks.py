@@ -18,8 +18,6 @@ QUERIES_AT_A_TIME = 128
 """The rows of a mask that are compared at once with the mask that attention applies by itself."""
 
 
-# Whether it hides anything but padding is read.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
@@ -27,8 +25,16 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     sees, int32 ``[batch]``. Else the mask of the model's own attention, for which the keys are decoded: for any other padding, and
     for any pattern but causal and sliding-window.
     """
+    if isinstance(kv_length, CompiledLength) and options.get("attention_mask") is None and _is_causal(**options):
+        return None
+    return _mask(kv_length=kv_length, config=config, **options)
+
+
+# Whether it hides anything but padding is read.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     if isinstance(kv_length, CompiledLength):
-        kv_length = kv_length.length
+        kv_length = kv_length.length()
     if isinstance(kv_length, PackedLength):
         packed, kv_length = kv_length, int(kv_length)
         padding = _padding(packed, options.get("kv_offset", 0), options.get("attention_mask"))
@@ -61,6 +67,10 @@ def _padding(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tens
     return _Padding(on_the_left, None if every else first + (~seen).sum(1, dtype=torch.int32))
 
 
+def _is_causal(mask_function: Callable[..., Any] = causal_mask_function, use_vmap: bool = False, **_: Any) -> bool:
+    return mask_function is causal_mask_function and not use_vmap
+
+
 def _applied_by_attention(
     kv_length: int,
     config: Any,
@@ -75,10 +85,10 @@ def _applied_by_attention(
     **_: Any,
 ) -> bool:
     """Whether the mask, but for padding, is causal, within the model's sliding window if it has one, and hides nothing else."""
+    if _is_causal(mask_function, use_vmap):
+        return True
     if use_vmap:
         return False
-    if mask_function is causal_mask_function:
-        return True
     window = getattr(config, "sliding_window", None)
     rows, token = torch.arange(batch_size, device=device)[:, None, None], torch.arange(kv_offset, kv_offset + kv_length, device=device)
     for first in range(int(q_offset), int(q_offset) + q_length, QUERIES_AT_A_TIME):

@@ -22,9 +22,9 @@ class PackedLength(int):
 
 
 class CompiledLength:
-    """A ``length`` in compiled code, which is not compiled anew for each one, as it would be for an integer of a class of its own."""
+    """What tells a length in compiled code, which is not compiled anew for each one, as it would be for an integer."""
 
-    def __init__(self, length: PackedLength) -> None:
+    def __init__(self, length: Callable[[], int]) -> None:
         self.length = length
 
 

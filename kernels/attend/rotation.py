@@ -170,6 +170,7 @@ def rotate_queries(
     # No kernel writes it: it is there when the one before ends.
     weights = load_weights(matrix, padded_before + column, matrix_columns, DIM, BLOCK_DIM)
     if DEPENDENT:
+        # Nothing releases the kernel that attends before this one ends: fp8 at B took 76.8 us with a release here, and 71.7 without.
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()

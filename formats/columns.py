@@ -245,6 +245,17 @@ class Columns:
             if not self._are_valid(blocks):
                 self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
 
+    def word_rules(self) -> list[WordRule | None] | None:
+        """What ``check`` asks of the words of each plane, None for nothing; None where it asks more than words can tell one by one."""
+        if self.binary and self.alphabets == self.bases:
+            return [
+                WordRule(tuple(self._spare_bits[number].tolist()), (0xFFFF,) * words) if number in self._spare_bits else None
+                for number, words in enumerate(self.planes)
+            ]
+        if self.binary or self._column_limits is None:
+            return None
+        return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
+
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
         """Whether reductions alone find these rows valid; where some need a look at each value, False."""
         if self.binary:
@@ -344,6 +355,13 @@ def over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.nda
     wide = combine.reduce(rows[:whole].reshape(-1, at_once * rows.shape[1]), axis=0, initial=0)
     result: numpy.ndarray[Any, Any] = combine.reduce(numpy.concatenate([wide.reshape(-1, rows.shape[1]), rows[whole:]]), axis=0, initial=0)
     return result
+
+
+class WordRule(NamedTuple):
+    """For each word of a row, an unsigned integer of 16 bits: the bits that it leaves zero, and the largest value that it may have."""
+
+    spare: tuple[int, ...]
+    limits: tuple[int, ...]
 
 
 class _Place(NamedTuple):

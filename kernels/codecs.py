@@ -74,7 +74,8 @@ class CodecKernels(NamedTuple):
     lie as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``).
     ``prepare(codec, packed, out, rotated, pages)`` is what fills an output (``decode.prepare``), and without it
     ``decode_into(codec, packed, out, rotated, pages)`` fills one and returns whether it did.
-    ``check_chunks(codec, streams, where)`` refuses what ``Codec.check_chunks`` does.
+    ``check_chunks(codec, streams, where)`` refuses what ``Codec.check_chunks`` does. ``has_rules(codec)`` is whether ``Codec.check`` asks
+    nothing of the codec's streams but what ``words.rules`` does, if that has their rules.
     """
 
     tiles: Callable[[Any], Tiles | None] = none
@@ -83,6 +84,12 @@ class CodecKernels(NamedTuple):
     prepare: Callable[..., Prepared | None] = none
     decode_into: Callable[..., bool] = undone
     check_chunks: Callable[..., None] | None = None
+    has_rules: Callable[[Any], bool] = undone
+
+
+def done(*_: Any) -> bool:
+    """What a codec has with any parameters."""
+    return True
 
 
 def of_codec(codec: Codec) -> CodecKernels:
@@ -115,6 +122,7 @@ CODECS: dict[type[Codec], CodecKernels] = {
         lambda codec, dual: group_tiles.tiles(codec, dual) if _narrow(codec) else None,
         encode_group.encode,
         decode_group.prepare,
+        has_rules=lambda codec: codec.scale_dtype != "u8",
     ),
     Minifloat: CodecKernels(minifloat_tiles.tiles, encode=encode_minifloat.encode, prepare=decode_minifloat.prepare),
     Scalar: CodecKernels(
@@ -122,21 +130,24 @@ CODECS: dict[type[Codec], CodecKernels] = {
         lambda codec, dual: scalar_tiles.tiles(codec, dual) if _narrow(codec) else None,
         encode_scalar.encode,
         decode_table.prepare,
+        has_rules=done,
     ),
     Octahedral: CodecKernels(
         _octahedral,
         lambda codec, dual: octahedral_tiles.tiles(codec, dual) if codec.arrangement == "direct" and _narrow(codec) else None,
         encode_octahedral.encode,
         decode_table.prepare,
+        has_rules=lambda codec: codec.arrangement == "dense",
     ),
     Angle: CodecKernels(
         _angle,
         lambda codec, dual: angle_dual_tiles.tiles(codec, dual) if codec.arrangement == "dense" else None,
         encode_angle.encode,
         decode_table.prepare,
+        has_rules=done,
     ),
-    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode),
-    Klt: CodecKernels(klt_tiles.tiles),
+    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, has_rules=done),
+    Klt: CodecKernels(klt_tiles.tiles, has_rules=done),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
-    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare),
+    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=done),
 }

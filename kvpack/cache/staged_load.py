@@ -17,16 +17,17 @@ from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.header import layout_bytes
 from kvpack.file.parallel import in_parallel, usable_cores
+from kvpack.formats.base import DTYPE_BYTES
 
 from .layer import Layer, sliced
 from .stored import side_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvpack.file.container import File, SidePlaces
-    from kvpack.formats.base import Codec
+    from kvpack.file.header import SideEntry
 
     from .bus import Bus
     from .parts import Part
@@ -36,6 +37,8 @@ STAGING_BYTES = 1 << 29
 """The most staging memory of one load, unless three times its largest side is more."""
 _COPYING = 2
 """Sides that are being copied while others are read."""
+_WAITING = 2
+"""Sides that have memory before a thread begins them: less memory is more of it in the processor's cache."""
 _MAX_THREADS = 16
 
 
@@ -43,15 +46,20 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
     """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
     A side is copied as soon as its bytes are checked, while those that follow are read. With all tokens, a layer's streams are views
-    of one buffer, and each side is one copy; what only decoding all symbols tells is checked on the device, once all is there, if a
-    kernel does so. Raises as ``File.read_side``, the first error in the order of the file, those of symbols last, and OutOfBounds as
-    ``Cache.slice``.
+    of one buffer, and each side is one copy; the codec's rules are checked on the device, once all is there, if a kernel does so, and so
+    is what only decoding all symbols tells: the host waits for that. Raises as ``File.read_side``, the first error in the order of the
+    file, those that the device finds last, and OutOfBounds as ``Cache.slice``.
     """
     places = {number: [file.side_places(number, name) for name, _ in file.header.layers[number].sides()] for number in part.numbers}
     found: dict[int, dict[str, Side]] = {number: {} for number in places}
     every = [side for sides in places.values() for side in sides]
-    later = {_name(side) for side in every if part.has_all_tokens and dispatch.checks_chunks(_codec(file, side), bus.device)}
-    staged = _staged(every, file, bus, staging_bytes, later)
+    codecs = file.header.codecs
+    # On the host, threads that check would wait for each other.
+    ruled, chunked = (
+        {number for number, codec in enumerate(codecs) if part.has_all_tokens and checks(codec, bus.device)}
+        for checks in (dispatch.checks_values, dispatch.checks_chunks)
+    )
+    staged = _staged(every, file, bus, staging_bytes, ruled, chunked)
     with contextlib.closing(bus), contextlib.closing(staged):
         # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
         targets = {number: _targets(sides, bus) for number, sides in places.items() if part.has_all_tokens}
@@ -66,24 +74,25 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
         states = {number: _states(file, number, part, bus) for number in places}
     # Made when nothing is read any more: threads that read wait for each operation of this one.
     layers = {}
+    stored: list[tuple[int, Mapping[str, torch.Tensor], str]] = []
     for number, sides in places.items():
         if part.has_all_tokens:
             found[number] = {side.side: _side(file, side, target) for side, target in zip(sides, targets[number], strict=True)}
             for side in sides:
-                for streams in found[number][side.side].stored_streams() if _name(side) in later else ():
-                    dispatch.check_chunks(_codec(file, side), streams, f"{file.where}: {_name(side)}")
+                where = f"{file.where}: {number}.{side.side}"
+                stored += [(_entry(file, side).codec, streams, where) for streams in found[number][side.side].stored_streams()]
         skipped = file.header.starts[number] - file.header.start if part.has_all_tokens else 0
         layer = Layer(found[number].get("k"), found[number].get("v"), skipped=skipped)
         layers[number] = replace(layer, states=MappingProxyType(states[number]))
+    dispatch.check_values([(codecs[codec], streams, where) for codec, streams, where in stored if codec in ruled])
+    for codec, streams, where in stored:
+        if codec in chunked:
+            dispatch.check_chunks(codecs[codec], streams, where)
     return layers
 
 
-def _name(places: SidePlaces) -> str:
-    return f"{places.layer}.{places.side}"
-
-
-def _codec(file: File, places: SidePlaces) -> Codec:
-    return file.header.codecs[dict(file.header.layers[places.layer].sides())[places.side].codec]
+def _entry(file: File, places: SidePlaces) -> SideEntry:
+    return dict(file.header.layers[places.layer].sides())[places.side]
 
 
 def _targets(sides: Sequence[SidePlaces], bus: Bus) -> list[torch.Tensor]:
@@ -94,11 +103,15 @@ def _targets(sides: Sequence[SidePlaces], bus: Bus) -> list[torch.Tensor]:
 
 def _side(file: File, places: SidePlaces, memory: torch.Tensor) -> Side:
     """The side whose tensors are in ``memory``, uint8, where ``places`` puts them."""
-    entry = dict(file.header.layers[places.layer].sides())[places.side]
-    tensors = {}
+    entry = _entry(file, places)
+    tensors: dict[str, torch.Tensor] = {}
+    views: dict[str, torch.Tensor] = {}
     for name, layout in file.header.streams[entry].items():
         begin, end = places.streams[name]
-        tensors[name] = memory[begin:end].view(TORCH_DTYPES[layout.dtype]).view(layout.shape)
+        if layout.dtype not in views:
+            views[layout.dtype] = memory.view(TORCH_DTYPES[layout.dtype])
+        size = DTYPE_BYTES[layout.dtype]
+        tensors[name] = views[layout.dtype][begin // size : end // size].view(layout.shape)
     return side_of(file.header, entry, tensors, memory.device)
 
 
@@ -135,18 +148,17 @@ def _copied(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
 
 
 def _staged(
-    sides: Sequence[SidePlaces], file: File, bus: Bus, staging_bytes: int, later: AbstractSet[str]
+    sides: Sequence[SidePlaces], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
     """The checked bytes of each side in staging memory, reused once what the caller has begun to copy by the next side is copied.
 
-    Chunks of the sides ``later`` are not checked.
+    Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked.
     """
     if not sides:
         return
     largest = max(1, *(side.nbytes for side in sides))
     threads = min(usable_cores(), _MAX_THREADS)
-    # Each thread finds another side to read when it has read one.
-    count = min(max(staging_bytes // largest, _COPYING + 1), 2 * threads + _COPYING, len(sides) + _COPYING)
+    count = min(max(staging_bytes // largest, _COPYING + 1), threads + _WAITING + _COPYING, len(sides) + _COPYING)
     threads = min(threads, count - _COPYING)
     memory = bus.staging(count * largest)
     slots = [memory[at * largest : (at + 1) * largest] for at in range(count)]
@@ -161,7 +173,8 @@ def _staged(
 
     def read(item: tuple[SidePlaces, torch.Tensor, memoryview]) -> tuple[torch.Tensor, memoryview]:
         side, slot, data = item
-        file.read_side_into(side, data, check_chunks=_name(side) not in later)
+        codec = _entry(file, side).codec
+        file.read_side_into(side, data, check_values=codec not in ruled, check_chunks=codec not in chunked)
         return slot, data
 
     with contextlib.closing(in_parallel(read, with_memory(), threads, count - _COPYING - threads)) as done:

@@ -18,7 +18,7 @@ from kvpack.formats.side_cars import WithSideCars
 from . import cpu_library, triton_version
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -75,6 +75,28 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if isinstance(codec, WithSideCars):
         return codec.complete_original(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
+
+
+def checks_values(codec: Codec, device: torch.device) -> bool:
+    """Whether ``check_values`` checks what ``codec.check`` does, on ``device``. Raises what ``uses_triton`` raises."""
+    if not uses_triton(device):
+        return False
+    from kvpack.kernels import codecs
+    from kvpack.kernels.words import rules
+
+    return codecs.of_codec(codec).has_rules(codec) and rules.rules_of(codec) is not None
+
+
+def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]]) -> None:
+    """Refuse what ``codec.check`` refuses, of the dense streams of sides, each with its name, on one device for which ``checks_values``.
+
+    The host waits for it. Raises InvalidPayload, naming the first side.
+    """
+    from kvpack.kernels.words import rules
+
+    for number in rules.wrong_sides([(codec, streams) for codec, streams, _ in sides]) if sides else ():
+        codec, streams, where = sides[number]
+        codec.check({name: stream.cpu().numpy() for name, stream in streams.items()}, where)
 
 
 def checks_chunks(codec: Codec, device: torch.device) -> bool:

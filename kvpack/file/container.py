@@ -214,11 +214,11 @@ class File:
             places[stream] = begin, end
         return SidePlaces(layer, side, places, aligned(end))
 
-    def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_chunks: bool = True) -> None:
+    def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
         """Copy the decoded tensors of one side into ``memory``, of at least ``places.nbytes`` bytes, and check the copies.
 
-        The same checks, in the same order, as ``read_side``; not ``check_chunks`` leaves ``Codec.check_chunks`` to the caller. Calls for
-        different sides may run in different threads.
+        The same checks, in the same order, as ``read_side``; without ``check_values``, all rules of the codec are left to the caller, and
+        without ``check_chunks``, ``Codec.check_chunks``. Calls for different sides may run in different threads.
         Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self._side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
@@ -228,6 +228,8 @@ class File:
             if not read_together(self._source, self.front, tensors, memory):
                 for (tensor, begin, end), layout in zip(tensors, layouts.values(), strict=True):
                     read_checked(self._source, self.front, tensor, layout, memory[begin:end])
+            if not check_values:
+                return
             for (stream, layout), (_, begin, end) in zip(layouts.items(), tensors, strict=True):
                 if stream != "tail":
                     arrays[stream] = as_array(memory[begin:end], layout)

@@ -134,6 +134,11 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
             compiled.attempt(f"{recipe}: {name} to {dtype}", lambda side=side, out=out: sides.unpack_into(side, 0, TOKENS, out))
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
         compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode.encode(side.codec, x))
+        if dispatch.checks_values(side.codec, out.device):
+            streams = side.pages[0].streams
+            compiled.attempt(
+                f"{recipe}: {name}'s rules", lambda side=side, streams=streams: dispatch.check_values([(side.codec, streams, "x")])
+            )
         if dispatch.checks_chunks(side.codec, out.device):
             compiled.attempt(f"{recipe}: {name} checked", lambda side=side: check(side))
 

@@ -1,0 +1,132 @@
+"""Rules of words on a device find exactly what ``Codec.check`` refuses, and files are refused with its words.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache import files
+from kvpack.cache.bus import HostBus
+from kvpack.coding import dispatch
+from kvpack.errors import InvalidPayload, KvpackError
+from kvpack.file import container
+from kvpack.formats.base import Codec
+from kvpack.kernels import codecs
+from kvpack.kernels.words import rules
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, INTERPRETED  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from kvpack.cache.side import Side
+
+pytestmark = [pytest.mark.kernels]
+
+RECIPES = (
+    "octopus-3", "kv=octahedral:b=3,norm=fp32", "kivi-2", "oscar-2", "turboquant-2.5", "turboquant-3", "polarquant-3", "turboangle-k8v4",
+    "kv=group:b=3,g=32,axis=channel", "hqmq-s24-r3",
+)  # fmt: skip
+
+
+def sides_of(recipe: str) -> list[Side]:
+    # Codewords of other dims take words that only decoding checks.
+    dims = (128, 128) if recipe.startswith("hqmq") else (64, 96)
+    return list(kvpack.pack(random_pairs(1, 70, batch=1, dims=dims), recipe)[0].sides.values())
+
+
+@pytest.fixture(autouse=True)
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+
+
+def load(path: Path) -> kvpack.Cache:
+    return files.read_to(HostBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
+
+
+def outcome(call: Any) -> str:
+    try:
+        call()
+    except InvalidPayload as error:
+        return str(error)
+    return ""
+
+
+def is_refused(codec: Codec, streams: Mapping[str, torch.Tensor]) -> bool:
+    return bool(outcome(lambda: codec.check({name: stream.numpy() for name, stream in streams.items()}, "x")))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
+    """One odd bit pattern at a time, at the first and the last word of each stream and between them."""
+    random = numpy.random.default_rng(0)
+    for side in sides_of(recipe):
+        codec, own = side.codec, {name: stream.clone() for name, stream in side.stored_streams()[0].items()}
+        assert dispatch.checks_values(codec, torch.device(DEVICE))
+        cases = [own]
+        for name, stream in own.items():
+            words = stream.view(torch.int32 if stream.dtype == torch.float32 else torch.int16)
+            for place in (0, words.numel() - 1, *random.integers(0, words.numel(), 6).tolist()):
+                changed = words.clone()
+                bits = random.choice([-1, 3, 1 << 14, -(1 << 15), 0x7C00, 0x7F800000 if words.dtype == torch.int32 else 1])
+                changed.view(-1)[place] = int(bits)
+                cases.append({**own, name: changed.view(stream.dtype)})
+        expected = [is_refused(codec, streams) for streams in cases]
+        there = [(codec, {name: stream.to(DEVICE) for name, stream in streams.items()}) for streams in cases]
+        assert rules.wrong_sides(there) == [number for number, wrong in enumerate(expected) if wrong]
+        assert not expected[0]
+
+
+def test_some_of_each_kind_of_rule_are_broken() -> None:
+    """Limits of columns, spare bits and floats of both sizes: the test above would not tell if none were."""
+    kinds = set()
+    for recipe in RECIPES:
+        for side in sides_of(recipe):
+            for rule in (rules.rules_of(side.codec) or {}).values():
+                kinds.add(rule if isinstance(rule, str) else ("spare" if any(rule.spare) else "limits"))
+    assert kinds == {"F16", "F32", "spare", "limits"}
+
+
+def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwise() -> None:
+    own = {kind.__name__ for kind, row in codecs.CODECS.items() if row.has_rules is codecs.done and kind.check is not Codec.check}
+    assert own == set()
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2", "kivi-2-u8", "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2"])
+def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_path: Path) -> None:
+    cache, refused = kvpack.pack(random_pairs(3, 40), recipe), 0
+    contents, arrays = files.stored(cache)
+    for name in [name for name in arrays if name.startswith("1.")]:
+        changed = arrays[name].copy()
+        changed[-2:] = 0xFF
+        container.write(tmp_path / "a", contents, {**arrays, name: changed})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(dispatch.VARIABLE)
+            expected = outcome(lambda: kvpack.load(tmp_path / "a"))
+        assert outcome(lambda: load(tmp_path / "a")) == expected, name
+        refused += bool(expected)
+    assert refused
+    container.write(tmp_path / "a", contents, arrays)
+    assert load(tmp_path / "a").tokens == cache.tokens
+
+
+def test_a_digest_is_told_before_a_rule(tmp_path: Path) -> None:
+    contents, arrays = files.stored(kvpack.pack(random_pairs(3, 40), "octopus-3"))
+    arrays["0.k.norm"] = numpy.full_like(arrays["0.k.norm"], 0xFF)
+    container.write(tmp_path / "a", contents, arrays)
+    with container.open_file(tmp_path / "a") as file:
+        at = len(file.front.text) + file.front.places["2.v.scales"].begin
+    data = bytearray((tmp_path / "a").read_bytes())
+    data[at] ^= 1
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(KvpackError, match=r"2\.v\.scales: damaged"):
+        load(tmp_path / "a")

@@ -90,7 +90,8 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
         # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.
         shape = Shape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
-        if many and few_bytes and plain:
+        # Constants of columns leave no registers for a second tile.
+        if many and few_bytes and plain and k.load_columns is v.load_columns is None:
             shape = shape._replace(tiles=2)
     elif table_bytes == 0 and many and most_tokens > small.tokens and aligned % most_tokens == 0:
         shape = small._replace(tokens=most_tokens)

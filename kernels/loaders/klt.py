@@ -32,6 +32,7 @@ from kvpack.kernels.words.row_registers import (
     Words,
     load_parities,
     load_registers,
+    of_upper_half,
     permuted,
     read_register,
     selectors,
@@ -71,10 +72,13 @@ WIDEST_PAIR = 3
 class Tile(NamedTuple):
     """One tile: its ``kind``, the numbers of the ``registers`` that hold its codes of ``bits``, and those of constants of its columns.
 
-    The code of a column begins at bit ``position`` of the register that ``selectors`` make of several; where ``merged``, the position is
-    the low byte of the last selector. The table of a column begins at ``first_entry``, or at the constant ``own_entry`` where that is not
-    -1. Of codes that select one of two entries, ``entries`` are the constants of entry 0 and of what turns it into entry 1. Constants are
-    those of every second column where two are decoded at once.
+    The code of a column begins at bit ``position`` of a register, or where ``selectors`` make one of several, of its lowest byte. The table
+    of a column begins at ``first_entry``, or at the constant ``own_entry`` where that is not -1. Of codes that select one of two entries,
+    ``entries`` are the constants of entry 0 and of what turns it into entry 1. Constants are those of every second column where two are
+    decoded at once.
+
+    Of values, one register may be halves of 16 bits of each token. It is then left as words, with the half of another token beside it:
+    number ``parity`` of ``load_parities`` is not -1, and ``odd_selectors`` are those for tokens whose half is the upper one.
     """
 
     kind: int
@@ -82,7 +86,8 @@ class Tile(NamedTuple):
     bits: int
     position: int
     selectors: tuple[int, ...] = ()
-    merged: bool = False
+    odd_selectors: tuple[int, ...] = ()
+    parity: int = -1
     first_entry: int = 0
     own_entry: int = -1
     entries: tuple[int, ...] = ()
@@ -128,7 +133,8 @@ def tiles(codec: Klt) -> Tiles | None:
 
 def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
     """The loader of keys, or of values, with ``tables`` ``[head, code]`` by run."""
-    row, plan = Row(), _Plan(tables, keys)
+    row = Row()
+    plan = _Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_of(codec.widths, codec.dim).values(), strict=True):
         plan.add(row.add(name, packing), columns)
     plan.place_tables()
@@ -170,13 +176,14 @@ def _kept(codec: Klt) -> list[int]:
 class _Plan:
     """The tiles of a codec, the tables of all heads, and the constants of columns behind these, as they are found."""
 
-    def __init__(self, tables: dict[int, torch.Tensor], keys: bool) -> None:
-        """``tables`` ``[head, code]`` by run; two columns of ``keys`` are decoded at once where they can be."""
+    def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
+        """``tables`` ``[head, code]`` by run; two columns of ``keys`` are decoded at once where they can be. ``registers`` may grow."""
         self.tiles: list[Tile] = []
         self.channels: list[tuple[int, ...]] = []
         self.constants: list[torch.Tensor] = []
         self.count = 0
         self._keys = keys
+        self._registers = registers
         self._bits = {run: _bits(table) for run, table in tables.items()}
         self._used: dict[tuple[int, bool], int] = {}
         """The first entry of each table in use, by run and whether it is of pairs."""
@@ -206,22 +213,21 @@ class _Plan:
             symbols, runs = firsts, runs[::2]
         places = [_places(words, word, field * bits, length) for word, field in symbols]
         registers = tuple(sorted({place.register for own in places for place in own}))
-        merged = len(registers) > 1 and max(map(len, places)) <= 2
-        begin = 2 if merged else 1
-        steps = selectors(places, registers, begin)
-        begins = [begin if steps else own[0].byte for own in places]
-        at = [8 * byte + field * bits % 8 for byte, (_, field) in zip(begins, symbols, strict=True)]
-        if merged:
-            # One register of constants is one less to keep.
-            steps[-1] = [selector | bit for selector, bit in zip(steps[-1], at, strict=True)]
+        steps = selectors(places, registers)
+        at = [field * bits % 8 + (0 if steps else 8 * own[0].byte) for own, (_, field) in zip(places, symbols, strict=True)]
         numbers = tuple(self._number(_row(step)) for step in steps)
-        position = numbers[-1] if merged else self._number(_row(at))
+        position = self._number(_row(at))
+        odd, parity = numbers, -1
+        halves = [number for number, register in enumerate(registers) if self._registers[register].parity >= 0]
+        if not self._keys and len(halves) == 1:
+            parity = self._registers[registers[halves[0]]].parity
+            odd = tuple(self._number(_row(of_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
         entries: tuple[int, ...] = ()
         if not self._keys and bits == 1 and not steps:
             kind = SELECTED.value
             zero, one = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
             entries = self._number(zero), self._number(zero ^ one)
-        self.tiles.append(Tile(kind, registers, bits, position, numbers, merged, entries=entries))
+        self.tiles.append(Tile(kind, registers, bits, position, numbers, odd, parity, entries=entries))
         self._runs.append(() if entries else tuple(runs))
         for run in {*self._runs[-1]}:
             self._used[run, kind == PAIRS.value] = 0
@@ -277,7 +283,9 @@ def _row(values: list[int]) -> torch.Tensor:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """The constants behind a head's entries, int32 ``[1, column]`` each: of all columns, of every second one, and of ``load_parities``."""
+    """The constants behind a head's entries, int32 ``[1, column]`` each: of all columns, of every second one, and of ``load_parities``, of
+    all tokens and of the first.
+    """
     LOADS: tl.constexpr = CONSTANTS.loads
     COUNT: tl.constexpr = CONSTANTS.columns
     begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
@@ -286,7 +294,9 @@ def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKE
     for number in tl.static_range(COUNT):
         columns = columns + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
         seconds = seconds + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS // 2))[None, :],)
-    return columns, seconds, load_parities(rows.streams, rows.first, begin + COUNT * COLUMNS, LOADS, TOKENS)
+    halves = begin + COUNT * COLUMNS
+    of_tokens = load_parities(rows.streams, rows.first, halves, LOADS, TOKENS)
+    return columns, seconds, of_tokens, load_parities(rows.streams, rows.first, halves, LOADS, 0)
 
 
 @triton.jit
@@ -335,11 +345,30 @@ def decode(
 
 @triton.jit
 def _register(
-    loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, NUMBERS: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
+    loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Register ``NUMBERS[AT]``, uint32 that broadcasts to a tile."""
-    REGISTER: tl.constexpr = constant_at(REGISTERS, NUMBERS[AT])
+    """Register number ``AT`` of a tile, uint32 that broadcasts to it."""
+    REGISTER: tl.constexpr = _as_loaded(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
     return of_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
+
+
+@triton.constexpr_function
+def _as_loaded(register: Register, tile: Tile) -> Register:
+    """``register``, or if tokens of the tile take either half of a word, that word."""
+    return register._replace(parity=-1) if tile.parity >= 0 else register
+
+
+@triton.jit
+def _of_halves(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
+    """``lower`` for tokens whose half is the lower one of its word, else ``upper``, both ``[1, column, 1]``: ``[1, column, token]``.
+
+    Registers hold tokens in pairs, so that this takes no more than two for a column.
+    """
+    COUNT: tl.constexpr = lower.shape[1]
+    PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2
+    odd_first = constants[3][TILE.parity] != 0
+    both = tl.join(tl.where(odd_first, upper, lower), tl.where(odd_first, lower, upper))
+    return tl.reshape(tl.broadcast_to(both, (1, COUNT, PAIRS_OF_TOKENS, 2)), (1, COUNT, 2 * PAIRS_OF_TOKENS))
 
 
 @triton.jit
@@ -352,10 +381,11 @@ def _selected(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Entry 0 or 1 of each column, by one bit of the register."""
-    NUMBERS: tl.constexpr = TILE.registers
-    word = _register(loaded, constants, REGISTERS, NUMBERS, 0, TRANSPOSED)
+    word = _register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
     ENTRIES: tl.constexpr = TILE.entries
     position = _constant(constants, TILE.position, COLUMNS, TRANSPOSED)
+    if TILE.parity >= 0:
+        position = _of_halves(position, position + 16, loaded, constants, TILE)
     zero = _constant(constants, ENTRIES[0], COLUMNS, TRANSPOSED).to(tl.int16)
     change = _constant(constants, ENTRIES[1], COLUMNS, TRANSPOSED).to(tl.int16)
     if FAST:
@@ -384,7 +414,7 @@ def _looked_up(
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
     if STRIDE:
         value = tl.inline_asm_elementwise(
-            lookup_of_columns(TILE.bits, SHARED.offset, SHARED.copies),
+            lookup_of_columns(TILE.bits, SHARED.offset, SHARED.copies, _multiplies(TILE, STRIDE)),
             "=r,r,r,r,r,r,r",
             [word, position, first << STRIDE],
             dtype=tl.float16,
@@ -412,7 +442,7 @@ def _pairs(
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:
         pair = tl.inline_asm_elementwise(
-            lookup_of_pairs(TILE.bits, TILE.kind == PAIRS, SHARED.offset, SHARED.copies),
+            lookup_of_pairs(TILE.bits, TILE.kind == PAIRS, SHARED.offset, SHARED.copies, _multiplies(TILE, STRIDE)),
             "=r,r,r,r",
             [word, position, first << STRIDE],
             dtype=tl.uint32,
@@ -439,6 +469,12 @@ def stride_of(shared: SharedTable, fast: bool) -> int:
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
+@triton.constexpr_function
+def _multiplies(tile: Tile, stride: int) -> bool:
+    """Whether codes are multiplied to their place, where none begins above it: the units that rotate have more to do than others."""
+    return stride >= 7 and len(tile.selectors) > 0 and tile.kind != TWO_BY_TWO.value
+
+
 @triton.jit
 def _code(
     loaded: tl.tuple,
@@ -452,24 +488,27 @@ def _code(
 ) -> tl.tuple:
     """The word that holds the code of each of ``COUNT`` columns, the bit at which it begins there, and the first entry of its table.
 
-    With a ``STRIDE`` the bit is how far the word is to be rotated right.
+    With a ``STRIDE`` the bit is how far the word is to be rotated right, or what it is to be multiplied by.
     """
-    NUMBERS: tl.constexpr = TILE.registers
     SELECTORS: tl.constexpr = TILE.selectors
+    ODD_SELECTORS: tl.constexpr = TILE.odd_selectors
     position = _constant(constants, TILE.position, COUNT, TRANSPOSED) - STRIDE
-    word = _register(loaded, constants, REGISTERS, NUMBERS, 0, TRANSPOSED)
-    for number in tl.static_range(1, len(NUMBERS)):
-        other = _register(loaded, constants, REGISTERS, NUMBERS, number, TRANSPOSED)
-        if TILE.merged and number == len(NUMBERS) - 1:
-            selector = position
-        else:
-            selector = _constant(constants, SELECTORS[number - 1], COUNT, TRANSPOSED)
-        word = permuted(word, other, selector, FAST)
+    if TILE.parity >= 0 and len(SELECTORS) == 0:
+        position = _of_halves(position, position + 16, loaded, constants, TILE)
+    word = _register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
+    for number in tl.static_range(len(SELECTORS)):
+        selector = _constant(constants, SELECTORS[number], COUNT, TRANSPOSED)
+        if ODD_SELECTORS[number] != SELECTORS[number]:
+            odd_selector = _constant(constants, ODD_SELECTORS[number], COUNT, TRANSPOSED)
+            selector = _of_halves(selector, odd_selector, loaded, constants, TILE)
+        word = permuted(word, _register(loaded, constants, REGISTERS, TILE, number + 1, TRANSPOSED), selector, FAST)
     first = tl.full((1, 1, 1), TILE.first_entry, tl.int32)
     if TILE.own_entry >= 0:
         first = _constant(constants, TILE.own_entry, COUNT, TRANSPOSED)
     if STRIDE == 0:
         position = position & 31
+    elif _multiplies(TILE, STRIDE):
+        position = 1 << -position
     return word, position, first
 
 

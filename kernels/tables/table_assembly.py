@@ -86,16 +86,16 @@ def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: 
 
 
 @triton.constexpr_function
-def lookup_of_columns(bits: int, offset: int, copies: int) -> str:
+def lookup_of_columns(bits: int, offset: int, copies: int, multiplied: bool) -> str:
     """Two 32-bit words, each with a code of its own: entries of two equal halves.
 
-    Inputs are the words, how far each is rotated right, so that its code begins at the bit of the size of an entry's copies, and the byte
-    of each table's first entry, a multiple of the table's size.
+    Inputs are the words, how far each is rotated right, or what it is ``multiplied`` by, so that its code begins at the bit of the size of
+    an entry's copies, and the byte of each table's first entry, a multiple of the table's size.
     """
     mask = ((1 << bits) - 1) * 4 * copies
 
     def place(name: str, word: int, rotation: int, first: int) -> str:
-        return f"""or.b32 first, lane, ${first}; shf.r.wrap.b32 {name}, ${word}, ${word}, ${rotation};
+        return f"""or.b32 first, lane, ${first}; {_moved(name, f"${word}", f"${rotation}", multiplied)}
             lop3.b32 {name}, {name}, {mask}, first, 0xEA; add.u32 {name}, {name}, base; ld.shared.b32 {name}, [{name} + {offset}];"""
 
     return f"""{{
@@ -106,7 +106,12 @@ def lookup_of_columns(bits: int, offset: int, copies: int) -> str:
 
 
 @triton.constexpr_function
-def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int) -> str:
+def _moved(name: str, word: str, by: str, multiplied: bool) -> str:
+    return f"mul.lo.u32 {name}, {word}, {by};" if multiplied else f"shf.r.wrap.b32 {name}, {word}, {word}, {by};"
+
+
+@triton.constexpr_function
+def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
     """Two entries of 16 bits by neighbouring codes of a word: one entry of both (``joint``), or the low halves of two entries.
 
     Inputs are those of ``lookup_of_columns``, of one word.
@@ -116,7 +121,7 @@ def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int) -> str:
     start = f"""{{
         .reg .b32 lane, base, low, high;
         mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 2; mov.u32 base, kvpack_tables; or.b32 lane, lane, $3;
-        shf.r.wrap.b32 low, $1, $1, $2;"""
+        {_moved("low", "$1", "$2", multiplied)}"""
     if joint:
         return f"""{start} lop3.b32 low, low, {((1 << 2 * bits) - 1) * unit}, lane, 0xEA; {load.format("low")} mov.b32 $0, low; }}"""
     mask = ((1 << bits) - 1) * unit

@@ -94,23 +94,36 @@ class Words(NamedTuple):
         return Place(self.first[plane] + word // 2, 2 * (word % 2) + high)
 
 
-def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int], begin: int) -> list[list[int]]:
+def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> list[list[int]]:
     """The selectors of ``permuted`` that join ``registers``, one after another: for each after the first, one per column.
 
-    ``places`` are the bytes of each column, which come to byte ``begin`` of the result and those after it; the others are free.
+    ``places`` are the bytes of each column, which are the lowest of the result; the others are free.
     """
     found = []
     for number in range(1, len(registers)):
         step = []
         for own in places:
             selector = 0
-            for kept, place in enumerate(own, begin):
+            for kept, place in enumerate(own):
                 at = registers.index(place.register)
                 nibble = 4 + place.byte if at == number else place.byte if number == 1 and at == 0 else kept
                 selector |= nibble << 4 * kept
             step.append(selector)
         found.append(step)
     return found
+
+
+def of_upper_half(step: Sequence[int], number: int, half: int) -> list[int]:
+    """The selectors of step ``number`` of ``selectors`` where the upper half of register ``half`` has the bytes of the lower."""
+    if half != number and not (half == 0 and number == 1):
+        return list(step)
+    # Numbers of bytes are those of ``permuted``: from 4 on of the register that is joined.
+    own = 4 if half == number else 0
+    return [sum((nibble + 2 if nibble & 4 == own else nibble) << 4 * at for at, nibble in enumerate(_nibbles(one))) for one in step]
+
+
+def _nibbles(selector: int) -> list[int]:
+    return [selector >> 4 * at & 15 for at in range(4)]
 
 
 @triton.jit
@@ -149,6 +162,7 @@ def _load(
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """For each load of 16 bits, the bit at which a token's half begins in its word: int32 ``[1, token]``, the same for every tile.
 
+    Without ``TOKENS`` it is that of the first token alone.
     ``halves`` points at 0, 16, 0, 16, ... Tiles begin an even number of rows after row ``first``, and rows have an odd number of halves.
     """
     found = ()
@@ -162,7 +176,7 @@ def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: 
     found = ()
     if LOAD.bits == 16:
         odd = (pointers[LOAD.stream].to(tl.int64) // 2 + first + LOAD.at) & 1
-        found = (tl.load(halves + odd + tl.arange(0, TOKENS))[None, :],)
+        found = (tl.load(halves + odd + tl.arange(0, TOKENS))[None, :] if TOKENS else tl.load(halves + odd),)
     return found
 
 

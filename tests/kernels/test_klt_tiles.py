@@ -158,3 +158,29 @@ def test_unpacking(name: str, dtype: torch.dtype) -> None:
         expected = side.unpack(torch.float32)[:, :, :183].double()
         step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
         assert ((out[:, :, :183].cpu().double() - expected).norm(dim=-1) <= step * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("half", range(3))
+def test_halves_have_selectors_of_their_own(half: int) -> None:
+    from kvpack.kernels.words import row_registers
+
+    # The register of halves has two bytes, the others four.
+    last = [1 if register == half else 3 for register in range(3)]
+    both = [(a, b) for a in range(3) for b in range(3) if a != b]
+    places = [[row_registers.Place(a, last[a]), row_registers.Place(b, last[b] - 1)] for a, b in both]
+    words = [[16 * register + byte for byte in range(4)] for register in range(3)]
+    upper = [[*word[2:], *word[:2]] if register == half else word for register, word in enumerate(words)]
+    steps = row_registers.selectors(places, range(3))
+    odd_steps = [row_registers.of_upper_half(step, number, half) for number, step in enumerate(steps, 1)]
+    for column, own in enumerate(places):
+        expected = [words[place.register][place.byte] for place in own]
+        assert joined(words, [step[column] for step in steps])[:2] == expected
+        assert joined(upper, [step[column] for step in odd_steps])[:2] == expected
+
+
+def joined(words: list[list[int]], selectors: list[int]) -> list[int]:
+    """The bytes of ``words`` after one permutation for each ``selectors``."""
+    found = words[0]
+    for word, selector in zip(words[1:], selectors, strict=True):
+        found = [(found + word)[selector >> 4 * at & 7] for at in range(4)]
+    return found

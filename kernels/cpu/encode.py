@@ -80,14 +80,14 @@ def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tu
     """A call for ``shape`` (batch, heads, tokens) of ``dtype`` without values and streams, the streams' names, and what must outlive it."""
     described = codecs.described(codec)
     assert described is not None
-    rotation, bounds = rotations.described(codec.rotation), _bounds(codec)
+    candidates = _candidates(codec) if isinstance(codec, Octahedral) else 0
+    rotation, bounds = rotations.described(codec.rotation), _bounds(codec, candidates)
     call = library.Encode(*shape, codecs.pointer(described), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
     if isinstance(codec, Group):
         call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
     elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle):
         call.unbiased = codec.norm_rule == "unbiased"
-    if isinstance(codec, Octahedral):
-        call.candidates = _candidates(codec)
+    call.candidates = candidates
     for number, table in enumerate(bounds):
         call.bounds[number] = library.Table(table.data_ptr(), len(table))
     return call, described.streams, (described, rotation, bounds)
@@ -104,13 +104,13 @@ def run(call: library.Encode) -> bool:
 
 
 @lru_cache(_KEPT)
-def _bounds(codec: Codec) -> tuple[torch.Tensor, ...]:
-    """The tables that only the encoder needs, as ``interface.h`` lists them."""
+def _bounds(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
+    """The tables that only the encoder needs, as ``interface.h`` lists them; codecs that differ in ``candidates`` alone are equal."""
     if isinstance(codec, Scalar):
         return tuple(_padded(midpoints(table), torch.inf) for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
     if isinstance(codec, Octahedral):
         magnitudes = torch.frombuffer(bytearray(codec.direction_table), dtype=torch.float32)
-        directions = magnitudes[1:-1].tolist() if _candidates(codec) == _CANDIDATES["local2x2"] else midpoints(codec.direction_table)
+        directions = magnitudes[1:-1].tolist() if candidates == _CANDIDATES["local2x2"] else midpoints(codec.direction_table)
         bounds = (_padded(values, torch.inf) for values in (directions, midpoints(codec.norm_table)))
         return *bounds, _padded(magnitudes.tolist(), 0.0), _padded(_per_length(magnitudes).tolist(), 0.0)
     if isinstance(codec, Quaternion):

@@ -121,6 +121,16 @@ def at_45_degrees(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
     return (2 * product.square() - squares).abs() <= 1e-3 * squares
 
 
+def test_codecs_that_differ_in_their_search_alone_share_no_table() -> None:
+    """Files do not tell them apart, so the codecs are equal."""
+    x = contents("gaussian", (1, 1, 300, 64), 0)
+    for rounding in ("scalar", "local3x3", "full", "local2x2"):
+        codec = create("octahedral", 64, b="3", rounding=rounding)
+        found = cpu_encode.encode(codec, x)
+        assert found is not None
+        assert squared_error(codec, x, found) == pytest.approx(squared_error(codec, x, codec.encode(x)), rel=1e-4)
+
+
 @LEVELS
 @pytest.mark.parametrize(("codec_id", "dim", "words"), CLOSE, ids=[f"{codec} {words} {dim}" for codec, dim, words in CLOSE])
 def test_codes_and_scales_are_those_of_formats(codec_id: str, dim: int, words: str, level: int) -> None:

@@ -20,7 +20,7 @@ import contextlib
 import difflib
 import re
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from kvpack.file.checks import check_string
@@ -52,7 +52,6 @@ _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 """The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
 MAX_WINDOW = 1 << 20
 _CHECKED_DIM = 128
-_CODECS_KEPT = 32
 
 CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
@@ -83,6 +82,7 @@ class Rule:
     words: tuple[tuple[str, str], ...]
     items: tuple[tuple[int, int], ...] | None
     written: str
+    _codecs: dict[tuple[int, str, str | None], Codec] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def covers(self, layer: int, layers: int) -> bool:
         """Whether the rule covers ``layer`` of ``layers``."""
@@ -101,9 +101,13 @@ class Rule:
                 kept = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidDtype(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
             words["dtype"] = dtype
-        if calibrated is None:
-            return _uncalibrated(self.codec_id, dim, side, tuple(words.items()))
-        return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated))
+        if calibrated is not None:
+            return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated))
+        # The layers of a cache share it.
+        asked = dim, side, words.get("dtype")
+        if asked not in self._codecs:
+            self._codecs[asked] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
+        return self._codecs[asked]
 
     @property
     def bits(self) -> float:
@@ -114,12 +118,6 @@ class Rule:
         if not least <= bits <= MOST_BITS:
             raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MOST_BITS:g} bits per value", f"bits={text}")
         return bits
-
-
-@lru_cache(_CODECS_KEPT)
-def _uncalibrated(codec_id: str, dim: int, side: str, words: tuple[tuple[str, str], ...]) -> Codec:
-    """The codec of a rule, which the layers of a cache share."""
-    return create_codec(codec_id, dim, side, Options(codec_id, dict(words), None))
 
 
 def _position(item: int, layers: int) -> int:

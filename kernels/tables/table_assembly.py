@@ -20,13 +20,21 @@ LARGEST_BYTES = 40 << 10
 """Shared memory that both sides' tables may take where the assembly declares it, which allows 48 KiB; more of it is the launch's."""
 
 
+MATRIX_ALIGNMENT = 1024
+"""Where matrices of the compiler begin, for the matrix units of compute capability 9.0: it takes its own shared memory to begin so."""
+
+
 @triton.constexpr_function
 def declaration(size: int) -> str:
-    """``kvpack_tables``, where tables begin: ``size`` bytes of its own, or the launch's behind the compiler's."""
+    """``kvpack_tables``, where tables begin: ``size`` bytes of its own, or the launch's behind the compiler's.
+
+    What is declared lies before the compiler's, which begins at a multiple of ``MATRIX_ALIGNMENT`` then, too.
+    """
     if size > LARGEST_BYTES:
         place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
         return f".reg .b32 kvpack_tables; {place} mov.u32 $0, 0;"
-    return f".shared .align 16 .b8 kvpack_tables[{size}]; mov.u32 $0, 0;"
+    whole = -(-size // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
+    return f".shared .align {MATRIX_ALIGNMENT} .b8 kvpack_tables[{whole}]; mov.u32 $0, 0;"
 
 
 @triton.constexpr_function

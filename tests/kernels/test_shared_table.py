@@ -45,3 +45,13 @@ def test_any_word_finds_its_entry_or_the_last(
     if size > table_assembly.LARGEST_BYTES:
         assert out[-1] == int(words.sum()) & 0xFF
     assert torch.equal(out[:-1].reshape(values, COUNT).cpu(), table[(words.to(torch.int32) & 0xFFFF) >> position & ((1 << bits) - 1)].T)
+
+
+def test_what_is_declared_leaves_matrices_where_the_matrix_units_read_them() -> None:
+    """The compiler's memory begins behind it: at byte 1,536, products of 128 x 16 by 16 x 64 values were of other values on an H200."""
+    from kvpack.kernels.tables import table_assembly
+
+    for size in (16, 1024, 1536, table_assembly.LARGEST_BYTES):
+        declared = int(table_assembly.declaration(size).split("[")[1].split("]")[0])
+        assert declared % table_assembly.MATRIX_ALIGNMENT == 0
+        assert size <= declared < size + table_assembly.MATRIX_ALIGNMENT

@@ -304,6 +304,8 @@ class Pages(Sequence[Page]):
     @cached_property
     def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
         """Whether each page after the first can be joined to the one before (``Page.continued_by``)."""
+        if len(self) < 2:
+            return numpy.empty(0, bool)
         parts = [stretch.continues for stretch in self.stretches[:1]]
         for stretch, other in pairwise(self.stretches):
             parts += [numpy.array([stretch.page(len(stretch.ends) - 1).continued_by(other.page(0))]), other.continues]
@@ -311,14 +313,12 @@ class Pages(Sequence[Page]):
 
     def merged_runs(self) -> tuple[int, ...]:
         """The tokens of each page of ``merged()``."""
-        if len(self.stretches) == 1 and len(self.stretches[0].ends) == 1:
-            return (self.tokens,)
         last = numpy.append(~self._continues, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> Pages:
         """The same tokens in the fewest pages and one stretch; several stretches are copied."""
-        if not self.stretches or (len(self.stretches) == 1 and (len(self.stretches[0].ends) == 1 or not self._continues.any())):
+        if not self.stretches or (len(self.stretches) == 1 and not self._continues.any()):
             return self
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
         kept, one = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]

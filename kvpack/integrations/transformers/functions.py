@@ -66,14 +66,13 @@ def attention(
             f"attention over packed layers does not support what the model passes: {', '.join(given)}; "
             "KvpackCache(cache, model, dense=True) decodes each layer for its call"
         )
-    read = options.get
-    causal, window = read("is_causal"), read("sliding_window")
+    causal, window = options.get("is_causal"), options.get("sliding_window")
     given_options: dict[str, Any] = {
-        "scale": read("scaling"),
+        "scale": options.get("scaling"),
         "causal": getattr(module, "is_causal", True) if causal is None else causal,
-        "softcap": read("softcap"),
+        "softcap": options.get("softcap"),
         "sliding_window": window,
-        "sink_logits": read("s_aux"),
+        "sink_logits": options.get("s_aux"),
     }
     if isinstance(key, PackedStates):
         out = key.attend(query, starts=starts, **given_options)

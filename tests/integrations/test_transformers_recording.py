@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from typing import Any
 
 import numpy
+import peft
 import pytest
 import torch
 from transformers import DynamicCache
@@ -329,3 +331,67 @@ def test_ids_are_little_endian_words() -> None:
     inputs = recorded(model_of(), torch.tensor([[1, 2, 63]])).inputs
     assert inputs is not None
     assert numpy.frombuffer(inputs.token_ids, "<u4").tolist() == [1, 2, 63]
+
+
+def with_adapters() -> Any:
+    """A model with the LoRA adapters "default", which is active, and "b"."""
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=2, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(model_of(), settings).eval()
+    model.add_adapter("b", settings)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.set_adapter("b"), lambda model: model.merge_adapter(), lambda model: model.to(torch.bfloat16)]
+)
+def test_a_cache_names_the_model_of_its_first_token(change: Any) -> None:
+    """Which may have changed since the cache was made."""
+    model = with_adapters()
+    cache = KvpackCache(model, FP32)
+    change(model)
+    model(PROMPT, past_key_values=cache)
+    assert cache.packed.model == KvpackCache(model, FP32).packed.model != KvpackCache(with_adapters(), FP32).packed.model
+    assert copy.deepcopy(cache).packed.model == cache.packed.model
+    model.unload()
+    cache.reset()
+    model(PROMPT, past_key_values=cache)
+    assert cache.packed.model["adapter"] == "disabled"
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["its own", "loaded"])
+def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> None:
+    model = with_adapters()
+    cache = KvpackCache(model, FP32)
+    model(PROMPT, past_key_values=cache)
+    if loaded:
+        cache = KvpackCache(cache.packed, model)
+    model.set_adapter("b")
+    model(FOLLOWING, past_key_values=cache)
+    assert undetermined(cache) == ("tokens 20 to 23 were computed with other adapters than the first token",)
+    cache.crop(-len(FOLLOWING[0]))
+    model.set_adapter("default")
+    model(FOLLOWING, past_key_values=cache)
+    assert undetermined(cache) == ()
+
+
+def test_adapters_of_a_plain_prefill_are_named() -> None:
+    model = with_adapters()
+    with recording(model) as record:
+        past = model(PROMPT).past_key_values
+        with model.disable_adapter():
+            model(FOLLOWING, past_key_values=past)
+    assert record.inputs(past).undetermined == ("tokens 20 to 23 were computed with other adapters than the first token",)
+
+
+def test_adapters_chosen_by_an_argument_are_named() -> None:
+    model = with_adapters()
+    cache = KvpackCache(model, FP32)
+    model(PROMPT, past_key_values=cache, adapter_names=["b"])
+    assert undetermined(cache) == ("tokens 0 to 19 depend on the argument adapter_names",)
+
+
+def undetermined(cache: Any) -> tuple[str, ...]:
+    return tuple(cache.packed.inputs.undetermined)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,6 +19,7 @@ from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
+from .changes import adapters_in_effect
 from .compiled import CompiledCalls
 from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
@@ -114,11 +116,12 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                 raise InvalidParameter(f"layers[{number}] skipped tokens: dense layers need the model's window, KvpackCache(cache, model)")
             layer.check_window()
         tokens = self.live.tokens
+        adapters = adapters_in_effect(inside[0]) if inside else None
         positions = RotaryPositions.of(known, inputs, tokens, rope_deltas)
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
             decoding.tell(known.name)
-        self.passes = Tracking(Record(inputs, tokens), positions, known, not self._dense)
+        self.passes = Tracking(Record(inputs, tokens, adapters), positions, known, not self._dense, model if inside else None)
         self.passes.states = any(states)
         self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.on(model, inside)
@@ -169,7 +172,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.passes.check_states()
         packed = self.live.frozen_as_it_is(packed=True)
         layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
-        return replace(packed, layers=layers, inputs=self.passes.record.inputs, metadata=self._metadata)
+        named = packed.model if self.passes.identity is None else MappingProxyType(self.passes.identity)
+        return replace(packed, layers=layers, inputs=self.passes.record.inputs, metadata=self._metadata, model=named)
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""

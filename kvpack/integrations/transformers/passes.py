@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .changes import adapters_in_effect, chosen_by_row
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -44,13 +46,15 @@ def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
 class Pass:
     """One forward pass that begins at token ``start``: its token ids, and what they do not determine.
 
-    ``ids`` is ``[batch, token]``, or None. Comparisons are made on the device, and read when ``undetermined`` is called.
+    ``ids`` is ``[batch, token]``, or None; ``adapters`` is ``adapters_in_effect``. Comparisons are made on the device, and read when
+    ``undetermined`` is called.
     """
 
     def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any], start: int, encoder: bool) -> None:
         ids = arguments.get("decoder_input_ids" if encoder else "input_ids")
         self.ids = ids.detach().clone() if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
         self.start = start
+        self.adapters = adapters_in_effect(module)
         self._found: list[str] = []
         self._expected: list[tuple[torch.Tensor | bool, str]] = []
         self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None
@@ -63,6 +67,8 @@ class Pass:
         device = given.device.type if given is not None else "cpu"
         if torch.is_autocast_enabled(device):
             self._found.append(f"were computed under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
+        if chosen_by_row(self.adapters):
+            self._found.append("depend on the argument adapter_names")
         if module.training:
             self._found.append("were computed in training mode")
         if not encoder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy
 import torch
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _PENDING = 64
 """The number of passes collected before they are read: reading waits for the device."""
+
+_OTHER_ADAPTERS = "were computed with other adapters than the first token"
 
 NOT_RECORDED = "came from forward passes that were not recorded: give KvpackCache the model"
 
@@ -36,11 +38,13 @@ class _Finding:
 class Record:
     """What the tokens of a cache came from: ``inputs`` for those there already, then one pass after the other.
 
-    Ids are kept for each row of the batch until they are asked for: rows differ while beams are searched.
+    Ids are kept for each row of the batch until they are asked for: rows differ while beams are searched. ``adapters`` is
+    ``adapters_in_effect`` on the model of the tokens that are there already, None where it is not known.
     """
 
-    def __init__(self, inputs: Inputs | None, tokens: int) -> None:
+    def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None) -> None:
         self.tokens = tokens
+        self._adapters = adapters
         self._known = inputs is not None
         known = inputs.token_ids if inputs is not None else b""
         self._ids = torch.from_numpy(numpy.frombuffer(known, "<u4").astype(numpy.int64))[None]
@@ -109,6 +113,10 @@ class Record:
         for start, stop, seen in pending:
             self._known = True
             found = [NOT_RECORDED] if seen is None else seen.undetermined(stop - start)
+            if seen is not None and (not start or self._adapters is None):
+                self._adapters = seen.adapters
+            elif seen is not None and seen.adapters != self._adapters:
+                found = [*found, _OTHER_ADAPTERS]
             for what in found:
                 last = next((finding for finding in self._findings if finding.stop == start and finding.what == what), None)
                 if last is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from kvpack.formats.errors import InvalidParameter
 
-from .hooks import Passes
+from .changes import model_state
+from .hooks import Passes, outermost
+from .models import identity_of
 
 if TYPE_CHECKING:
     from .models import Model
@@ -21,18 +24,25 @@ class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
     ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` says whether
-    the cache keeps states, which are of no use once a pass has failed.
+    the cache keeps states, which are of no use once a pass has failed. ``identity`` is what the cache says of its model, where that
+    changed between the cache's construction and its first token; else None.
     """
 
-    def __init__(self, record: Record, positions: RotaryPositions | None, model: Model | None, packed: bool) -> None:
+    def __init__(
+        self, record: Record, positions: RotaryPositions | None, model: Model | None, packed: bool, watched: torch.nn.Module | None
+    ) -> None:
         self.record, self._positions, self._model, self._packed = record, positions, model, packed
+        self.identity: dict[str, str] | None = None
+        self._watched = None if watched is None else weakref.ref(watched)
+        self._state = None if watched is None else model_state(outermost(watched))
         self._passes = Passes()
         self.assisted = self.states = False
         self._running = self._failed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed)
+        made = type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed, None)
         made.states, made._failed = self.states, self._failed
+        made.identity, made._watched, made._state = self.identity, self._watched, self._state
         return made
 
     # Compilers do not look into the record: it changes with every pass.
@@ -55,6 +65,8 @@ class Tracking:
                 "attention over packed layers computes no attention weights, and output_attentions is set: leave it out, or write "
                 "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
             )
+        if self._passes.outermost and not self.record.tokens:
+            self._name_model()
         if self._positions is not None:
             if self._passes.outermost:
                 self._positions.begin()
@@ -68,6 +80,15 @@ class Tracking:
         if self._passes.leave(module) is not None:
             self._failed |= self._running and output is None
             self._running = False
+
+    def _name_model(self) -> None:
+        """Name the model again if it is not what it was."""
+        model = None if self._watched is None else self._watched()
+        if model is None:
+            return
+        state = model_state(outermost(model))
+        if state != self._state:
+            self.identity, self._state = identity_of(model), state
 
     def check_states(self) -> None:
         """Raise InvalidParameter where a pass failed that may have changed states."""

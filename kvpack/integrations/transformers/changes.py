@@ -1,0 +1,56 @@
+"""What a model's keys and values depend on and may change while it is in use: its adapters, its weights, its mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+
+def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
+    """The state of every PEFT layer in a transformers model, cheap enough for each pass; empty without adapters."""
+    # PEFT notes its settings on the model that it changes.
+    if "peft_config" not in vars(model):
+        return ()
+    return tuple(_layer_state(module) for module in _modules(model) if hasattr(module, "merged_adapters"))
+
+
+def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
+    """Whether a call chose among the adapters by its argument ``adapter_names``, for which PEFT puts hooks on their layers."""
+    return any(hooks for *_, hooks in adapters)
+
+
+def model_state(model: torch.nn.Module) -> tuple[Any, ...]:
+    """What differs after a model's adapters, weights, dtype or mode changed, in place or not; its values are not read."""
+    return adapters_in_effect(model), model.training, [_version(parameter) for parameter in model.parameters()]
+
+
+def _layer_state(layer: Any) -> tuple[Any, ...]:
+    active, scaling = getattr(layer, "_active_adapter", ()), getattr(layer, "scaling", None)
+    names = (active,) if isinstance(active, str) else tuple(active)
+    factors = tuple(scaling.values()) if isinstance(scaling, dict) else ()
+    disabled = getattr(layer, "_disable_adapters", False)
+    return names, disabled, tuple(layer.merged_adapters), factors, len(layer._forward_pre_hooks)
+
+
+def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """``model.modules()`` without the names that it makes, which are most of its time."""
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        module = waiting.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+
+
+def _version(parameter: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        return parameter.data_ptr(), parameter._version, parameter.dtype
+    except RuntimeError:
+        # Those made in inference mode count no versions, and those without memory have no address.
+        return id(parameter), parameter.dtype

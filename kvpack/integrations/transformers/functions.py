@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kvpack.attention import attend
 from kvpack.cache.layer import Layer
@@ -11,9 +13,6 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 from .layers import check_window
 from .plain import plain_attention
 from .states import PackedStates
-
-if TYPE_CHECKING:
-    import torch
 
 _WITHOUT_COUNTERPART = {
     "position_bias": "a position bias",
@@ -36,12 +35,12 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function over a packed layer (``key``), or over tensors, which go to the model's own attention.
 
-    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask ``[batch]`` of integers holds the first
-    token that each sequence sees (``masks.mask``); with any other, the layer of a KvpackCache is decoded for the call.
+    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask ``[batch, 1, 1, 1]`` of int32 holds the
+    first token that each sequence sees (``masks.mask``); with any other, the layer of a KvpackCache is decoded for the call.
     Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout, a position bias;
     InvalidShape for a layer without tokens that the model attends to, and for a mask of other tokens.
     """
-    starts = attention_mask if attention_mask is not None and attention_mask.dim() == 1 else None
+    starts = _starts(attention_mask)
     if isinstance(key, PackedStates):
         key.cache.check_attention(module)
         if attention_mask is not None and starts is None:
@@ -80,6 +79,13 @@ def attention(
         check_window(key.skipped, key.tokens - query.shape[2], window)
         out = attend(query, key, **given_options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The first token that each sequence sees, int32 ``[batch]``, where a mask holds that; else None."""
+    if mask is None or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
+        return None
+    return mask.view(-1)
 
 
 def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
     Of packed keys, None where attention applies the mask by itself, and with padding on the left the first token that each sequence
-    sees, int32 ``[batch]``. Else the mask of the model's own attention, for which the keys are decoded: for any other padding, and
+    sees, int32 ``[batch, 1, 1, 1]``: models that keep some rows of masks (Gemma-4) leave that as it is. Else the mask of the model's own attention, for which the keys are decoded: for any other padding, and
     for any pattern but causal and sliding-window.
     """
     if isinstance(kv_length, CompiledLength) and options.get("attention_mask") is None and _is_causal(**options):
@@ -39,7 +39,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
         packed, kv_length = kv_length, int(kv_length)
         padding = _padding(packed, options.get("kv_offset", 0), options.get("attention_mask"))
         if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
-            return padding.starts
+            return None if padding.starts is None else padding.starts[:, None, None, None]
         # Without a mask, packed attention would be called.
         options["allow_is_causal_skip"] = False
     return AttentionMaskInterface()[plain_name(config)](kv_length=kv_length, config=config, **options)

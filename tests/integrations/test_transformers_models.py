@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from dataclasses import replace
@@ -16,7 +17,7 @@ from zoo_models import images, model_of
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.packing import pack
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache, recording
 
 FP32 = "kv=raw:dtype=fp32"
@@ -163,10 +164,45 @@ def test_a_first_pass_that_failed_between_layers_is_not_continued() -> None:
     with pytest.raises(ZeroDivisionError):
         model(FOLLOWING, past_key_values=cache)
     hook.remove()
-    with pytest.raises(InvalidShape, match=r"layers\[0\] has seen 5 tokens and layers\[1\] 0: a forward pass ended between them"):
+    with pytest.raises(InvalidParameter, match=r"failed, and tokens 0 to 4, which it added, are still there: drop them with crop\(-5\)"):
         model(FOLLOWING, past_key_values=cache)
+    with pytest.raises(OutOfBounds, match=r"crop\(0\) leaves 5 tokens, and layers\[1\] has seen 0.*crop\(-5\) drops what that added"):
+        cache.crop(0)
     cache.reset()
     assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, model(FOLLOWING, past_key_values=KvpackCache(model, "raw")).logits)
+
+
+@pytest.mark.parametrize("module", ["model.layers.1", "lm_head"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma-3", "GPT-OSS", "Llama-4"])
+def test_a_pass_that_failed_is_made_again_without_the_tokens_that_it_added(name: str, module: str) -> None:
+    model = model_of(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvpackWarning)
+        cache = KvpackCache(model, "raw")
+        model(PROMPT, past_key_values=cache)
+        expected = model(FOLLOWING, past_key_values=copy.deepcopy(cache)).logits
+        hook = model.get_submodule(module).register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(FOLLOWING, past_key_values=cache)
+        hook.remove()
+        failed = copy.deepcopy(cache)
+        for one in (cache, failed):
+            with pytest.raises(InvalidParameter, match=r"tokens 32 to 36, which it added, are still there: drop them with crop\(-5\)"):
+                model(FOLLOWING, past_key_values=one)
+            one.crop(-5)
+            assert torch.equal(model(FOLLOWING, past_key_values=one).logits, expected)
+
+
+def test_generate_goes_on_after_tokens_of_a_failed_pass_that_it_is_given() -> None:
+    model = model_of("Llama")
+    cache = KvpackCache(model, "raw")
+    ids = torch.cat([PROMPT, FOLLOWING], 1)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(PROMPT, past_key_values=cache, **options)
+    hook.remove()
+    assert model.generate(ids, past_key_values=cache, **options).tolist() == model.generate(ids, **options).tolist()
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])

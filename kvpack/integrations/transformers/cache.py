@@ -300,11 +300,25 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.passes.assisted = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds, InvalidShape."""
-        for layer in self.layers:
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-        self.passes.record.crop(self.passes.record.tokens + tokens_to_remove)
+        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds, InvalidShape.
+
+        They are counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
+        """
+        tokens = self.passes.record.tokens + tokens_to_remove
+        removed = [tokens_to_remove] * len(self.layers)
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, PackedLayer):
+                seen = self.live.seen(number)
+                if seen < tokens:
+                    raise OutOfBounds(
+                        f"crop({tokens_to_remove}) leaves {tokens} tokens, and layers[{number}] has seen {seen}: a forward pass ended before "
+                        f"it; crop({seen - self.passes.record.tokens}) drops what that added"
+                    )
+                removed[number] = tokens - seen
+            layer.check_crop(removed[number])
+        for layer, count in zip(self.layers, removed, strict=True):
+            layer.crop(count)
+        self.passes.crop(tokens)
 
     def reset(self) -> None:
         super().reset()
@@ -362,7 +376,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if self.live.seen(following) < seen:
             raise InvalidShape(
                 f"layers[{number}] has seen {seen} tokens and layers[{following}] {self.live.seen(following)}: "
-                "a forward pass ended between them; continue with a new KvpackCache"
+                f"a forward pass ended between them; crop({self.live.seen(following) - seen}) drops what it added"
             )
 
 

@@ -38,10 +38,12 @@ class Tracking:
         self._passes = Passes()
         self.assisted = self.states = False
         self._running = self._failed = False
+        self._left: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed, None)
         made.states, made._failed = self.states, self._failed
+        made._left = self._left
         made.identity, made._watched, made._state = self.identity, self._watched, self._state
         return made
 
@@ -72,14 +74,21 @@ class Tracking:
                 self._positions.begin()
             self._positions.check(arguments, self.record.tokens)
         self.check_states()
+        if self._passes.outermost:
+            self._check_left()
         self._running = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         """Note the end of a call, with or without a result."""
-        if self._passes.leave(module) is not None:
-            self._failed |= self._running and output is None
-            self._running = False
+        ended = self._passes.leave(module)
+        if ended is None:
+            return
+        if self._running and output is None:
+            self._failed = True
+            if self.record.tokens > ended.start:
+                self._left = ended.start, self.record.tokens
+        self._running = False
 
     def _name_model(self) -> None:
         """Name the model again if it is not what it was."""
@@ -90,6 +99,15 @@ class Tracking:
         if state != self._state:
             self.identity, self._state = identity_of(model), state
 
+    def _check_left(self) -> None:
+        """Raise InvalidParameter where a pass failed after it added tokens, and nobody has said what becomes of them."""
+        if self._left is not None:
+            start, stop = self._left
+            raise InvalidParameter(
+                f"a forward pass over the cache failed, and tokens {start} to {stop - 1}, which it added, are still there: drop them with "
+                f"crop({start - stop}), and the pass can be made again, or keep them with crop(0)"
+            )
+
     def check_states(self) -> None:
         """Raise InvalidParameter where a pass failed that may have changed states."""
         if self.states and self._failed:
@@ -98,9 +116,14 @@ class Tracking:
                 "a new KvpackCache"
             )
 
+    def crop(self, tokens: int) -> None:
+        """Note that the cache dropped all but the first ``tokens`` tokens."""
+        self.record.crop(tokens)
+        self._left = None
+
     def reset(self) -> None:
         """Note that the cache dropped all tokens."""
-        self.record.crop(0)
+        self.crop(0)
         self._failed = False
 
     def check_update(self) -> None:
@@ -142,6 +165,9 @@ class Tracking:
                 f"generate was given {ids.shape[1]} token ids, and the cache holds {self.record.tokens}: give at least one that follows it"
             )
         differing = self.record.differing(ids[:, : ids.shape[1] - following])
-        if differing is not None:
+        if differing is None:
+            # The caller knows of the tokens that a failed pass left.
+            self._left = None
+        else:
             token, row, known, given = differing
             raise InvalidParameter(f"token {token} of row {row} has the id {given}, and the cache was computed from the id {known} there")

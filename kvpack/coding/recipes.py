@@ -201,7 +201,7 @@ class Recipe:
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
-            raise MissingBasis(f"recipe {self.text!r} needs {named}: give basis=, or make one by kvpack calibrate")
+            raise MissingBasis(f"recipe {self.text!r} needs {named}: give basis=, in commands --basis FILE; kvpack calibrate makes one")
         if self.basis.layers != layers:
             raise InvalidParameter(f"{self.basis.where}: is the basis of a model of {self.basis.layers} layers, and the cache has {layers}")
         return self.basis
@@ -278,9 +278,9 @@ class Recipe:
             items = tuple(self._item(item, clause) for item in text.split(","))
         sides, equals, codec = body.partition("=")
         if not equals or sides not in ("k", "v", "kv"):
-            known = [*PUBLISHED, *ADDITIONS, "k=", "v=", "kv=", "layers=", "tail="]
             word = sides if equals else body
-            self._refuse(word, clause, f"unknown word {word!r}; expected one of {', '.join(known)}", known)
+            expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers= or tail="
+            self._refuse(word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS])
         codec_id, _, options = codec.partition(":")
         if codec_id not in CODECS:
             self._refuse(

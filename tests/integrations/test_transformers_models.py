@@ -392,6 +392,15 @@ def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: 
     KvpackCache(replace(cache, model={}), model)
 
 
+def test_of_what_differs_the_cause_is_named() -> None:
+    """With another dtype the weights are other ones, too."""
+    packed = KvpackCache(model_of("Llama"), "raw").packed
+    with pytest.raises(InvalidParameter, match="a model whose dtype is 'float32', and this one's is 'bfloat16'"):
+        KvpackCache(packed, model_of("Llama").to(torch.bfloat16))
+    with pytest.raises(InvalidParameter, match="a model whose weights are 'sample-"):
+        KvpackCache(packed, model_of("Llama", vocab_size=65))
+
+
 def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: Path) -> None:
     model = model_of("Llama", "kvpack")
     cache = KvpackCache(recorded(model), model)

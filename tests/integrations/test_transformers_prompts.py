@@ -169,7 +169,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
         assert cache.get_seq_length() == 60
     with torch.no_grad():
         moved.model.layers[1].mlp.down_proj.weight.mul_(1.01)
-    with pytest.raises(InvalidParameter, match="the cache was computed by a model whose weights is 'sample-sha256:"):
+    with pytest.raises(InvalidParameter, match="the cache was computed by a model whose weights are 'sample-sha256:"):
         KvpackCache.load(path, moved)
     assert main(["inspect", str(tmp_path / "longer")]) == 0
     printed = capsys.readouterr().out

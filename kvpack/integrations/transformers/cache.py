@@ -311,8 +311,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                 seen = self.live.seen(number)
                 if seen < tokens:
                     raise OutOfBounds(
-                        f"crop({tokens_to_remove}) leaves {tokens} tokens, and layers[{number}] has seen {seen}: a forward pass ended before "
-                        f"it; crop({seen - self.passes.record.tokens}) drops what that added"
+                        f"crop({tokens_to_remove}) leaves {tokens} tokens, and layers[{number}] has seen {seen}: a forward pass ended "
+                        f"before it; crop({seen - self.passes.record.tokens}) drops what that added"
                     )
                 removed[number] = tokens - seen
             layer.check_crop(removed[number])

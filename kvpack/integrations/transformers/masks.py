@@ -22,8 +22,8 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
     Of packed keys, None where attention applies the mask by itself, and with padding on the left the first token that each sequence
-    sees, int32 ``[batch, 1, 1, 1]``: models that keep some rows of masks (Gemma-4) leave that as it is. Else the mask of the model's own attention, for which the keys are decoded: for any other padding, and
-    for any pattern but causal and sliding-window.
+    sees, int32 ``[batch, 1, 1, 1]``: models that keep some rows of masks (Gemma-4) leave that as it is. Else the mask of
+    the model's own attention, for which the keys are decoded: for any other padding, and for any pattern but causal and sliding-window.
     """
     if isinstance(kv_length, CompiledLength) and options.get("attention_mask") is None and _is_causal(**options):
         return None

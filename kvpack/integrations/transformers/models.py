@@ -146,7 +146,8 @@ def check_identity(cache: Cache, model: Any) -> None:
     if not found:
         return
     sampled = all(one.get("weights", "").startswith(SAMPLE) for one in (named, found))
-    for field in ("weights" if sampled else "name", "dtype", "rope", "adapter", "config"):
+    # What a user changed comes before the digests that change with it.
+    for field in ("dtype", "rope", "adapter", "weights" if sampled else "name", "config"):
         mine, theirs = named.get(field, ""), found.get(field, "")
         if field == "name" and not (mine and theirs):
             continue
@@ -154,9 +155,10 @@ def check_identity(cache: Cache, model: Any) -> None:
             # A caller may have named them; what they do is in the digest.
             mine, theirs = mine.rpartition(" ")[2], theirs.rpartition(" ")[2]
         if mine != theirs:
+            verb = "are" if field == "weights" else "is"
             raise InvalidParameter(
-                f"the cache was computed by a model whose {field} is {mine!r}, and this one's is {theirs!r}; if both compute the same, "
-                "write KvpackCache(dataclasses.replace(cache, model={}), model)"
+                f"the cache was computed by a model whose {field} {verb} {mine!r}, and this one's {verb} {theirs!r}; "
+                "if both compute the same, write KvpackCache(dataclasses.replace(cache, model={}), model)"
             )
 
 

@@ -1,30 +1,46 @@
 /* From one tile of digits and numbers to streams: the reverse of words.h. */
 
-/* What one tile is encoded to, and from: rows of TILE tokens, of which only the first `tokens` count, in whole vectors. */
+/* What one tile is encoded to, and from: rows of HALF_TILE tokens, of which only the first `tokens` count, in whole vectors. */
 typedef struct {
     int64_t tokens;
-    float *tile;     /* [dim, and three rows of zeros][TILE] in the coded frame */
-    float *norm;     /* [TILE] */
+    float *tile;     /* [dim, and three rows of zeros][HALF_TILE] in the coded frame */
+    float *norm;     /* [HALF_TILE] */
     uint16_t *words; /* as in Loaded */
     float *numbers;  /* as in Loaded */
     float *spare;    /* two tiles */
 } Encoded;
 
+/* Where a digit whose base is a power of two goes: into words at `low`, from bit `shift` on, and into those of the next plane. */
+typedef struct {
+    uint16_t *low;
+    int64_t plane;
+    int32_t shift, straddles;
+} Place;
+
+INLINE Place place_of(const Packing *packing, uint16_t *words, int64_t digit, int64_t symbol) {
+    int64_t field = symbol / packing->width, plane = packing->width * HALF_TILE, bits = packing->digit[digit].bits;
+    int64_t at = packing->digit[digit].place + field * bits;
+    return (Place){words + symbol % packing->width * HALF_TILE + at / 16 * plane, plane, at % 16, at % 16 + bits > 16};
+}
+
+/* Adds the digits of LANES tokens from `t` on. */
+INLINE void put_digit(const Place *place, int64_t t, vi code) {
+    uint16_t *low = place->low + t, *high = low + place->plane;
+    code <<= place->shift;
+    store_words(low, load_words(low) | code);
+    if (place->straddles) store_words(high, load_words(high) | (vi)((vu)code >> 16));
+}
+
 /* Adds a digit of symbol `symbol`, of every token, to words that lack it. */
 static void add_digit(const Encoded *out, const Packing *packing, uint16_t *words, int64_t digit, int64_t symbol, const int32_t *code) {
-    int64_t column = symbol % packing->width, field = symbol / packing->width, plane = packing->width * TILE;
+    int64_t column = symbol % packing->width, field = symbol / packing->width, plane = packing->width * HALF_TILE;
     const Digit *d = &packing->digit[digit];
-    words += column * TILE;
     if (packing->binary) {
-        int64_t place = d->place + field * d->bits, shift = place % 16;
-        uint16_t *low = words + place / 16 * plane;
-        for (int64_t t = 0; t < out->tokens; t += LANES) {
-            vi x = load_int(code + t) << (int32_t)shift;
-            store_words(low + t, load_words(low + t) | x);
-            if (shift + d->bits > 16) store_words(low + plane + t, load_words(low + plane + t) | (vi)((vu)x >> 16));
-        }
+        Place place = place_of(packing, words, digit, symbol);
+        for (int64_t t = 0; t < out->tokens; t += LANES) put_digit(&place, t, load_int(code + t));
         return;
     }
+    words += column * HALF_TILE;
     double weight = d->weight;
     for (int64_t k = 0; k < field; k++) weight *= (double)d->base;
     if (packing->planes == 1) {
@@ -47,13 +63,13 @@ static void add_factored(const Codec *codec, const Encoded *out, int64_t i, cons
         add_digit(out, packing, out->words, 0, i, digit);
         return;
     }
-    int32_t low[TILE], high[TILE], bits = (int32_t)packing[0].digit[0].bits;
+    int32_t low[HALF_TILE], high[HALF_TILE], bits = (int32_t)packing[0].digit[0].bits;
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         store_int(low + t, load_int(digit + t) & ((1 << bits) - 1));
         store_int(high + t, load_int(digit + t) >> bits);
     }
     add_digit(out, packing, out->words, 0, i, low);
-    add_digit(out, &packing[1], out->words + packing_place(codec, 1), 0, i, high);
+    add_digit(out, &packing[1], out->words + columns_before(codec, 1) * HALF_TILE, 0, i, high);
 }
 
 INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
@@ -63,7 +79,7 @@ INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t r
 static void write_numbers(const Values *values, const float *numbers, int64_t count, char *to, int64_t stride) {
     for (int64_t i = 0; i < values->count; i++)
         for (int64_t t = 0; t < count; t += LANES) {
-            vf x = load(numbers + i * TILE + t);
+            vf x = load(numbers + i * HALF_TILE + t);
             vi stored = values->dtype == F32 ? (vi)x : to_half(x);
             int64_t bytes = values->dtype == F32 ? 4 : 2;
             for (int j = 0; j < LANES && t + j < count; j++) {
@@ -81,12 +97,12 @@ static void write_streams(const Encode *call, const Encoded *out, int64_t batch,
     for (int64_t i = 0; i < codec->packings; i++) {
         const Packing *packing = &codec->packing[i];
         int64_t width = packing->width, half_width = (width + 1) / 2;
-        for (int64_t plane = 0; plane < packing->planes; plane++, stream++, words += width * TILE) {
+        for (int64_t plane = 0; plane < packing->planes; plane++, stream++, words += width * HALF_TILE) {
             int halved = packing->odd && plane + 1 == packing->planes;
             for (int64_t w = half_width; halved && w < width; w++)
-                for (int t = 0; t < TILE; t += LANES) {
-                    uint16_t *low = words + (w - half_width) * TILE + t;
-                    store_words(low, load_words(low) | load_words(words + w * TILE + t) << 8);
+                for (int t = 0; t < HALF_TILE; t += LANES) {
+                    uint16_t *low = words + (w - half_width) * HALF_TILE + t;
+                    store_words(low, load_words(low) | load_words(words + w * HALF_TILE + t) << 8);
                 }
             transpose_back(words, count, halved ? half_width : width, row_of(stream, batch, head, start), stream->row);
         }
@@ -94,7 +110,7 @@ static void write_streams(const Encode *call, const Encoded *out, int64_t batch,
     const float *numbers = out->numbers;
     for (int64_t i = 0; i < codec->value_streams; i++, stream++) {
         write_numbers(&codec->values[i], numbers, count, row_of(stream, batch, head, start), stream->row);
-        numbers += codec->values[i].count * TILE;
+        numbers += codec->values[i].count * HALF_TILE;
     }
 }
 

@@ -1,41 +1,93 @@
 /* One item of encoding: some tokens of one head, tile by tile, to the streams of formats/. */
 
-/* Channels whose squares are added before they join the others': sums of sums round less. */
-enum { CHANNELS_ADDED = 16 };
+/* Channels of 32 bits in a row, and those that are read, squared and rotated together: sums of sums round less. */
+enum { READ_TOGETHER = LANES < 8 ? 4 : 8 };
 
-/* Values of `count` tokens, transposed, times the rotation's factors, and their norms; zero beyond the last token. */
-static void read_tile(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const Encoded *out) {
-    int64_t dim = call->codec->dim, halves = call->dtype == F32 ? 2 : 1;
-    uint16_t *words = (uint16_t *)out->spare;
-    float sum[TILE] = {0};
-    transpose(row_of(&call->x, batch, head, start), call->x.row, count, halves * dim, words);
-    for (int64_t w = 0; w < halves * dim && count < TILE; w++) memset(words + w * TILE + count, 0, 2 * (TILE - count));
-    for (int64_t first = 0; first < dim; first += CHANNELS_ADDED) {
-        int64_t end = first + CHANNELS_ADDED < dim ? first + CHANNELS_ADDED : dim;
-        for (int64_t t = 0; t < out->tokens; t += LANES) {
-            vf part = splat(0);
-            for (int64_t d = first; d < end; d++) {
-                vi x = load_words(words + halves * d * TILE + t);
-                vf value = call->dtype == F16 ? from_half(x) : (vf)(call->dtype == BF16 ? x << 16 : x | load_words(words + (2 * d + 1) * TILE + t) << 16);
-                part += value * value;
-                store(out->tile + d * TILE + t, call->rotation.order ? value * call->rotation.factors[d] : value);
-            }
-            store(sum + t, load(sum + t) + part);
-        }
+/* LANES vectors of 32 bits from up to as many tokens, `bytes` of each, turned: vector i has the i-th of every token. */
+INLINE void read_turned(const char *x, int64_t stride, int64_t tokens, int64_t bytes, vf *turned) {
+    for (int64_t i = 0; i < LANES; i++) {
+        const char *row = x + i * stride;
+        __builtin_prefetch(row + HALF_TILE * stride, 0, 2);
+        turned[i] = splat(0);
+        if (i >= tokens) continue;
+        if (bytes == 4 * LANES)
+            turned[i] = (vf)load_int((const int32_t *)row);
+        else
+            memcpy(&turned[i], row, bytes);
     }
-    memset(out->tile + dim * TILE, 0, sizeof(float) * 3 * TILE);
-    for (int64_t t = 0; t < out->tokens; t += LANES) store(out->norm + t, square_root(load(sum + t)));
+    turn(turned);
 }
 
-/* Whether every norm is that of zeros, or far from where squares leave binary32 and from what it is stored in; after read_tile. */
-static int norms_fit(const Encode *call, const Encoded *out) {
-    const uint16_t *words = (const uint16_t *)out->spare;
-    int64_t halves = call->dtype == F32 ? 2 : 1;
+/* The values in words of 32 bits: of 16-bit ones those in the low halves, or in the high ones. */
+INLINE vf value_of(vu word, int high, int64_t dtype) {
+    if (dtype == BF16) return (vf)(high ? word & 0xffff0000 : word << 16);
+    return dtype == F16 ? from_half((vi)(high ? word >> 16 : word & 0xffff)) : (vf)word;
+}
+
+/* Values of up to LANES tokens, transposed from column `t` of the tile on, times the rotation's factors, and their norms; zero beyond the
+   last token. `rotated`: after the rotation's first steps, of channels READ_TOGETHER. */
+INLINE void read_tokens(const Encode *call, const char *x, int64_t tokens, int64_t t, const Encoded *out, int rotated, int64_t dtype) {
+    int64_t dim = call->codec->dim, each = dtype == F32 ? 1 : 2, size = 4 / each;
+    const float *factors = call->rotation.order ? call->rotation.factors : NULL;
+    float *tile = out->tile + t;
+    vf sum = splat(0);
+    for (int64_t d = 0; d < dim; d += each * LANES) {
+        vf turned[LANES];
+        read_turned(x + size * d, call->x.row, tokens, dim - d < each * LANES ? size * (dim - d) : 4 * LANES, turned);
+        for (int64_t c = 0; c < each * LANES && d + c < dim; c += READ_TOGETHER) {
+            int64_t here = rotated || d + c + READ_TOGETHER <= dim ? READ_TOGETHER : dim - d - c;
+            vf value[READ_TOGETHER], part = splat(0);
+            for (int64_t i = 0; i < READ_TOGETHER; i++) {
+                value[i] = value_of((vu)turned[(c + i) / each], i % 2, dtype);
+                part += value[i] * value[i];
+            }
+            sum += part;
+            for (int64_t i = 0; i < here && factors; i++) value[i] *= factors[d + c + i];
+            if (rotated) butterflies_of(READ_TOGETHER, value);
+            for (int64_t i = 0; i < here; i++) store(tile + (d + c + i) * HALF_TILE, value[i]);
+        }
+    }
+    store(out->norm + t, square_root(sum));
+}
+
+INLINE void read_tile_of(const Encode *call, const char *x, int64_t count, const Encoded *out, int rotated, int64_t dtype) {
+    for (int64_t t = 0; t < count; t += LANES) {
+        const char *tokens = x + t * call->x.row;
+        if (count - t >= LANES)
+            read_tokens(call, tokens, LANES, t, out, rotated, dtype);
+        else
+            read_tokens(call, tokens, count - t, t, out, rotated, dtype);
+    }
+}
+
+/* `count` tokens in the coded frame, and their norms. */
+static void read_tile(const Encode *call, const char *x, int64_t count, const Encoded *out) {
+    int64_t dim = call->codec->dim;
+    int rotated = call->rotation.order == 1 && dim % READ_TOGETHER == 0;
+    switch (call->dtype + (rotated ? 3 : 0)) {
+        case F16: read_tile_of(call, x, count, out, 0, F16); break;
+        case BF16: read_tile_of(call, x, count, out, 0, BF16); break;
+        case F32: read_tile_of(call, x, count, out, 0, F32); break;
+        case 3 + F16: read_tile_of(call, x, count, out, 1, F16); break;
+        case 3 + BF16: read_tile_of(call, x, count, out, 1, BF16); break;
+        default: read_tile_of(call, x, count, out, 1, F32);
+    }
+    rotate(&call->rotation, rotated ? READ_TOGETHER : call->rotation.order, dim, HALF_TILE, out->tokens, out->tile, out->spare);
+    memset(out->tile + dim * HALF_TILE, 0, sizeof(float) * 3 * HALF_TILE);
+}
+
+/* Whether every norm is that of zeros, or far from where squares leave binary32 and from what it is stored in. */
+static int norms_fit(const Encode *call, const char *x, int64_t count, const Encoded *out) {
+    int64_t each = call->dtype == F32 ? 1 : 2;
+    uint32_t magnitude = each == 1 ? 0x7fffffff : 0x7fff;
     float limit = call->codec->values[0].dtype == F16 ? 65520.f : 0x1p60f;
-    for (int64_t t = 0; t < out->tokens; t++) {
+    for (int64_t t = 0; t < count; t++) {
         if (out->norm[t] > 0x1p-40f && out->norm[t] < limit) continue;
-        for (int64_t w = 0; w < halves * call->codec->dim; w++)
-            if (words[w * TILE + t] & (w % halves == halves - 1 ? 0x7fff : 0xffff)) return 0;
+        for (int64_t d = 0; d < call->codec->dim; d++) {
+            uint32_t value = 0;
+            memcpy(&value, x + t * call->x.row + d * (4 / each), 4 / each);
+            if (value & magnitude) return 0;
+        }
     }
     return 1;
 }
@@ -54,13 +106,13 @@ static int encode_tile(const Encode *call, const Encoded *out) {
 static int encode_item(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, Encoded *out) {
     const Codec *codec = call->codec;
     if (codec->family == GROUP) return encode_groups(call, batch, head, start, stop, out->spare);
-    for (; start < stop; start += TILE) {
-        int64_t count = stop - start < TILE ? stop - start : TILE;
+    for (; start < stop; start += HALF_TILE) {
+        int64_t count = stop - start < HALF_TILE ? stop - start : HALF_TILE;
         out->tokens = (count + LANES - 1) / LANES * LANES;
-        read_tile(call, batch, head, start, count, out);
-        if (!norms_fit(call, out)) return 0;
-        rotate(&call->rotation, codec->dim, out->tokens, out->tile, out->spare);
-        memset(out->words, 0, 2 * TILE * codec->columns);
+        const char *x = row_of(&call->x, batch, head, start);
+        read_tile(call, x, count, out);
+        if (!norms_fit(call, x, count, out)) return 0;
+        memset(out->words, 0, 2 * HALF_TILE * codec->columns);
         if (!encode_tile(call, out)) return 0;
         write_streams(call, out, batch, head, start, count);
     }

@@ -14,6 +14,7 @@ import torch
 from kvpack.formats.angle import Angle
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
+from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
@@ -37,7 +38,11 @@ MOST_SECONDARY = 192
 MOST_LEVELS = 64
 """Up to this number of levels per octahedral coordinate, local3x3 of ``formats/`` finds what local2x2 finds: the nearest direction."""
 
+MOST_EVEN_LEVELS = 8
+"""Up to this number of levels of ``direction_table``, a line tells between which two of them the nearest direction is."""
+
 _CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
+_IN_EVEN_BRACKETS = 4
 _STORED = {"U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
 _MEMORY, _REFUSED = 1, 2
 _KEPT = 64
@@ -110,7 +115,10 @@ def _bounds(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
         return tuple(_padded(midpoints(table), torch.inf) for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
     if isinstance(codec, Octahedral):
         magnitudes = torch.frombuffer(bytearray(codec.direction_table), dtype=torch.float32)
-        directions = magnitudes[1:-1].tolist() if candidates == _CANDIDATES["local2x2"] else midpoints(codec.direction_table)
+        if candidates == _IN_EVEN_BRACKETS:
+            directions = line(magnitudes)
+        else:
+            directions = magnitudes[1:-1].tolist() if candidates == _CANDIDATES["local2x2"] else midpoints(codec.direction_table)
         bounds = (_padded(values, torch.inf) for values in (directions, midpoints(codec.norm_table)))
         return *bounds, _padded(magnitudes.tolist(), 0.0), _padded(_per_length(magnitudes).tolist(), 0.0)
     if isinstance(codec, Quaternion):
@@ -123,7 +131,16 @@ def _candidates(codec: Octahedral) -> int:
     levels = 1 << codec.b_dir - 1
     settled = codec.rounding == "local3x3" and levels <= MOST_LEVELS
     alone = levels == 1 and codec.rounding != "scalar"
-    return _CANDIDATES["full" if alone else "local2x2" if settled else codec.rounding]
+    rounding = "full" if alone else "local2x2" if settled else codec.rounding
+    even = rounding == "local2x2" and levels <= MOST_EVEN_LEVELS and codec.direction_table == direction_table(levels)
+    return _IN_EVEN_BRACKETS if even else _CANDIDATES[rounding]
+
+
+def line(magnitudes: torch.Tensor) -> list[float]:
+    """Slope and offset of the line nearest to the numbers of ascending magnitudes: from a coordinate to steps between levels."""
+    x, level = magnitudes.double(), torch.arange(len(magnitudes), dtype=torch.float64)
+    slope = float(((x - x.mean()) * level).sum() / (x - x.mean()).square().sum())
+    return [slope, float(level.mean()) - slope * float(x.mean())]
 
 
 def _per_length(magnitudes: torch.Tensor) -> torch.Tensor:

@@ -34,15 +34,15 @@ INLINE vf logarithm(vf x) {
 
 /* Stores step and minimum of every token's norms, or of their logarithms, in binary16 or binary32; false where one does not fit. */
 static int norm_ranges(const Codec *codec, const Encoded *out, float *norms) {
-    float *step = out->numbers, *minimum = out->numbers + TILE;
+    float *step = out->numbers, *minimum = out->numbers + HALF_TILE;
     vi good = splat_int(-1);
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         vf low = splat(INFINITY), high = splat(-INFINITY);
-        for (int64_t i = 0; 2 * i < codec->dim; i++) high = larger(high, load(norms + i * TILE + t));
+        for (int64_t i = 0; 2 * i < codec->dim; i++) high = larger(high, load(norms + i * HALF_TILE + t));
         for (int64_t i = 0; 2 * i < codec->dim; i++) {
-            vf x = load(norms + i * TILE + t);
+            vf x = load(norms + i * HALF_TILE + t);
             if (codec->norm_kind == NORM_LOG) x = larger(larger(x, high - OCTAVES), splat(ZERO_NORM));
-            store(norms + i * TILE + t, x);
+            store(norms + i * HALF_TILE + t, x);
             low = -larger(-low, -x);
         }
         vf wide = (high - low) / (float)(codec->norm_levels - 1);
@@ -63,23 +63,23 @@ static void add_pair(const Codec *codec, const Encoded *out, int64_t i, const in
     const Packing *packing = codec->packing;
     int64_t last = codec->packings - 1;
     add_factored(codec, out, i, bin);
-    if (codec->norm_kind != NORM_STORED) add_digit(out, &packing[last], out->words + packing_place(codec, last), codec->direct, i, code);
+    if (codec->norm_kind != NORM_STORED) add_digit(out, &packing[last], out->words + columns_before(codec, last) * HALF_TILE, codec->direct, i, code);
 }
 
 /* Multiplies what is stored of the norms by factors that keep products right, unless the result does not fit. */
 static void keep_products(const Codec *codec, const Encoded *out, const float *factors) {
     int64_t numbers = codec->norm_kind == NORM_LOG ? 0 : codec->numbers, half_range = codec->values[0].dtype == F16;
-    float *minimum = out->numbers + TILE;
+    float *minimum = out->numbers + HALF_TILE;
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         vf factor = load(factors + t);
         for (int64_t i = 0; half_range && i < numbers; i++)
-            factor = choose(magnitude_of(load(out->numbers + i * TILE + t) * factor) < 65520.f, factor, splat(1));
+            factor = choose(magnitude_of(load(out->numbers + i * HALF_TILE + t) * factor) < 65520.f, factor, splat(1));
         /* Of norms in steps: a subnormal step is rounded coarsely, and the codes make up for the rounding of the step they were chosen for. */
         if (codec->norm_kind == NORM_LINEAR) {
             vf step = load(out->numbers + t);
             factor = choose((step * factor >= (half_range ? 0x1p-14f : 0x1p-126f)) | (step == 0.f), factor, splat(1));
         }
-        for (int64_t i = 0; i < numbers; i++) store(out->numbers + i * TILE + t, load(out->numbers + i * TILE + t) * factor);
+        for (int64_t i = 0; i < numbers; i++) store(out->numbers + i * HALF_TILE + t, load(out->numbers + i * HALF_TILE + t) * factor);
         if (codec->norm_kind != NORM_LOG) continue;
         vf moved = load(minimum + t) + logarithm(factor);
         store(minimum + t, choose((magnitude_of(moved) < 65520.f) | (half_range ? 0 : -1), moved, load(minimum + t)));
@@ -88,23 +88,24 @@ static void keep_products(const Codec *codec, const Encoded *out, const float *f
 
 static int angle_encode(const Encode *call, const Encoded *out) {
     const Codec *codec = call->codec;
-    int32_t bin[TILE], code[TILE];
-    float product[TILE] = {0}, squares[TILE] = {0}, sum[TILE] = {0}, most[TILE] = {0}, factors[TILE];
-    float *norms = codec->norm_kind == NORM_STORED ? out->numbers : out->spare, *turns = out->spare + codec->dim * TILE;
+    int32_t bin[HALF_TILE], code[HALF_TILE];
+    float product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, sum[HALF_TILE] = {0}, most[HALF_TILE] = {0}, factors[HALF_TILE];
+    float *norms = codec->norm_kind == NORM_STORED ? out->numbers : out->spare, *turns = out->spare + codec->dim * HALF_TILE;
     for (int64_t i = 0; 2 * i < codec->dim; i++)
         for (int64_t t = 0; t < out->tokens; t += LANES) {
             vf norm;
-            store(turns + i * TILE + t, turn_of(load(out->tile + 2 * i * TILE + t), load(out->tile + (2 * i + 1) * TILE + t), &norm));
+            store(turns + i * HALF_TILE + t, turn_of(load(out->tile + 2 * i * HALF_TILE + t), load(out->tile + (2 * i + 1) * HALF_TILE + t), &norm));
             store(most + t, larger(load(most + t), norm));
-            store(norms + i * TILE + t, codec->norm_kind == NORM_LOG ? logarithm(norm) : norm);
+            store(norms + i * HALF_TILE + t, codec->norm_kind == NORM_LOG ? logarithm(norm) : norm);
         }
     if (codec->norm_kind != NORM_STORED && !norm_ranges(codec, out, norms)) return 0;
     for (int64_t i = 0; 2 * i < codec->dim; i++) {
         for (int64_t t = 0; t < out->tokens; t += LANES) {
-            vf x = load(out->tile + 2 * i * TILE + t), y = load(out->tile + (2 * i + 1) * TILE + t), norm = load(norms + i * TILE + t), cosine, sine;
-            vi found = bounded(to_int(load(turns + i * TILE + t) * (float)codec->bins), (int32_t)codec->bins - 1);
+            vf x = load(out->tile + 2 * i * HALF_TILE + t), y = load(out->tile + (2 * i + 1) * HALF_TILE + t);
+            vf norm = load(norms + i * HALF_TILE + t), cosine, sine;
+            vi found = bounded(to_int(load(turns + i * HALF_TILE + t) * (float)codec->bins), (int32_t)codec->bins - 1);
             if (codec->norm_kind != NORM_STORED) {
-                vf step = load(out->numbers + t), minimum = load(out->numbers + TILE + t);
+                vf step = load(out->numbers + t), minimum = load(out->numbers + HALF_TILE + t);
                 vf steps = bounded_steps((norm - minimum) / choose(step > 0.f, step, splat(INFINITY)), (float)(codec->norm_levels - 1));
                 store_int(code + t, to_int(steps));
                 norm = minimum + step * steps;

@@ -1,6 +1,8 @@
 /* Encoding of octahedral: the direction nearest to each triplet, and the norm nearest to its projection (formats/octahedral.py). */
 
-enum { DIRECTION_BOUNDS, NORM_BOUNDS, MAGNITUDES, PER_LENGTH, MOST_CANDIDATES = 3 };
+enum { DIRECTION_BOUNDS, NORM_BOUNDS, MAGNITUDES, PER_LENGTH, IN_EVEN_BRACKETS = 4 };
+
+static const int32_t NEIGHBOUR[] = {0, -1, 1};
 
 /* The entries of a table of `count` values. */
 INLINE int64_t entries_of(int64_t count) { return count < LEAST_ENTRIES ? LEAST_ENTRIES : count; }
@@ -11,29 +13,51 @@ INLINE vf per_length(const Table *table, int32_t levels, vi index, vf xi, vf eta
     vf third = 1.f - xi - eta;
     vi folded = third < 0.f;
     vf first = choose(folded, 1.f - eta, xi), second = choose(folded, 1.f - xi, eta);
-    return 1.f / square_root(first * first + second * second + third * third);
+    return reciprocal_root(first * first + second * second + third * third);
 }
 
-/* The levels to try for a coordinate: two, between which it is if they are not the first or the last, or the nearest and its neighbours. */
-INLINE void candidates_of(const Encode *call, vf coordinate, int candidates, int32_t levels, vi *found) {
+/* The lower of the two levels around a coordinate, which is `length` times `per_sum`. Where levels are IN_EVEN_BRACKETS, a line tells which. */
+INLINE vi lower_level(const Encode *call, int candidates, int32_t levels, vf length, vf per_sum) {
     const Table *bounds = &call->bounds[DIRECTION_BOUNDS];
-    if (candidates == 2) {
-        /* Two bounds fewer than magnitudes. */
-        found[0] = level_of(bounds, levels > 8 ? levels : levels - 1, coordinate);
-        found[1] = found[0] + 1;
-        return;
+    if (candidates == IN_EVEN_BRACKETS) return to_int(smaller(length * per_sum + bounds->data[1], splat((float)levels - 1.5f)));
+    /* Two bounds fewer than magnitudes. */
+    return level_of(bounds, levels > 8 ? levels : levels - 1, length * per_sum);
+}
+
+/* As nearest_direction, of the levels around either coordinate. A point's product with the triplet is linear on either side of the fold, and
+   the smaller of both; each is a sum of what each coordinate alone adds. */
+INLINE vi nearest_in_bracket(const Encode *call, int candidates, int32_t levels, vf x, vf y, vf z, vf *best) {
+    const float *magnitudes = call->bounds[MAGNITUDES].data;
+    vf folded = larger(-z, splat(0)), sum = x + y + z, whole = larger(sum + 2.f * folded, splat(1e-30f)), per_sum;
+    if (candidates == IN_EVEN_BRACKETS)
+        per_sum = nearly_reciprocal(whole) * call->bounds[DIRECTION_BOUNDS].data[0];
+    else
+        per_sum = 1.f / whole;
+    vi column = lower_level(call, candidates, levels, x + folded, per_sum), row = lower_level(call, candidates, levels, y + folded, per_sum);
+    vi index = column + row * levels;
+    vf xi[2], eta[2], above[2], below[2], product[4];
+    for (int i = 0; i < 2; i++) {
+        xi[i] = lookup(magnitudes, entries_of(levels), column + i);
+        eta[i] = lookup(magnitudes, entries_of(levels), row + i);
+        above[i] = z + xi[i] * (x - z);
+        below[i] = sum - xi[i] * (y + z);
     }
-    found[0] = level_of(bounds, levels, coordinate);
-    found[1] = found[0] - 1;
-    found[2] = found[0] + 1;
-    for (int i = 1; i < candidates; i++) found[i] = bounded(found[i], levels - 1);
+    for (int j = 0; j < 2; j++)
+        for (int i = 0; i < 2; i++) {
+            vf linear = smaller(above[i] + eta[j] * (y - z), below[i] - eta[j] * (x + z));
+            product[2 * j + i] = linear * per_length(&call->bounds[PER_LENGTH], levels, index + (i + j * levels), xi[i], eta[j]);
+        }
+    vf first = larger(product[1], product[0]), second = larger(product[3], product[2]);
+    vi of_first = add_above(product[1], product[0], index, 1), of_second = add_above(product[3], product[2], index + levels, 1);
+    *best = larger(second, first);
+    return (vi)pick_above(second, first, (vf)of_second, (vf)of_first);
 }
 
 /* The index of the nearest direction in the quarter square, the first of equals. `best` receives the product with it. */
 INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, vf x, vf y, vf z, vf *best) {
-    const Table *axis = call->codec->table, *magnitudes = &call->bounds[MAGNITUDES];
-    vi found = splat_int(0), column[MOST_CANDIDATES], row[MOST_CANDIDATES];
-    vf xi[MOST_CANDIDATES], eta[MOST_CANDIDATES], across[MOST_CANDIDATES], up[MOST_CANDIDATES];
+    const Table *axis = call->codec->table, *magnitudes = &call->bounds[MAGNITUDES], *bounds = &call->bounds[DIRECTION_BOUNDS];
+    if (candidates == 2 || candidates == IN_EVEN_BRACKETS) return nearest_in_bracket(call, candidates, levels, x, y, z, best);
+    vi found = splat_int(0);
     *best = splat(-INFINITY);
     if (!candidates) {
         for (int32_t i = 0; i < levels * levels; i++) {
@@ -43,54 +67,49 @@ INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, 
         }
         return found;
     }
-    /* OCTOPUS Eq. 5; below the fold 1 - y / sum is (x - z) / sum. */
+    /* OCTOPUS Eq. 5; below the fold 1 - y / sum is (x - z) / sum. The nearest levels come first, then their neighbours. */
     vf folded = larger(-z, splat(0)), per_sum = 1.f / larger(x + y + z + 2.f * folded, splat(1e-30f));
-    candidates_of(call, (x + folded) * per_sum, candidates, levels, column);
-    candidates_of(call, (y + folded) * per_sum, candidates, levels, row);
-    /* A point's product with the triplet is a sum of what each coordinate alone adds, and below the fold of what its depth there adds. */
-    for (int i = 0; i < candidates; i++) {
-        xi[i] = lookup(magnitudes->data, entries_of(levels), column[i]);
-        eta[i] = lookup(magnitudes->data, entries_of(levels), row[i]);
-        across[i] = xi[i] * (x - z);
-        up[i] = z + eta[i] * (y - z);
-    }
-    for (int j = 0; j < candidates; j++)
+    vi column = level_of(bounds, levels, (x + folded) * per_sum), row = level_of(bounds, levels, (y + folded) * per_sum);
+    for (int j = 0; j < candidates; j++) {
+        vi up = bounded(row + NEIGHBOUR[j], levels - 1);
+        vf eta = lookup(magnitudes->data, entries_of(levels), up);
         for (int i = 0; i < candidates; i++) {
-            vi index = column[i] + row[j] * levels;
-            vf product = across[i] + up[j] + (x + y) * smaller(1.f - xi[i] - eta[j], splat(0));
-            product *= per_length(&call->bounds[PER_LENGTH], levels, index, xi[i], eta[j]);
+            vi across = bounded(column + NEIGHBOUR[i], levels - 1), index = across + up * levels;
+            vf xi = lookup(magnitudes->data, entries_of(levels), across);
+            vf product = xi * (x - z) + (z + eta * (y - z)) + (x + y) * smaller(1.f - xi - eta, splat(0));
+            product *= per_length(&call->bounds[PER_LENGTH], levels, index, xi, eta);
             found = (vi)pick_above(product, *best, (vf)index, (vf)found);
             *best = larger(product, *best);
         }
+    }
     return found;
 }
 
-/* The digits of triplet `i`, from its direction, signs and norm. */
-static void add_triplet(const Encode *call, const Encoded *out, int64_t i, int32_t *index, int32_t *sign) {
-    const Codec *codec = call->codec;
-    const Packing *packing = codec->packing;
-    if (!codec->direct) {
-        if (codec->packings == 2) add_digit(out, packing, out->words, 0, i, index);
-        add_digit(out, &packing[codec->packings - 1], out->words + packing_place(codec, codec->packings - 1), 0, i, sign);
-    } else if (packing->digits == 2) {
-        add_digit(out, packing, out->words, 0, i, index);
-        add_digit(out, packing, out->words, 1, i, sign);
-    } else {
-        for (int64_t t = 0; t < out->tokens; t += LANES) store_int(index + t, load_int(index + t) | load_int(sign + t) << (int32_t)codec->digit_bits);
-        add_digit(out, packing, out->words, 0, i, index);
-    }
+/* Where the digits of triplet `i` go: those of a direction, whose place is missing where it has no bits, and of signs; `joined` in one. */
+typedef struct {
+    Place index, sign;
+    int has_index, joined;
+} TripletPlaces;
+
+INLINE TripletPlaces places_of(const Codec *codec, uint16_t *words, int64_t i) {
+    const Packing *packing = codec->packing, *last = &packing[codec->packings - 1];
+    TripletPlaces found = {.has_index = codec->packings == 2 || packing->digits == 2, .joined = codec->direct && packing->digits == 1};
+    if (found.has_index) found.index = place_of(packing, words, 0, i);
+    found.sign = place_of(last, words + columns_before(codec, codec->packings - 1) * HALF_TILE, codec->direct ? packing->digits - 1 : 0, i);
+    return found;
 }
 
 INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidates, int32_t levels, int32_t norm_levels) {
     const Codec *codec = call->codec;
     const Table *norms = &codec->table[TRIPLET_NORM];
-    int32_t bits = (int32_t)codec->index_bits, index[TILE], sign[TILE];
-    float product[TILE] = {0}, squares[TILE] = {0}, per_norm[TILE];
+    int32_t bits = (int32_t)codec->index_bits;
+    float product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, per_norm[HALF_TILE];
     for (int64_t t = 0; t < out->tokens; t += LANES) store(per_norm + t, 1.f / larger(load(out->norm + t), splat(0x1p-126f)));
     for (int64_t i = 0; 3 * i < codec->dim; i++) {
-        const float *row = out->tile + 3 * i * TILE;
+        const float *row = out->tile + 3 * i * HALF_TILE;
+        TripletPlaces places = places_of(codec, out->words, i);
         for (int64_t t = 0; t < out->tokens; t += LANES) {
-            vf x = load(row + t), y = load(row + TILE + t), z = load(row + 2 * TILE + t), projection;
+            vf x = load(row + t), y = load(row + HALF_TILE + t), z = load(row + 2 * HALF_TILE + t), projection;
             vi signs = add_above(splat(0), y, add_above(splat(0), x, splat_int(0), 1), 2);
             x = magnitude_of(x);
             y = magnitude_of(y);
@@ -100,10 +119,13 @@ INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidat
             vf decoded = lookup(norms->data, norms->entries, norm);
             store(product + t, load(product + t) + projection * load(per_norm + t) * decoded);
             store(squares + t, load(squares + t) + decoded * decoded);
-            store_int(index + t, codec->norm_with_index ? found | norm << bits : found);
-            store_int(sign + t, codec->norm_with_index ? signs : signs | norm << 2);
+            if (codec->norm_with_index)
+                found |= norm << bits;
+            else
+                signs |= norm << 2;
+            if (places.has_index) put_digit(&places.index, t, found);
+            put_digit(&places.sign, t, places.joined ? found | signs << (int32_t)codec->digit_bits : signs);
         }
-        add_triplet(call, out, i, index, sign);
     }
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         vf norm = load(out->norm + t);
@@ -115,10 +137,10 @@ INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidat
 /* The candidates and levels of presets are known when this is compiled, others when it runs. */
 static void octahedral_encode(const Encode *call, const Encoded *out) {
     int32_t levels = 1 << call->codec->index_bits / 2, norms = (int32_t)call->codec->norm_levels;
-    if (call->candidates == 2 && levels == 4 && norms == 2)
-        encode_triplets(call, out, 2, 4, 2);
-    else if (call->candidates == 2 && levels == 8 && norms == 4)
-        encode_triplets(call, out, 2, 8, 4);
+    if (call->candidates == IN_EVEN_BRACKETS && levels == 4 && norms == 2)
+        encode_triplets(call, out, IN_EVEN_BRACKETS, 4, 2);
+    else if (call->candidates == IN_EVEN_BRACKETS && levels == 8 && norms == 4)
+        encode_triplets(call, out, IN_EVEN_BRACKETS, 8, 4);
     else if (call->candidates == 2 && levels == 16 && norms == 8)
         encode_triplets(call, out, 2, 16, 8);
     else

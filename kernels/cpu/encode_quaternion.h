@@ -10,10 +10,10 @@
 
 /* Chunk `i`: the number of the secondary quaternion of the nearest codeword, the first of equals, and the product with it. */
 static void search_secondary(const Encode *call, const Encoded *out, int64_t i, int32_t *winner, float *best) {
-    const float *row = out->tile + 4 * i * TILE, *secondary = call->bounds[0].data;
+    const float *row = out->tile + 4 * i * HALF_TILE, *secondary = call->bounds[0].data;
     int64_t count = call->bounds[0].entries / 4;
     for (int64_t t = 0; t < out->tokens; t += LANES) {
-        vf in[4] = {load(row + t), load(row + TILE + t), load(row + 2 * TILE + t), load(row + 3 * TILE + t)}, most = splat(-1);
+        vf in[4] = {load(row + t), load(row + HALF_TILE + t), load(row + 2 * HALF_TILE + t), load(row + 3 * HALF_TILE + t)}, most = splat(-1);
         vi found = splat_int(0);
         for (int64_t s = 0; s < count; s++) {
             const float *q = secondary + 4 * s;
@@ -28,12 +28,13 @@ static void search_secondary(const Encode *call, const Encoded *out, int64_t i, 
     }
 }
 
-/* The codewords of a chunk whose secondary quaternions [4][TILE] are known: 2 axis + sign, or 8 and the signs of a half unit. */
+/* The codewords of a chunk whose secondary quaternions [4][HALF_TILE] are known: 2 axis + sign, or 8 and the signs of a half unit. */
 static void nearest_units(const Encoded *out, int64_t i, const float *chosen, int32_t *codeword) {
-    const float *row = out->tile + 4 * i * TILE;
+    const float *row = out->tile + 4 * i * HALF_TILE;
     for (int64_t t = 0; t < out->tokens; t += LANES) {
-        vf in[4] = {load(row + t), load(row + TILE + t), load(row + 2 * TILE + t), load(row + 3 * TILE + t)}, most = splat(-1), sum = splat(0);
-        vf a = load(chosen + t), b = load(chosen + TILE + t), c = load(chosen + 2 * TILE + t), d = load(chosen + 3 * TILE + t);
+        vf in[4] = {load(row + t), load(row + HALF_TILE + t), load(row + 2 * HALF_TILE + t), load(row + 3 * HALF_TILE + t)};
+        vf most = splat(-1), sum = splat(0);
+        vf a = load(chosen + t), b = load(chosen + HALF_TILE + t), c = load(chosen + 2 * HALF_TILE + t), d = load(chosen + 3 * HALF_TILE + t);
         vi unit = splat_int(0), half = splat_int(8);
         TURNED_BACK(turned, in, a, b, c, d);
         for (int axis = 0; axis < 4; axis++) {
@@ -53,20 +54,20 @@ static void add_chunk(const Codec *codec, const Encoded *out, int64_t i, const i
     const Packing *packing = codec->packing;
     add_factored(codec, out, i, codeword);
     int64_t last = codec->packings - 1;
-    add_digit(out, &packing[last], out->words + packing_place(codec, last), codec->direct, i, radius);
+    add_digit(out, &packing[last], out->words + columns_before(codec, last) * HALF_TILE, codec->direct, i, radius);
 }
 
 static void quaternion_encode(const Encode *call, const Encoded *out) {
     const Codec *codec = call->codec;
-    int32_t codeword[TILE] = {0}, radius[TILE];
-    float most[TILE] = {0}, product[TILE] = {0}, squares[TILE] = {0}, sum[TILE] = {0}, best[TILE], chosen[4 * TILE];
+    int32_t codeword[HALF_TILE] = {0}, radius[HALF_TILE];
+    float most[HALF_TILE] = {0}, product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, sum[HALF_TILE] = {0}, best[HALF_TILE], chosen[4 * HALF_TILE];
     float *lengths = out->spare;
     for (int64_t i = 0; 4 * i < codec->dim; i++)
         for (int64_t t = 0; t < out->tokens; t += LANES) {
-            const float *row = out->tile + 4 * i * TILE + t;
-            vf w = load(row), x = load(row + TILE), y = load(row + 2 * TILE), z = load(row + 3 * TILE);
+            const float *row = out->tile + 4 * i * HALF_TILE + t;
+            vf w = load(row), x = load(row + HALF_TILE), y = load(row + 2 * HALF_TILE), z = load(row + 3 * HALF_TILE);
             vf length = square_root(w * w + x * x + y * y + z * z);
-            store(lengths + i * TILE + t, length);
+            store(lengths + i * HALF_TILE + t, length);
             store(most + t, larger(load(most + t), length));
         }
     /* Codes are rounded against the stored scale; a scale of zero gives codes of zero. */
@@ -76,11 +77,11 @@ static void quaternion_encode(const Encode *call, const Encoded *out) {
     }
     for (int64_t i = 0; 4 * i < codec->dim; i++) {
         search_secondary(call, out, i, codeword, best);
-        lookup_four(call->bounds[0].data, codeword, chosen);
+        lookup_four(call->bounds[0].data, codeword, HALF_TILE, chosen);
         nearest_units(out, i, chosen, codeword);
         for (int64_t t = 0; t < out->tokens; t += LANES) {
             vf scale = load(most + t), positive = choose(scale > 0.f, scale, splat(INFINITY));
-            vf length = load(lengths + i * TILE + t) / positive, steps = bounded_steps(length * codec->highest, codec->highest);
+            vf length = load(lengths + i * HALF_TILE + t) / positive, steps = bounded_steps(length * codec->highest, codec->highest);
             vf decoded = steps / codec->highest;
             store_int(radius + t, to_int(steps));
             store(product + t, load(product + t) + load(best + t) / positive * decoded);

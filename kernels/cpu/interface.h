@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 19
+#define KVPACK_INTERFACE 20
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
@@ -149,10 +149,12 @@ typedef struct {
     /* group: whether centres are zero, and 1 / ((2^bits - 1) / 2), rounded to binary32 */
     int64_t zero_centre;
     float per_middle;
-    /* Whether norms are those of formats/norm_rule.py that keep products right. octahedral: the candidates per coordinate, 0 for all */
+    /* Whether norms are those of formats/norm_rule.py that keep products right. octahedral: the candidates per coordinate, 0 for all, 4 for
+       two of levels that are so evenly spaced that a line tells which */
     int64_t unbiased, candidates;
     /* scalar: the midpoints of each part's magnitudes. octahedral: those of magnitudes (for two candidates the magnitudes between the first
-       and the last) and of norms, the magnitudes, and 1 over the length of every point of the octahedron. quaternion: the secondary quaternions. Midpoints end in infinities. */
+       and the last, for two of even levels the line's slope and offset) and of norms, the magnitudes, and 1 over the length of every point
+       of the octahedron. quaternion: the secondary quaternions. Midpoints end in infinities. */
     Table bounds[MOST_BOUNDS];
     int64_t threads, level;
 } Encode;

@@ -106,7 +106,7 @@ static void unpack_in(const Unpack *call, int64_t batch, int64_t head, int64_t s
 static int64_t encode_bytes(const Encode *call) {
     const Codec *codec = call->codec;
     int64_t of_groups = larger_of(codec->size + 4, 6 * TOKENS_OF_GROUPS) * (codec->dim + LANES);
-    int64_t tile = TILE * ((codec->dim + 3) + 1 + codec->numbers + 2 * codec->dim) + TILE * codec->columns / 2;
+    int64_t tile = HALF_TILE * ((codec->dim + 3) + 1 + codec->numbers + 2 * codec->dim) + HALF_TILE * codec->columns / 2;
     return 4 * larger_of(of_groups, tile) + (int64_t)sizeof(Encoded) + 128;
 }
 
@@ -114,10 +114,10 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     const Codec *codec = call->codec;
     Encoded *out = (Encoded *)memory;
     out->spare = (float *)aligned(memory + sizeof(Encoded));
-    out->tile = out->spare + 2 * codec->dim * TILE;
-    out->norm = out->tile + (codec->dim + 3) * TILE;
-    out->numbers = out->norm + TILE;
-    out->words = (uint16_t *)(out->numbers + codec->numbers * TILE);
+    out->tile = out->spare + 2 * codec->dim * HALF_TILE;
+    out->norm = out->tile + (codec->dim + 3) * HALF_TILE;
+    out->numbers = out->norm + HALF_TILE;
+    out->words = (uint16_t *)(out->numbers + codec->numbers * HALF_TILE);
     return encode_item(call, batch, head, start, stop, out);
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 19
+INTERFACE = 20
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"

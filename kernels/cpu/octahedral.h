@@ -32,7 +32,7 @@ static void octahedral_decode(const Codec *codec, const Loaded *in, float *spare
         triplet_digits(codec, in, i, index, sign);
         if (!few) {
             for (int t = 0; t < TILE; t += LANES) store_int(direction + t, load_int(index + t) & mask);
-            lookup_four(codec->table[DIRECTIONS_BY_FOUR].data, direction, spare);
+            lookup_four(codec->table[DIRECTIONS_BY_FOUR].data, direction, TILE, spare);
         }
         float *row = tile + 3 * i * TILE;
         for (int t = 0; t < TILE; t += LANES) {

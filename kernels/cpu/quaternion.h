@@ -14,7 +14,7 @@ static void quaternion_decode(const Codec *codec, const Loaded *in, float *spare
             digits_of(packing, in->words, 1, i, radius);
         else
             digits_of(&packing[codec->packings - 1], packing_words(codec, in, codec->packings - 1), 0, i, radius);
-        lookup_four(codec->table[0].data, codeword, spare);
+        lookup_four(codec->table[0].data, codeword, TILE, spare);
         int64_t rows = codec->dim - 4 * i < 4 ? codec->dim - 4 * i : 4;
         for (int t = 0; t < TILE; t += LANES) {
             vf length = to_float(load_int(radius + t)) * (load(in->numbers + t) / codec->highest);

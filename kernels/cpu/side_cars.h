@@ -22,7 +22,7 @@ static void add_sketch(const Codec *codec, const Loaded *in, float *spare, float
         digits_of(packing, words, 0, d, negative);
         for (int t = 0; t < TILE; t += LANES) store(spare + d * TILE + t, to_float(1 - 2 * load_int(negative + t)));
     }
-    rotate_back(&codec->sketch_rotation, codec->dim, TILE, spare, spare + codec->dim * TILE);
+    rotate_back(&codec->sketch_rotation, codec->dim, spare, spare + codec->dim * TILE);
     for (int64_t d = 0; d < codec->dim; d++)
         for (int t = 0; t < TILE; t += LANES)
             store(tile + d * TILE + t, load(tile + d * TILE + t) + load(spare + d * TILE + t) * (load(norm + t) * codec->sketch_size));

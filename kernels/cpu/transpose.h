@@ -1,6 +1,7 @@
 /* Words of tokens to rows of TILE tokens, and back. */
 
-enum { TILE = 128 };
+/* The tokens of a tile, and of one of encoders, whose values of 128 channels fit a first cache. */
+enum { TILE = 128, HALF_TILE = 64 };
 
 typedef uint16_t v8 __attribute__((vector_size(16)));
 typedef int16_t v8_mask __attribute__((vector_size(16)));
@@ -14,47 +15,72 @@ INLINE uint16_t word_at(const char *p) {
     return x;
 }
 
-/* rows of `words` words to out[word * TILE + row]. */
-static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
-    int64_t whole = count / 8 * 8, blocks = words / 8 * 8;
-    for (int64_t t = 0; t < whole; t += 8)
-        for (int64_t w = 0; w < blocks; w += 8) {
-            v8 a[8], b[8];
-            for (int i = 0; i < 8; i++) a[i] = *(const v8_any *)(rows + (t + i) * stride + 2 * w);
-            /* Three rounds of interleaving rows i and i + 4. */
-            for (int i = 0; i < 4; i++) {
-                b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
-                b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
-            }
-            for (int i = 0; i < 4; i++) {
-                a[2 * i] = SHUFFLE(v8, v8_mask, b[i], b[i + 4], LOW8);
-                a[2 * i + 1] = SHUFFLE(v8, v8_mask, b[i], b[i + 4], HIGH8);
-            }
-            for (int i = 0; i < 4; i++) {
-                *(v8_any *)(out + (w + 2 * i) * TILE + t) = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
-                *(v8_any *)(out + (w + 2 * i + 1) * TILE + t) = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
-            }
-        }
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t w = t < whole ? blocks : 0; w < words; w++) out[w * TILE + t] = word_at(rows + t * stride + 2 * w);
+/* From 4 to 8 words in a vector; those beyond the last are zero. */
+INLINE v8 load_row(const char *p, int64_t words) {
+    if (words == 8) return *(const v8_any *)p;
+    uint64_t half[2] = {0};
+    memcpy(&half[0], p, 8);
+    if (words > 4) {
+        memcpy(&half[1], p + 2 * (words - 4), 8);
+        half[1] >>= 16 * (8 - words);
+    }
+    v8 row;
+    memcpy(&row, half, 16);
+    return row;
 }
 
-/* `words` rows of TILE words to `count` rows of words. */
-static void transpose_back(const uint16_t *rows, int64_t count, int64_t words, char *to, int64_t stride) {
-    int64_t whole = count / 8 * 8, blocks = words / 8 * 8;
-    for (int64_t t = 0; t < whole; t += 8)
-        for (int64_t w = 0; w < blocks; w += 8) {
-            v8 a[8], b[8];
-            for (int i = 0; i < 8; i++) a[i] = *(const v8_any *)(rows + (w + i) * TILE + t);
-            for (int round = 0; round < 3; round++) {
-                for (int i = 0; i < 4; i++) {
-                    b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
-                    b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
-                }
-                for (int i = 0; i < 8; i++) a[i] = b[i];
-            }
-            for (int i = 0; i < 8; i++) *(v8_any *)(to + (t + i) * stride + 2 * w) = a[i];
+INLINE void store_row(char *p, v8 row, int64_t words) {
+    if (words == 8) {
+        *(v8_any *)p = row;
+        return;
+    }
+    char bytes[16];
+    memcpy(bytes, &row, 16);
+    memcpy(p, bytes, 8);
+    memcpy(p + 2 * (words - 4), bytes + 2 * (words - 4), 8);
+}
+
+/* Three rounds of interleaving rows i and i + 4. */
+INLINE void turn_words(v8 *a) {
+    v8 b[8];
+    UNROLLED for (int round = 0; round < 3; round++) {
+        UNROLLED for (int i = 0; i < 4; i++) {
+            b[2 * i] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], LOW8);
+            b[2 * i + 1] = SHUFFLE(v8, v8_mask, a[i], a[i + 4], HIGH8);
         }
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t w = t < whole ? blocks : 0; w < words; w++) memcpy(to + t * stride + 2 * w, rows + w * TILE + t, 2);
+        UNROLLED for (int i = 0; i < 8; i++) a[i] = b[i];
+    }
+}
+
+/* Eight rows of words from `w` on: of the last block, which may share words with the one before it, or of all if they are fewer. */
+INLINE int64_t block_at(int64_t w, int64_t words) { return w + 8 <= words ? w : words < 8 ? 0 : words - 8; }
+
+/* rows of `words` words to out[word * TILE + row]. */
+static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
+    int64_t whole = words < 4 ? 0 : count / 8 * 8, here = words < 8 ? words : 8;
+    for (int64_t t = 0; t < whole; t += 8)
+        for (int64_t w = 0; w < words; w += 8) {
+            int64_t at = block_at(w, words);
+            v8 a[8];
+            for (int i = 0; i < 8; i++) a[i] = load_row(rows + (t + i) * stride + 2 * at, here);
+            turn_words(a);
+            for (int i = 0; i < here; i++) *(v8_any *)(out + (at + i) * TILE + t) = a[i];
+        }
+    for (int64_t t = whole; t < count; t++)
+        for (int64_t w = 0; w < words; w++) out[w * TILE + t] = word_at(rows + t * stride + 2 * w);
+}
+
+/* `words` rows of HALF_TILE words to `count` rows of words. */
+static void transpose_back(const uint16_t *rows, int64_t count, int64_t words, char *to, int64_t stride) {
+    int64_t whole = words < 4 ? 0 : count / 8 * 8, here = words < 8 ? words : 8;
+    for (int64_t t = 0; t < whole; t += 8)
+        for (int64_t w = 0; w < words; w += 8) {
+            int64_t at = block_at(w, words);
+            v8 a[8] = {{0}};
+            for (int i = 0; i < here; i++) a[i] = *(const v8_any *)(rows + (at + i) * HALF_TILE + t);
+            turn_words(a);
+            for (int i = 0; i < 8; i++) store_row(to + (t + i) * stride + 2 * at, a[i], here);
+        }
+    for (int64_t t = whole; t < count; t++)
+        for (int64_t w = 0; w < words; w++) memcpy(to + t * stride + 2 * w, rows + w * HALF_TILE + t, 2);
 }

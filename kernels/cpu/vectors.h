@@ -16,6 +16,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Before a loop of few rounds, known when this is compiled, whose vectors are to stay in registers. */
+#ifdef __clang__
+#define UNROLLED _Pragma("unroll")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
+
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
@@ -154,6 +161,31 @@ INLINE vf square_root(vf x) {
 #else
     for (int i = 0; i < LANES; i++) x[i] = sqrtf(x[i]);
     return x;
+#endif
+}
+
+/* 1 / x of a positive number, within 2^-11 of it. */
+INLINE vf nearly_reciprocal(vf x) {
+#if LEVEL == 4
+    return (vf)_mm512_rcp14_ps((__m512)x);
+#elif LEVEL == 3
+    return (vf)_mm256_rcp_ps((__m256)x);
+#else
+    return 1.f / x;
+#endif
+}
+
+/* 1 / sqrt(x) of a positive number: an estimate and a step of Newton's, within 2^-21 of it. */
+INLINE vf reciprocal_root(vf x) {
+#if LEVEL >= 3
+#if LEVEL == 4
+    vf near = (vf)_mm512_rsqrt14_ps((__m512)x);
+#else
+    vf near = (vf)_mm256_rsqrt_ps((__m256)x);
+#endif
+    return near * (1.5f - .5f * x * near * near);
+#else
+    return 1.f / square_root(x);
 #endif
 }
 

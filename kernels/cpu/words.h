@@ -193,14 +193,16 @@ static void load_tile(const Codec *codec, int64_t batch, int64_t head, int with_
     for (int64_t i = 0; i < codec->numbers; i++) memset(tile->numbers + i * TILE + tile->tokens, 0, 4 * (TILE - tile->tokens));
 }
 
-/* The place of the first words of packing `number`. */
-INLINE int64_t packing_place(const Codec *codec, int64_t number) {
-    int64_t place = 0;
-    for (int64_t i = 0; i < number; i++) place += codec->packing[i].planes * codec->packing[i].width * TILE;
-    return place;
+/* The columns of the packings before `number`. */
+INLINE int64_t columns_before(const Codec *codec, int64_t number) {
+    int64_t columns = 0;
+    for (int64_t i = 0; i < number; i++) columns += codec->packing[i].planes * codec->packing[i].width;
+    return columns;
 }
 
-INLINE const uint16_t *packing_words(const Codec *codec, const Loaded *tile, int64_t number) { return tile->words + packing_place(codec, number); }
+INLINE const uint16_t *packing_words(const Codec *codec, const Loaded *tile, int64_t number) {
+    return tile->words + columns_before(codec, number) * TILE;
+}
 
 /* A digit of symbol `symbol`, of every token; it is below the digit's base whatever the words hold. */
 static void digits_of(const Packing *packing, const uint16_t *words, int64_t digit, int64_t symbol, int32_t *out) {
@@ -236,17 +238,17 @@ static void digits_of(const Packing *packing, const uint16_t *words, int64_t dig
     }
 }
 
-/* out[j * TILE + t] = data[index[t]][j]: loads of four floats, and two rounds of taking vectors apart. */
-static void lookup_four(const float *data, const int32_t *index, float *out) {
+/* out[j * tokens + t] = data[index[t]][j]: loads of four floats, and two rounds of taking vectors apart. */
+INLINE void lookup_four(const float *data, const int32_t *index, int64_t tokens, float *out) {
     float found[4 * TILE] __attribute__((aligned(64)));
-    for (int t = 0; t < TILE; t++) memcpy(found + 4 * t, data + 4 * (int64_t)index[t], 16);
-    for (int t = 0; t < TILE; t += LANES) {
+    for (int64_t t = 0; t < tokens; t++) memcpy(found + 4 * t, data + 4 * (int64_t)index[t], 16);
+    for (int64_t t = 0; t < tokens; t += LANES) {
         vf a = load(found + 4 * t), b = load(found + 4 * t + LANES), c = load(found + 4 * t + 2 * LANES), d = load(found + 4 * t + 3 * LANES);
         vf even = SHUFFLE(vf, vi, a, b, EVEN), odd = SHUFFLE(vf, vi, a, b, ODD);
         vf even2 = SHUFFLE(vf, vi, c, d, EVEN), odd2 = SHUFFLE(vf, vi, c, d, ODD);
         store(out + t, SHUFFLE(vf, vi, even, even2, EVEN));
-        store(out + TILE + t, SHUFFLE(vf, vi, odd, odd2, EVEN));
-        store(out + 2 * TILE + t, SHUFFLE(vf, vi, even, even2, ODD));
-        store(out + 3 * TILE + t, SHUFFLE(vf, vi, odd, odd2, ODD));
+        store(out + tokens + t, SHUFFLE(vf, vi, odd, odd2, EVEN));
+        store(out + 2 * tokens + t, SHUFFLE(vf, vi, even, even2, ODD));
+        store(out + 3 * tokens + t, SHUFFLE(vf, vi, odd, odd2, ODD));
     }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.coding import cpu_library, dispatch
 from kvpack.formats.errors import InvalidParameter, KvpackError, NonFinite, OutOfRange
+from kvpack.formats.lloyd_max import direction_table
+from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
 
@@ -129,6 +132,37 @@ def test_codecs_that_differ_in_their_search_alone_share_no_table() -> None:
         found = cpu_encode.encode(codec, x)
         assert found is not None
         assert squared_error(codec, x, found) == pytest.approx(squared_error(codec, x, codec.encode(x)), rel=1e-4)
+
+
+@pytest.mark.parametrize("levels", [4, 8])
+def test_a_line_tells_between_which_levels_the_nearest_direction_is(levels: int) -> None:
+    """Where a line's step begins, the nearest direction has the level that it shares with the step before.
+
+    That is enough: the directions nearest to a codeword are connected, and it lies in its own steps.
+    """
+    table = direction_table(levels)
+    slope, offset = cpu_encode.line(torch.frombuffer(bytearray(table), dtype=torch.float32))
+    eta = torch.linspace(0, 1, 1025, dtype=torch.float64)
+    directions = codebook_directions(table).double()
+    # What the estimate of a reciprocal and the coordinate's own rounding move.
+    for moved in (-0.02, 0.0, 0.02):
+        for level in range(1, levels - 1):
+            xi = torch.full_like(eta, (level + moved - offset) / slope)
+            z = 1 - xi - eta
+            found = (torch.stack([torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z], -1) @ directions).argmax(-1)
+            assert (found % levels == level).all()
+
+
+@LEVELS
+def test_directions_of_any_table_are_found(level: int) -> None:
+    codec = create("octahedral", 64, b="3")
+    table = torch.tensor([0.05, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 0.95]).numpy().tobytes()
+    codec = replace(codec, direction_table=table)
+    x = contents("gaussian", (1, 2, 300, 64), 0)
+    found, expected = cpu_encode.encode(codec, x, level=level), codec.encode(x)
+    assert found is not None
+    for name in ("index.0", "sign.0"):
+        assert float((bits(found[name]) == bits(expected[name])).float().mean()) >= 1 - ROUNDED_OTHERWISE
 
 
 @LEVELS

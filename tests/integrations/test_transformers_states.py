@@ -104,20 +104,26 @@ def test_states_do_not_go_back() -> None:
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_states_are_not_gone_on_from_after_a_pass_that_failed(number: int) -> None:
+def test_states_are_not_gone_on_from_after_a_pass_that_failed(number: int, error: type[BaseException]) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
     model = small("Lfm2Config")
     cache = KvpackCache(model, "raw")
     model(PROMPT, past_key_values=cache)
-    hook = model.model.layers[number].register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    hook = model.model.layers[number].register_forward_hook(fail)
+    with pytest.raises(error):
         model(PROMPT, past_key_values=cache)
     hook.remove()
+    if number == 2:
+        cache.crop(0)
+    with pytest.raises(InvalidParameter, match="cannot go back before it"):
+        _ = cache.packed
     for _ in range(2):
         with pytest.raises(InvalidParameter, match="a forward pass over the cache failed, and states cannot go back before it"):
             model(PROMPT, past_key_values=cache)
-    with pytest.raises(InvalidParameter, match="cannot go back before it"):
-        _ = cache.packed
     cache.reset()
     expected = model(PROMPT).logits
     torch.testing.assert_close(model(PROMPT, past_key_values=cache).logits, expected)

@@ -169,7 +169,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """
         if self.live.tokens:
             check_kept(self.layers)
-        self.passes.check_states()
+        self.passes.check_states(ended=True)
         packed = self.live.frozen_as_it_is(packed=True)
         layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
         named = packed.model if self.passes.identity is None else MappingProxyType(self.passes.identity)

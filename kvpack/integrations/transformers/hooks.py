@@ -96,17 +96,20 @@ class Passes:
         """Whether no call is inside another."""
         return len(self._inside) == 1
 
-    def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> None:
-        """Note the beginning of a call over a cache of ``start`` tokens."""
+    def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
+        """Note the beginning of a call over a cache of ``start`` tokens; return the pass before it if that never ended."""
+        # Of a call that failed in compiled code, or was interrupted, nobody tells the end.
         if module in self._inside:
-            # Of a call that failed in compiled code, nobody tells the end.
             del self._inside[self._inside.index(module) :]
         self._inside.append(module)
-        if self.outermost:
-            self.has_encoder = isinstance(_past(arguments), EncoderDecoderCache)
-            self.current = Pass(module, arguments, start, self.has_encoder)
-        elif self.current is not None:
-            self.current.check_positions(arguments)
+        if not self.outermost:
+            if self.current is not None:
+                self.current.check_positions(arguments)
+            return None
+        self.has_encoder = isinstance(_past(arguments), EncoderDecoderCache)
+        unfinished, self.current = self.current, None
+        self.current = Pass(module, arguments, start, self.has_encoder)
+        return unfinished
 
     def leave(self, module: torch.nn.Module) -> Pass | None:
         """Note the end of a call; return the pass if the call was the outermost."""

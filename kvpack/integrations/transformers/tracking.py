@@ -16,6 +16,7 @@ from .models import identity_of
 
 if TYPE_CHECKING:
     from .models import Model
+    from .passes import Pass
     from .positions import RotaryPositions
     from .record import Record
 
@@ -51,7 +52,8 @@ class Tracking:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
-        self._passes.enter(module, arguments, self.record.tokens)
+        if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
+            self._note_failed(unfinished)
         if self._passes.outermost and self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
             raise InvalidParameter(
                 f"{self._model.name} has an encoder, whose cache has two parts: write "
@@ -85,9 +87,7 @@ class Tracking:
         if ended is None:
             return
         if self._running and output is None:
-            self._failed = True
-            if self.record.tokens > ended.start:
-                self._left = ended.start, self.record.tokens
+            self._note_failed(ended)
         self._running = False
 
     def _name_model(self) -> None:
@@ -99,6 +99,11 @@ class Tracking:
         if state != self._state:
             self.identity, self._state = identity_of(model), state
 
+    def _note_failed(self, failed: Pass) -> None:
+        self._failed = True
+        if self.record.tokens > failed.start:
+            self._left = failed.start, self.record.tokens
+
     def _check_left(self) -> None:
         """Raise InvalidParameter where a pass failed after it added tokens, and nobody has said what becomes of them."""
         if self._left is not None:
@@ -108,9 +113,9 @@ class Tracking:
                 f"crop({start - stop}), and the pass can be made again, or keep them with crop(0)"
             )
 
-    def check_states(self) -> None:
-        """Raise InvalidParameter where a pass failed that may have changed states."""
-        if self.states and self._failed:
+    def check_states(self, *, ended: bool = False) -> None:
+        """Raise InvalidParameter where a pass failed that may have changed states; with ``ended``, also where one has not ended."""
+        if self.states and (self._failed or (ended and self._running)):
             raise InvalidParameter(
                 "a forward pass over the cache failed, and states cannot go back before it: call reset(), or continue with "
                 "a new KvpackCache"
@@ -119,7 +124,9 @@ class Tracking:
     def crop(self, tokens: int) -> None:
         """Note that the cache dropped all but the first ``tokens`` tokens."""
         self.record.crop(tokens)
-        self._left = None
+        # What an interrupted pass left is gone, or the caller's; states are as they are.
+        self._failed |= self._running
+        self._left, self._running, self._passes = None, False, Passes()
 
     def reset(self) -> None:
         """Note that the cache dropped all tokens."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -139,3 +141,34 @@ def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:
     assert other.config._attn_implementation == "kvpack"
     del made
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path) -> None:
+    """Every file holds whole tokens and their ids, and what is generated does not change."""
+    prompt, options = torch.arange(1, 21)[None], {**OPTIONS, "max_new_tokens": 200}
+    expected = model.generate(prompt, past_key_values=KvpackCache(model, "octopus-4"), **options)
+    cache, ended, saved = KvpackCache(model, "octopus-4"), threading.Event(), []
+
+    def save() -> None:
+        while not ended.is_set():
+            kvpack.save(cache.packed, tmp_path / "file")
+            saved.append(kvpack.load(tmp_path / "file", copy=True))
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save)
+        found = model.generate(prompt, past_key_values=cache, **options)
+        ended.set()
+        saving.result()
+    assert found.tolist() == expected.tolist()
+    assert len({packed.tokens for packed in saved}) > 2
+    for packed in saved:
+        assert packed.inputs.tokens == packed.tokens
+        assert {layer.seen for layer in packed} == {packed.tokens}
+
+
+def test_a_thread_that_ended_within_a_pass_keeps_no_other_waiting(model: Any) -> None:
+    prompt, cache = torch.arange(1, 21)[None], KvpackCache(model, "octopus-4")
+    thread = threading.Thread(target=cache.passes.turns.take)
+    thread.start()
+    thread.join()
+    assert model.generate(prompt, past_key_values=cache, max_new_tokens=2, **OPTIONS).shape[1] == 22

@@ -166,14 +166,16 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """The packed cache with every token appended so far: what ``kvpack.save`` takes.
 
         ``inputs`` says what the tokens came from, as far as it was recorded, and ``model`` what the model is, but for its weights.
+        Another thread may ask while a model generates: it waits for the end of a forward pass.
         """
-        if self.live.tokens:
-            check_kept(self.layers)
-        self.passes.check_states(ended=True)
-        packed = self.live.frozen_as_it_is(packed=True)
-        layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
-        named = packed.model if self.passes.identity is None else MappingProxyType(self.passes.identity)
-        return replace(packed, layers=layers, inputs=self.passes.record.inputs, metadata=self._metadata, model=named)
+        with self.passes.turns.taken():
+            if self.live.tokens:
+                check_kept(self.layers)
+            self.passes.check_states(ended=True)
+            packed = self.live.frozen_as_it_is(packed=True)
+            layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
+            named = packed.model if self.passes.identity is None else MappingProxyType(self.passes.identity)
+            return replace(packed, layers=layers, inputs=self.passes.record.inputs, metadata=self._metadata, model=named)
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
@@ -304,6 +306,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
         They are counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
+        with self.passes.turns.taken():
+            self._crop(tokens_to_remove)
+
+    def _crop(self, tokens_to_remove: int) -> None:
         tokens = self.passes.record.tokens + tokens_to_remove
         removed = [tokens_to_remove] * len(self.layers)
         for number, layer in enumerate(self.layers):
@@ -321,8 +327,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.passes.crop(tokens)
 
     def reset(self) -> None:
-        super().reset()
-        self.passes.reset()
+        with self.passes.turns.taken():
+            super().reset()
+            self.passes.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -332,8 +339,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
-        super().batch_select_indices(indices)
-        self.passes.select(indices)
+        with self.passes.turns.taken():
+            super().batch_select_indices(indices)
+            self.passes.select(indices)
 
     def check_attention(self, module: torch.nn.Module) -> None:
         """Raise InvalidParameter when an attention module belongs to a model that cannot continue this cache."""

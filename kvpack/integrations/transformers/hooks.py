@@ -96,6 +96,11 @@ class Passes:
         """Whether no call is inside another."""
         return len(self._inside) == 1
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self._inside
+
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
         """Note the beginning of a call over a cache of ``start`` tokens; return the pass before it if that never ended."""
         # Of a call that failed in compiled code, or was interrupted, nobody tells the end.

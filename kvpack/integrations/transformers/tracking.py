@@ -13,6 +13,7 @@ from kvpack.formats.errors import InvalidParameter
 from .changes import model_state
 from .hooks import Passes, outermost
 from .models import identity_of
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .models import Model
@@ -26,7 +27,7 @@ class Tracking:
 
     ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` says whether
     the cache keeps states, which are of no use once a pass has failed. ``identity`` is what the cache says of its model, where that
-    changed between the cache's construction and its first token; else None.
+    changed between the cache's construction and its first token; else None. A pass has the cache's ``turns`` from its beginning to its end.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Tracking:
         self.identity: dict[str, str] | None = None
         self._watched = None if watched is None else weakref.ref(watched)
         self._state = None if watched is None else model_state(outermost(watched))
-        self._passes = Passes()
+        self._passes, self.turns = Passes(), Turns()
         self.assisted = self.states = False
         self._running = self._failed = False
         self._left: tuple[int, int] | None = None
@@ -52,6 +53,7 @@ class Tracking:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
+        self.turns.take()
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
             self._note_failed(unfinished)
         if self._passes.outermost and self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
@@ -84,11 +86,12 @@ class Tracking:
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         """Note the end of a call, with or without a result."""
         ended = self._passes.leave(module)
-        if ended is None:
-            return
-        if self._running and output is None:
-            self._note_failed(ended)
-        self._running = False
+        if ended is not None:
+            if self._running and output is None:
+                self._note_failed(ended)
+            self._running = False
+        if self._passes.idle:
+            self.turns.give_back()
 
     def _name_model(self) -> None:
         """Name the model again if it is not what it was."""

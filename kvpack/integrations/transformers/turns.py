@@ -1,0 +1,53 @@
+"""One thread at a time has a cache: a forward pass from its beginning to its end, and calls that read or change all layers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SECONDS = 1.0
+"""How long a thread waits before it looks whether the one that has the turn is alive."""
+
+
+class Turns:
+    """A lock that a thread takes once, and that outlives a thread that ended without giving it back, as within a pass."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return type(self)()
+
+    def take(self) -> bool:
+        """Wait for the turn; False where the calling thread has it already."""
+        mine = threading.get_ident()
+        if self._owner == mine:
+            return False
+        with self._changed:
+            while self._owner is not None and self._owner in sys._current_frames():
+                self._changed.wait(_SECONDS)
+            self._owner = mine
+        return True
+
+    def give_back(self) -> None:
+        """Let another thread have the turn, where the calling one has it."""
+        with self._changed:
+            if self._owner == threading.get_ident():
+                self._owner = None
+                self._changed.notify()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """The turn within a ``with`` block, where the calling thread does not have it already."""
+        taken = self.take()
+        try:
+            yield
+        finally:
+            if taken:
+                self.give_back()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
+from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
 from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
+    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
     from kvpack.file.header import Contents
@@ -196,13 +198,22 @@ class Cache:
             raise InvalidShape(f"every layer gets the same tokens; {counts} were appended")
         return replace(self, layers=layers)
 
-    def convert(self, recipe: str | os.PathLike[str] | Recipe, *, progress: Progress | None = None) -> Cache:
-        """Convert the cache to another recipe (as ``pack`` takes it). A side with the same codec and window is not changed.
+    def convert(
+        self,
+        recipe: str | os.PathLike[str] | Recipe,
+        *,
+        basis: Basis | str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
+    ) -> Cache:
+        """Convert the cache to another recipe and ``basis`` (as ``pack`` takes them). A side with the same codec and window is not changed.
 
-        Raises InvalidRecipe, MissingFile for a missing recipe file, or InvalidParameter when a codec cannot take a
-        layer's head dim.
+        Raises InvalidRecipe, MissingFile for a missing recipe file, MissingBasis, or InvalidParameter when a codec cannot take a
+        layer's head dim, and for the basis of another model.
         """
-        layers, text = converted(self.layers, recipe, self.start, progress)
+        parsed = parse_recipe(recipe, basis)
+        if parsed.basis is not None:
+            parsed.basis.check_model(self.model)
+        layers, text = converted(self.layers, parsed, self.start, progress)
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:

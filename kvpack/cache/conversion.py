@@ -10,7 +10,6 @@ import torch
 
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.coding.modes import own_modes
-from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw import HOLDS
 
@@ -18,7 +17,6 @@ from .pages import Page
 from .side import Side, packed_side
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from kvpack.coding.encoding import Progress
@@ -31,14 +29,11 @@ VALUES_AT_ONCE = 1 << 24
 """Values of a side that are in memory decoded at once, if they need not be all."""
 
 
-def converted(
-    layers: Sequence[Layer], recipe: str | os.PathLike[str] | Recipe, start: int, progress: Progress | None
-) -> tuple[tuple[Layer, ...], str]:
+def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
     """``layers``, of tokens from position ``start`` on, in another recipe, and its text.
 
     A side of the same codec is kept, or repacked if only its packing differs.
     """
-    recipe = parse_recipe(recipe)
     recipe.check_length()
     recipe.check_layers(len(layers))
     found = []

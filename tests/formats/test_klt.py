@@ -161,6 +161,11 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         kvpack.pack(pairs(3), "klt-2", basis=basis, model={"name": "y"})
     with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give basis="):
         kvpack.pack(pairs(3), "klt-2")
+    plain = kvpack.pack(pairs(3), "raw", model={"name": "y"})
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', and that of the cache is 'y'"):
+        plain.convert("klt-2", basis=basis)
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give basis="):
+        plain.convert("klt-2")
     with pytest.raises(OutOfBounds, match="the basis has no values of layer 7"):
         basis.rows(7, "v")
     codec = Klt.of(32, basis.digest, 0, "k", b"\2\2")

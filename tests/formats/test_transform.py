@@ -183,7 +183,7 @@ def test_a_file_becomes_one_that_is_attended_packed(basis: Basis, tmp_path: Path
     loaded = kvpack.load(path, basis=basis, recipe=kvpack.Recipe("klt-4", basis))
     assert {side.codec.id for layer in loaded for side in layer.sides.values()} == {"klt"}
     assert kvpack.load(path, basis=basis, recipe="klt-4").recipe == loaded.recipe
-    whole = kvpack.load(path, basis=basis).convert(kvpack.Recipe("klt-4", basis))
+    whole = kvpack.load(path, basis=basis).convert("klt-4", basis=basis)
     for layer, other in zip(loaded, whole, strict=True):
         for name, side in layer.sides.items():
             assert torch.equal(side.unpack(torch.float32), other.sides[name].unpack(torch.float32))

@@ -1,4 +1,4 @@
-"""kvpack bench serve: what a user of a model gets: decode steps, eager and in a CUDA graph, the first token after a stored prefix, memory.
+"""kvpack bench serve: what a user of a model gets: decode steps, ``generate``, the first token after a stored prefix, memory.
 
 The model has the shape of a known one and random weights; keys and values are random. Every figure is beside that of transformers' own
 caches, or of recomputing, in the same run.
@@ -45,6 +45,8 @@ CONTEXTS = {"cuda": ((1, 32768), (1, 131072), (8, 16384), (24, 16384)), "cpu": (
 PREFIXES = {"cuda": (8192, 32768), "cpu": (1024,)}
 SUFFIX = {"cuda": 512, "cpu": 32}
 WARM_STEPS, EAGER_STEPS, GRAPH_STEPS = 4, 12, 24
+GENERATED = {"cuda": 64, "cpu": 8}
+"""Tokens that ``generate`` adds."""
 
 
 def run(
@@ -124,7 +126,8 @@ def _decode_rows(
     try:
         rows.append({**row, "cache": "DynamicCache, SDPA", **_dense_steps(model, batch, tokens, device)})
     except torch.OutOfMemoryError:
-        rows.append({**row, "cache": "DynamicCache, SDPA", "eager_seconds": None, "graph_seconds": None, "cache_bytes": None})
+        nothing = dict.fromkeys(("eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes"))
+        rows.append({**row, "cache": "DynamicCache, SDPA", **nothing})
     _free(device)
     count()
     for recipe in recipes:
@@ -143,8 +146,15 @@ def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> dict[str, 
         with StaticStates(model, states) as static:
             graph = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
     _reset_peak(device)
-    eager = _eager_steps(model, library.DynamicCache(states, config=model.config), batch, device)
-    return {"eager_seconds": eager, "graph_seconds": graph, "cache_bytes": size, "peak_bytes": _peak(device)}
+    past = library.DynamicCache(states, config=model.config)
+    eager, generated = _eager_steps(model, past, batch, device), _generated(model, past, batch, device)
+    return {
+        "eager_seconds": eager,
+        "generate_seconds": generated,
+        "graph_seconds": graph,
+        "cache_bytes": size,
+        "peak_bytes": _peak(device),
+    }
 
 
 def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, Any]:
@@ -160,12 +170,32 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     del pair, layers
     size = cache.nbytes
     _free(device)
+    _reset_peak(device)
+    with KvpackCache(model, cache, graphs=True) as past:
+        generated = _generated(model, past, batch, device)
     with KvpackCache(model, cache) as past:
         del cache
-        _reset_peak(device)
         eager = _eager_steps(model, past, batch, device)
         graph = graph_step(model, past, batch, tokens + EAGER_STEPS + WARM_STEPS, GRAPH_STEPS) if device == "cuda" else None
-    return {"eager_seconds": eager, "graph_seconds": graph, "cache_bytes": size, "peak_bytes": _peak(device)}
+    return {
+        "eager_seconds": eager,
+        "generate_seconds": generated,
+        "graph_seconds": graph,
+        "cache_bytes": size,
+        "peak_bytes": _peak(device),
+    }
+
+
+def _generated(model: Any, past: Any, batch: int, device: str) -> float:
+    """Seconds of ``generate`` for each token that it adds to ``past``, with all that it does before the first."""
+    count = GENERATED[device]
+    ids = torch.randint(1, 500, (batch, past.get_seq_length() + 1), device=device)
+    options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    _wait(device)
+    begin = time.perf_counter()
+    model.generate(ids, past_key_values=past, **options)
+    _wait(device)
+    return (time.perf_counter() - begin) / count
 
 
 def _eager_steps(model: Any, past: Any, batch: int, device: str) -> float:
@@ -283,16 +313,19 @@ def show(report: dict[str, Any]) -> None:
         rows.append([
             f"{row['batch']} x {row['tokens']:,}", row["cache"], size,
             milliseconds(row["eager_seconds"]), ratio(row["eager_seconds"], peer["eager_seconds"]),
+            milliseconds(row["generate_seconds"]), ratio(row["generate_seconds"], peer["generate_seconds"]),
             milliseconds(graph), ratio(graph, peer["graph_seconds"]), "" if graph is None else f"{row['batch'] / graph:.0f}",
             "" if peak is None else f"{peak:.3f}",
         ])  # fmt: skip
     title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights, on {report['device']}"
     columns = [
-        "batch x tokens", "cache", "cache\nbytes", "eager\nms", "x Dynamic-\nCache", "graph\nms", "x bf16\nin a graph",
+        "batch x tokens", "cache", "cache\nbytes", "eager\nms", "x Dynamic-\nCache", "generate\nms/token", "x Dynamic-\nCache",
+        "graph\nms", "x bf16\nin a graph",
         "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
     print_table(title, columns, rows)
-    print("\nThe graph beside DynamicCache is of preallocated bf16 states and the faster of SDPA's flash and cuDNN attention.")
+    print("\nOver packed caches generate replays graphs (graphs=True).")
+    print("The graph beside DynamicCache is of preallocated bf16 states and the faster of SDPA's flash and cuDNN attention.")
     rows = []
     for row in report["first_token"]:
         own = [other for other in report["first_token"] if other["tokens"] == row["tokens"]]

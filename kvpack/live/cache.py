@@ -26,7 +26,7 @@ from .steps import Steps
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvpack.coding.bases import Basis
 
@@ -111,6 +111,9 @@ class LiveCache:
         first = operators.ticket_of(self)
         self._tickets = [first.clone() for _ in range(self._count)]
         self._value_dims = [_value_dim(layer) for layer in self._layers]
+        self._captures = False
+        self.launches = 0
+        """Changes when launches do: a CUDA graph of ``update`` and ``attend`` must then be captured again."""
 
     def __deepcopy__(self, memo: object) -> LiveCache:
         return self._continued(self.frozen_as_it_is())
@@ -180,14 +183,13 @@ class LiveCache:
             return
         if self.append(layer, k, v):
             return
+        self._check_captured(layer)
         own = self._layer(layer, k, v)
-        steps = self._steps[layer]
         self._settle(layer)
         if own.raw_tokens >= own.window:
             own.roll()
         own.update(k, v)
-        if steps is not None:
-            steps.changed()
+        self._changed(layer)
 
     def append(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
         """Add a few tokens as ``update`` does, where kernels do so by themselves; else False, and nothing is done."""
@@ -225,14 +227,14 @@ class LiveCache:
                 found = steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
                 if found is not None:
                     return found
+        self._check_captured(layer)
         self._settle(layer)
         found = own.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )
         if own.pending_tokens > DEFERRED:
             own.commit()
-            if (steps := self._steps[layer]) is not None:
-                steps.changed()
+            self._changed(layer)
         return found
 
     def roll(self) -> bool:
@@ -247,10 +249,48 @@ class LiveCache:
         for number, layer in enumerate(self._layers):
             if layer is None:
                 continue
-            rolled, steps = layer.roll(), self._steps[number]
-            if steps is not None and rolled:
-                changed |= steps.changed()
+            if layer.roll():
+                changed |= self._changed(number)
         return changed
+
+    @property
+    def room(self) -> int:
+        """How many tokens every layer's raw tail still has room for, as far as the host knows; 0 where a long update is not encoded yet."""
+        held = [layer for layer in self._layers if layer is not None]
+        return min((0 if layer.pending_tokens else layer.room - layer.raw_tokens for layer in held), default=0)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within it the caller captures calls in a CUDA graph, of whose replays it tells by ``replayed``: no call waits to learn of them.
+
+        Calls that are not kernels alone, with positions found on the device, raise InvalidParameter. What is captured holds while
+        ``launches`` stays the same, and a replay needs ``room``.
+        """
+        counts = [(layer, layer.raw_tokens) for layer in self._layers if layer is not None]
+        told = [(steps, steps.captured) for steps in self._steps if steps is not None]
+        self._captures = True
+        try:
+            yield
+        finally:
+            self._captures = False
+            # What is captured has not run.
+            for layer, raw_tokens in counts:
+                layer.raw_tokens = raw_tokens
+            for steps, captured in told:
+                steps.captured = captured
+
+    def replayed(self, tokens: int) -> None:
+        """Note that a replay of a graph has added ``tokens`` tokens to every layer."""
+        for layer in self._layers:
+            if layer is not None:
+                layer.raw_tokens += tokens
+
+    def recount(self, tokens: int) -> None:
+        """Count ``tokens`` more of the values in the raw tails, or fewer: a step goes back before what it added, to add the same again."""
+        self.replayed(tokens)
+        for number, layer in enumerate(self._layers):
+            if layer is not None:
+                self._changed(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
         """All tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``. Raises OutOfBounds."""
@@ -259,8 +299,7 @@ class LiveCache:
         if own is None:
             return Layer(None, None)
         frozen = own.frozen(packed)
-        if (steps := self._steps[layer]) is not None:
-            steps.changed()
+        self._changed(layer)
         return frozen
 
     def unpacked(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -320,6 +359,7 @@ class LiveCache:
         self._each(lambda own: own.select(torch.tensor(rows, dtype=torch.int64, device=own.device)), layer)
         for number in range(self._count) if layer is None else [layer]:
             self._steps[number] = None
+        self.launches += 1
 
     def to(self, device: torch.device | str) -> LiveCache:
         """A live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
@@ -345,11 +385,22 @@ class LiveCache:
     def _each(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
         self._settle()
         for number in range(self._count) if layer is None else [layer]:
-            own, steps = self._own(number), self._steps[number]
+            own = self._own(number)
             if own is not None:
                 change(own)
-                if steps is not None:
-                    steps.changed()
+                self._changed(number)
+
+    def _changed(self, layer: int) -> bool:
+        """Let the steps over a layer take it as it is now; whether launches changed."""
+        steps = self._steps[layer]
+        changed = steps is not None and steps.changed()
+        self.launches += changed
+        return changed
+
+    def _check_captured(self, layer: int) -> None:
+        """Raise InvalidParameter where a graph captures what is not kernels alone."""
+        if self._captures:
+            raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels alone, which a CUDA graph could hold")
 
     def _settle(self, layer: int | None = None) -> None:
         """Learn from the device how many tokens were added by replays of graphs."""

@@ -21,6 +21,7 @@ from kvpack.live.cache import LiveCache
 
 from .changes import adapters_in_effect
 from .compiled import CompiledCalls
+from .graphs import ForwardSwitch, StepGraphs
 from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
@@ -59,6 +60,12 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     computes the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one
     attends to, none are, and a KvpackWarning tells so. The cache must hold its token ids, and depend on nothing else.
 
+    With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
+    token for each sequence, with token ids, positions and a mask of padding on the left at most, from the third on. Every other
+    pass runs as it does without. The graph is captured anew in each row of steps, and its first replay must give what the model
+    gives without it, bit for bit; where that fails, as for a model whose steps read values on the host, a KvpackWarning tells so and steps
+    run without. Within a row of steps the model must stay as it is: its weights may change in place, nothing else is seen.
+
     Raises InvalidDtype for what is neither a model nor a packed cache; InvalidRecipe; InvalidParameter, naming what differs, for a cache
     of another model and for one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape
     when one lacks tokens of the model's window.
@@ -73,6 +80,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         rope_deltas: torch.Tensor | int | None = None,
         prompt: torch.Tensor | Sequence[int] | None = None,
         basis: Basis | str | os.PathLike[str] | None = None,
+        graphs: bool = False,
     ) -> None:
         model, contents = _arguments(first, second)
         if basis is not None and isinstance(contents, Cache):
@@ -128,6 +136,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
         self.compiled = CompiledCalls(self, len(self.layers))
+        number = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
+        # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
+        self.graphs = StepGraphs(self, number) if graphs and not self._dense and not self._careful else None
+        self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = dict(contents.metadata) if isinstance(contents, Cache) else {}
         if prompt is not None:
             self._keep(common_tokens(contents, prompt) if isinstance(contents, Cache) else 0)
@@ -179,7 +191,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
-        self._hooks = self._switch = None
+        self._hooks = self._switch = self._forward = self.graphs = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
@@ -241,6 +253,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """Whether hooks on the model tell the cache of forward passes."""
         return self._hooks is not None
 
+    def records(self, model: torch.nn.Module) -> bool:
+        """Whether a call of ``model`` is the pass over the cache that is under way, of which nobody else keeps a record."""
+        return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
+
     def watched(self, number: int) -> torch.nn.Module | None:
         """The module of that number among those with hooks."""
         return None if self._hooks is None else self._hooks.inside[number]()
@@ -259,6 +275,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _length(self, layer_idx: int) -> int:
+        if self.graphs is not None and self.graphs.captured is not None:
+            return self.graphs.captured.tokens
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
@@ -279,6 +297,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if self._dense:
             return length, offset
+        if self.graphs is not None and (captured := self.graphs.captured) is not None:
+            told = PackedLength(captured.tokens + query_length)
+            told.captured = captured
+            return told, 0
         packed = PackedLength(length)
         attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
         # transformers asks for layer 0 also where that keeps states alone, and means the first that attends.

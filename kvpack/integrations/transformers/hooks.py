@@ -101,6 +101,10 @@ class Passes:
         """Whether no call is under way."""
         return not self._inside
 
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether the one call under way is that of ``module``."""
+        return len(self._inside) == 1 and self._inside[0] is module
+
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
         """Note the beginning of a call over a cache of ``start`` tokens; return the pass before it if that never ended."""
         # Of a call that failed in compiled code, or was interrupted, nobody tells the end.

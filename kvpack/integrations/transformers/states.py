@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -12,13 +12,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+class CapturedStep(NamedTuple):
+    """What a decode step that a CUDA graph captures is told: the first token that each sequence sees, int32 ``[batch]``, None where it
+    sees all, and a number of tokens that no replay may depend on."""
+
+    starts: torch.Tensor | None
+    tokens: int
+
+
 class PackedLength(int):
     """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask.
 
     ``first_visible`` tells the first token that a layer with this mask attends to: layers may hold more than the one that was asked.
+    ``captured`` is given where a CUDA graph captures the step.
     """
 
     first_visible: Callable[[], int] = staticmethod(lambda: 0)
+    captured: CapturedStep | None = None
 
 
 class CompiledLength:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,6 +17,8 @@ from .models import identity_of
 from .turns import Turns
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .models import Model
     from .passes import Pass
     from .positions import RotaryPositions
@@ -39,7 +42,7 @@ class Tracking:
         self._state = None if watched is None else model_state(outermost(watched))
         self._passes, self.turns = Passes(), Turns()
         self.assisted = self.states = False
-        self._running = self._failed = False
+        self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -53,6 +56,8 @@ class Tracking:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
+        if self._muted:
+            return
         self.turns.take()
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
             self._note_failed(unfinished)
@@ -85,6 +90,8 @@ class Tracking:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         """Note the end of a call, with or without a result."""
+        if self._muted:
+            return
         ended = self._passes.leave(module)
         if ended is not None:
             if self._running and output is None:
@@ -115,6 +122,19 @@ class Tracking:
                 f"a forward pass over the cache failed, and tokens {start} to {stop - 1}, which it added, are still there: drop them with "
                 f"crop({start - stop}), and the pass can be made again, or keep them with crop(0)"
             )
+
+    def is_running(self, module: torch.nn.Module) -> bool:
+        """Whether the pass under way is a call of ``module``, and of nothing inside it yet."""
+        return self._running and self._passes.is_of(module)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Take no note of calls: a CUDA graph captures them within one that is noted."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
 
     def check_states(self, *, ended: bool = False) -> None:
         """Raise InvalidParameter where a pass failed that may have changed states; with ``ended``, also where one has not ended."""

@@ -1,0 +1,316 @@
+"""Decode steps of a model over a KvpackCache as CUDA graphs, captured and replayed behind the model's ``forward``."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from transformers.utils import ModelOutput
+
+from kvpack.coding.modes import own_modes
+from kvpack.formats.errors import KvpackWarning
+
+from . import masks
+from .changes import adapters_in_effect
+from .hooks import outermost
+from .states import CapturedStep, PackedLength
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+EAGER_STEPS = 1
+"""Steps of one kind before the one that is captured, too: kernels are compiled and prepared by then, and no update is under way."""
+
+_TENSORS = {"input_ids", "attention_mask", "position_ids"}
+_MORE = {"output_attentions", "output_hidden_states"}
+_SETTINGS = {"logits_to_keep", "return_dict", "use_cache", *_MORE}
+"""The arguments of a step that a graph may hold: tensors of which it has its own, and settings that it was captured with; those that ask
+for more outputs are not set."""
+
+_FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
+"""The switch of each model, by its id; they live as long as a cache references them."""
+
+
+class StepGraphs:
+    """The decode steps of a model over the KvpackCache ``cache``, whose layer ``number`` holds tokens: a graph of one kind of step.
+
+    A step is a pass of one new token for each sequence, with nothing but token ids, positions and a mask of padding on the left. The
+    first steps of a row of them run as they are; then one is captured. The capture is told a length of the cache that is wrong, and its
+    first replay must give the result of the same step without a graph, bit for bit: so a model whose step depends on what only the
+    host knows gets no graph, and a KvpackWarning says so. Any other pass ends the row, and the graph with it.
+    """
+
+    def __init__(self, cache: Any, number: int) -> None:
+        self._cache, self._number = weakref.ref(cache), number
+        self._kind: Hashable = None
+        self._eager, self._launches = 0, -1
+        self._graph: _Graph | None = None
+        self._refused = False
+        self.captured: CapturedStep | None = None
+        """What the step that is being captured is told; None while none is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(memo[id(self._cache())], self._number)
+
+    def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
+        """What ``forward(**arguments)`` returns, where ``forward`` is that of ``model``."""
+        cache = self._cache()
+        assert cache is not None
+        step = None if self._refused else self._step(cache, model, arguments)
+        if step is None or step.kind != self._kind or cache.live.launches != self._launches:
+            self.drop()
+        if step is None:
+            return forward(**arguments)
+        if self._graph is not None and cache.live.room < 1:
+            cache.live.roll()
+            if cache.live.launches != self._launches:
+                self.drop()
+        self._kind = step.kind
+        if self._graph is not None:
+            return self._graph.replayed(cache, step, self._number)
+        self._eager += 1
+        out = forward(**arguments)
+        if self._eager > EAGER_STEPS and cache.live.launches == self._launches:
+            self._capture(cache, forward, model, arguments, step, out)
+        self._launches = cache.live.launches
+        return out
+
+    def drop(self) -> None:
+        """Let the graph go, and its memory."""
+        self._graph, self._eager, self._kind = None, 0, None
+
+    def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
+        """The step that a pass is; None for any other pass."""
+        given = {name: value for name, value in arguments.items() if value is not None and name != "past_key_values"}
+        ids, positions = given.get("input_ids"), given.get("position_ids")
+        if not given.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
+            return None
+        settings = {name: given[name] for name in given.keys() & _SETTINGS}
+        if not all(isinstance(value, (bool, int)) for value in settings.values()) or any(settings.get(name) for name in _MORE):
+            return None
+        device = ids.device
+        if not can_capture(device) or not cache.records(model) or model.training or torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled(device.type) or torch.compiler.is_dynamo_compiling() or _is_capturing(device):
+            return None
+        if positions is not None and not (isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.device == device):
+            return None
+        starts, mask = None, given.get("attention_mask")
+        if mask is not None:
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != ids.shape[0]:
+                return None
+            padding = masks.padding_of(PackedLength(cache.live.seen(self._number) + 1), 0, mask.to(device))
+            if not padding.on_the_left:
+                return None
+            starts = padding.starts
+        shape = None if positions is None else positions.shape
+        modes = torch.is_inference_mode_enabled(), adapters_in_effect(model), tuple(sorted(settings.items()))
+        return _Step((ids.shape, ids.dtype, device, shape, starts is None, modes), ids, positions, starts)
+
+    def _capture(
+        self,
+        cache: Any,
+        forward: Callable[..., Any],
+        model: torch.nn.Module,
+        arguments: Mapping[str, Any],
+        step: _Step,
+        expected: Any,
+    ) -> None:
+        """Capture the step that has just given ``expected``; refuse all graphs where that cannot be done, or gives anything else."""
+        try:
+            _check_model(model, step.ids.device)
+            if not isinstance(expected, ModelOutput):
+                raise _Refusal("the model returns no ModelOutput")
+            live = cache.live
+            # The step once more: its tokens are where they were.
+            live.recount(-1)
+            try:
+                graph = _Graph(self, cache, forward, arguments, step, self._number)
+            except BaseException:
+                live.recount(1)
+                raise
+            found = graph.replayed(cache, step, self._number)
+            if not _same(found, expected):
+                live.recount(-1)
+                with cache.passes.muted():
+                    forward(**arguments)
+                raise _Refusal("a captured step gives other results, so that it depends on more than token ids and positions")
+        except Exception as error:  # whatever the model raises in a capture, it has just run without one
+            self._refused = True
+            warnings.warn(f"decode steps of {type(model).__name__} run without CUDA graphs: {error}", KvpackWarning, stacklevel=5)
+            return
+        self._graph = graph
+
+
+class _Refusal(Exception):
+    """Why there is no graph."""
+
+
+class _Step(NamedTuple):
+    """A decode step: steps of one ``kind`` differ in these tensors only."""
+
+    kind: Hashable
+    ids: torch.Tensor
+    positions: torch.Tensor | None
+    starts: torch.Tensor | None
+
+
+class _Graph:
+    """A captured step over ``cache``."""
+
+    def __init__(
+        self, owner: StepGraphs, cache: Any, forward: Callable[..., Any], arguments: Mapping[str, Any], step: _Step, number: int
+    ) -> None:
+        device = step.ids.device
+        positions = torch.full_like(step.ids, 0) if step.positions is None else step.positions
+        with own_modes(device):
+            self._ids, self._positions = step.ids.clone(), positions.clone()
+            self._starts = None if step.starts is None else step.starts.clone()
+        given = {**arguments, "input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
+        # Half of what is there is a length that no step finds, and within all bounds.
+        owner.captured = CapturedStep(self._starts, cache.live.seen(number) // 2)
+        try:
+            with cache.live.capturing(), cache.passes.muted():
+                self._replay, self._output = capture(lambda: forward(**given), device)
+        finally:
+            owner.captured = None
+
+    def replayed(self, cache: Any, step: _Step, number: int) -> Any:
+        """What the step returns, from a replay of the graph."""
+        before = cache.live.seen(number)
+        self._ids.copy_(step.ids)
+        if step.positions is None:
+            self._positions.fill_(before)
+        else:
+            self._positions.copy_(step.positions)
+        if self._starts is not None and step.starts is not None:
+            self._starts.copy_(step.starts)
+        try:
+            self._replay()
+            cache.live.replayed(1)
+        except BaseException:
+            # An interrupt may come between: the device is to count what the host does.
+            cache.live.recount(0)
+            raise
+        cache.passes.appended(before + 1)
+        return type(self._output)(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self._output.items()})
+
+
+class ForwardSwitch:
+    """The ``forward`` of one model, which passes over caches with graphs go through; its own comes back with the last reference here."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        before = vars(model).get("forward")
+        model.forward = _Forward(model, before)
+        weakref.finalize(self, _restore, self._model, before)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> ForwardSwitch:
+        """The switch of a transformers model, or of the one in a wrapper, made if there is none."""
+        outer = outermost(model)
+        switch = _FORWARDS.get(id(outer))
+        if switch is None or switch._model() is not outer:
+            switch = _FORWARDS[id(outer)] = ForwardSwitch(outer)
+        return switch
+
+
+class _Forward:
+    """``forward`` of ``model``, which is ``before`` if that is not None, else its class's; a copy of the model has its own."""
+
+    def __init__(self, model: torch.nn.Module, before: Any) -> None:
+        self._model, self._before = weakref.ref(model), before
+        # generate asks what the method takes.
+        self.__signature__ = inspect.signature(model.forward)
+        self._names = [name for name, one in self.__signature__.parameters.items() if one.kind is not one.VAR_KEYWORD]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._model()))
+        return self if copied is None or self._before is not None else _Forward(copied, None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None
+        forward = type(model).forward.__get__(model) if self._before is None else self._before
+        graphs = getattr(kwargs.get("past_key_values"), "graphs", None)
+        if graphs is None or len(args) > len(self._names):
+            return forward(*args, **kwargs)
+        return graphs(forward, model, {**dict(zip(self._names, args, strict=False)), **kwargs})
+
+
+def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
+    alive = model()
+    # Whoever has wrapped it meanwhile goes on, through what a cache without graphs goes through.
+    if alive is None or not isinstance(vars(alive).get("forward"), _Forward):
+        return
+    if before is None:
+        del vars(alive)["forward"]
+    else:
+        vars(alive)["forward"] = before
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether steps on ``device`` can be captured."""
+    return device.type == "cuda"
+
+
+def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """What replays ``call``, and its result, whose tensors each replay writes. Raises what PyTorch raises."""
+    graph, stream = torch.cuda.CUDAGraph(), _stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        # Other threads may use the device meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = call()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph.replay, result
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """The stream of captures: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _check_model(model: torch.nn.Module, device: torch.device) -> None:
+    """Raise _Refusal for a model whose calls do what a replay leaves out."""
+    if any(parameter.device != device for parameter in model.parameters()):
+        raise _Refusal(f"its weights are not all on {device}")
+    hooked = next((name for name, module in model.named_modules() if _has_other_hooks(module)), None)
+    if hooked is not None:
+        raise _Refusal(f"{hooked or 'the model'} has forward hooks, which a replay would leave out")
+
+
+def _has_other_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks but kvpack's, and transformers', which collect outputs that a step does not ask for."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
+    return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two outputs have the same values, bit for bit."""
+    if type(one) is not type(other) or one.keys() != other.keys():
+        return False
+    for name, x in one.items():
+        y = other[name]
+        if isinstance(x, torch.Tensor):
+            if not isinstance(y, torch.Tensor) or not torch.equal(x, y):
+                return False
+        elif x is not y:
+            return False
+    return True

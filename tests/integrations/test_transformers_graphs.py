@@ -1,0 +1,261 @@
+"""Decode steps as CUDA graphs: the results of steps without them, whatever comes between, and no graph where a step needs the host.
+
+Without a CUDA device, the interpreter runs the kernels, and ``Device`` stands in for graphs: nothing that is captured takes effect, and
+a replay runs it again with what it was told.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from interpreter import DEVICE, INTERPRETED
+from zoo_models import ZOO, model_of
+
+from kvpack.formats.errors import KvpackWarning
+from kvpack.integrations.transformers import KvpackCache, graphs
+from kvpack.integrations.transformers.graphs import EAGER_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+RECIPE = "kv=group:b=8,g=32"
+WITHOUT_GRAPHS = {
+    *("Qwen2-VL", "Qwen3-Next", "GPT-J", "Llama-4", "Falcon", "Falcon (ALiBi)", "Bloom", "MPT", "DeepSeek-V2", "DeepSeek-V3"),
+    *("Falcon-H1", "Jamba", "Bamba", "T5", "BART"),
+}
+"""Several rotary positions, states, chunks, steps that wait for the device, and attention that takes only tensors."""
+
+
+class Device:
+    """Captures and replays over ``cache`` without a device; ``captured`` and ``replayed`` count them."""
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+        self.captured = self.replayed = 0
+
+    def capture(self, call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        cache, told = self.cache, self.cache.graphs.captured
+        self.captured += 1
+        lengths = [(steps._lengths, steps._lengths.clone()) for steps in cache.live._steps if steps is not None]
+        result = call()
+        for now, before in lengths:
+            now.copy_(before)
+
+        def replay() -> None:
+            self.replayed += 1
+            cache.graphs.captured = told
+            with cache.live.capturing(), cache.passes.muted():
+                again = call()
+            cache.graphs.captured = None
+            for name, x in result.items():
+                if isinstance(x, torch.Tensor):
+                    x.copy_(again[name])
+
+        return replay, result
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    found = Device()
+    monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    if INTERPRETED:
+        monkeypatch.setattr(graphs, "can_capture", lambda _: True)
+        monkeypatch.setattr(graphs, "capture", found.capture)
+    else:
+        capture = graphs.capture
+
+        def counted(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+            replay, result = capture(call, device)
+            found.captured += 1
+
+            def replayed() -> None:
+                found.replayed += 1
+                replay()
+
+            return replayed, result
+
+        monkeypatch.setattr(graphs, "capture", counted)
+    return found
+
+
+def cache_of(model: Any, device: Device, recipe: str = RECIPE, **options: Any) -> KvpackCache:
+    device.cache = KvpackCache(model, recipe, graphs=True, **options)
+    return device.cache
+
+
+def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def same(found: KvpackCache, expected: KvpackCache) -> None:
+    """Whether two caches hold the same bytes, and say the same of where they come from."""
+    one, other = found.packed, expected.packed
+    assert one.inputs == other.inputs
+    for mine, theirs in zip(one, other, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine.unpack(torch.float32), theirs.unpack(torch.float32), strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded on the left"])
+def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    prompt, mask = ids(2, 6), torch.ones(2, 6, dtype=torch.long, device=DEVICE)
+    mask[1, : 3 if padded else 0] = 0
+    options = {"max_new_tokens": 7, "do_sample": False, "attention_mask": mask}
+    with KvpackCache(model, RECIPE) as expected:
+        tokens = model.generate(prompt, past_key_values=expected, **options)
+    with cache_of(model, device) as found:
+        assert torch.equal(model.generate(prompt, past_key_values=found, **options), tokens)
+    # Of the 6 steps after the prompt, some run as they are; a capture is tried at once.
+    assert (device.captured, device.replayed) == (1, 6 - EAGER_STEPS)
+    same(found, expected)
+
+
+@pytest.mark.kernels
+def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
+    """Windows that are full, longer passes, tokens that are dropped, other rows, and a copy of the cache."""
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    logits: list[list[torch.Tensor]] = []
+    caches = [KvpackCache(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
+    for cache in caches:
+        device.cache, found = cache, []
+        for step, count in enumerate([5, *[1] * 14, 3, *[1] * 3]):
+            found.append(model(ids(2, count, step), past_key_values=cache).logits)
+        cache.crop(-2)
+        found += [model(ids(2, 1, step), past_key_values=cache).logits for step in range(3)]
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        found += [model(ids(2, 1, step), past_key_values=cache).logits for step in range(3)]
+        logits.append(found)
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    same(caches[1], caches[0])
+    assert device.captured >= 3
+    assert device.replayed > 14
+
+
+@pytest.mark.kernels
+def test_a_step_that_reads_the_length_gets_no_graph(device: Device) -> None:
+    """What the host knew when a graph was captured would be in every replay."""
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    base, own = model.model, type(model.model).forward
+
+    def forward(**kwargs: Any) -> Any:
+        positions = torch.arange(kwargs["input_ids"].shape[1], device=DEVICE)[None]
+        kwargs["position_ids"] = positions + kwargs["past_key_values"].get_seq_length()
+        return own(base, **kwargs)
+
+    base.forward = forward
+    with KvpackCache(model, RECIPE) as cache:
+        expected = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
+    refused = "run without CUDA graphs: a captured step gives other results"
+    with cache_of(model, device) as cache, pytest.warns(KvpackWarning, match=refused):
+        found = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert device.captured == 1
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("what", ["hooks", "errors"])
+def test_a_model_that_cannot_be_captured_runs_as_it_is(device: Device, what: str) -> None:
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    calls = []
+    if what == "hooks":
+        model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    else:
+        own = model.model.layers[1].forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs["past_key_values"].graphs.captured is not None:
+                raise RuntimeError("not in a capture")
+            return own(*args, **kwargs)
+
+        model.model.layers[1].forward = forward
+    expected = {"hooks": "model.layers.0 has forward hooks", "errors": "not in a capture"}[what]
+    cache = cache_of(model, device)
+    with pytest.warns(KvpackWarning, match=f"run without CUDA graphs: {expected}"):
+        [model(ids(1, 1, step), past_key_values=cache) for step in range(5)]
+    assert cache.packed.tokens == 5
+    assert cache.live.held(0) == cache.live.held(1) == 5
+    assert device.replayed == 0
+    assert len(calls) == (5 if what == "hooks" else 0)
+
+
+@pytest.mark.kernels
+def test_only_steps_are_captured(device: Device) -> None:
+    """Not with gradients, hidden states, tokens hidden on the right, or embeddings."""
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    hidden = torch.ones(1, 5, dtype=torch.long, device=DEVICE)
+    hidden[0, 2] = 0
+    with cache_of(model, device) as cache:
+        model(ids(1, 4), past_key_values=cache)
+        for _ in range(4):
+            model(ids(1, 1), past_key_values=cache, output_hidden_states=True)
+        with pytest.warns(KvpackWarning, match="the attention mask hides"):
+            model(ids(1, 1), past_key_values=cache, attention_mask=torch.nn.functional.pad(hidden, (0, 4), value=1))
+        for _ in range(4):
+            model(inputs_embeds=model.get_input_embeddings()(ids(1, 1)), past_key_values=cache)
+        with torch.enable_grad():
+            for _ in range(4):
+                model(ids(1, 1), past_key_values=cache)
+    assert (device.captured, device.replayed) == (0, 0)
+
+
+@pytest.mark.kernels
+def test_the_model_is_as_it_was(device: Device) -> None:
+    """After release, and with the last cache; other caches go their own way meanwhile."""
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    before = dict(vars(model))
+    cache, plain = cache_of(model, device), KvpackCache(model, RECIPE)
+    for step in range(4):
+        model(ids(1, 1, step), past_key_values=plain)
+    assert device.captured == 0
+    for step in range(4):
+        model(ids(1, 1, step), past_key_values=cache)
+    assert device.captured == 1
+    same(cache, plain)
+    kept = weakref.ref(cache)
+    del plain
+    cache.release()
+    assert vars(model).keys() == before.keys()
+    device.cache = cache = None  # type: ignore[assignment]
+    gc.collect()
+    assert kept() is None
+
+
+def test_without_a_device_there_are_none() -> None:
+    model = model_of("Llama")
+    with KvpackCache(model, "octopus-4", graphs=True) as cache:
+        for step in range(5):
+            model(torch.tensor([[step]]), past_key_values=cache)
+        assert cache.packed.tokens == 5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [architecture.name for architecture in ZOO if architecture.name not in WITHOUT_GRAPHS])
+def test_the_zoo_generates_the_same_tokens(name: str, device: Device) -> None:
+    model = model_of(name).to("cuda")
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids(2, 20), past_key_values=KvpackCache(model, "raw"), **options)
+    found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
+    assert torch.equal(found, expected)
+    assert (device.captured, device.replayed) == (1, 39 - EAGER_STEPS)
+
+
+@pytest.mark.cuda
+def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
+    model = model_of("GPT-J").to("cuda")
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids(2, 20), past_key_values=KvpackCache(model, "raw"), **options)
+    with pytest.warns(KvpackWarning, match="decode steps of GPTJForCausalLM run without CUDA graphs"):
+        found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
+    assert torch.equal(found, expected)

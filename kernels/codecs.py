@@ -27,6 +27,7 @@ from kvpack.formats.transform import Transform
 from .decode import group as decode_group
 from .decode import lossless as decode_lossless
 from .decode import minifloat as decode_minifloat
+from .decode import polar as decode_polar
 from .decode import table as decode_table
 from .decode import transform as decode_transform
 from .encode import angle as encode_angle
@@ -146,7 +147,7 @@ CODECS: dict[type[Codec], CodecKernels] = {
         decode_table.prepare,
         has_rules=done,
     ),
-    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, has_rules=done),
+    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, prepare=decode_polar.prepare, has_rules=done),
     Klt: CodecKernels(klt_tiles.tiles, has_rules=done),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
     Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=done),

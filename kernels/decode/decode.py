@@ -10,6 +10,7 @@ from kvpack.kernels import codecs
 from kvpack.kernels.words import columns
 
 from .rows import Packed, Pages, Prepared
+from .stored import turns_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,11 +54,11 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     """What decodes ``packed`` in one launch into outputs of the dtype, shape and strides of ``out`` ``[batch, kv_head, token, dim]``.
 
     ``rotated``: into the original frame, else in the coded one. ``pages`` lie like the one that is given. None for codecs without a
-    decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES``, and outputs whose channels are not dense. Raises
-    InvalidShape when a stream is not as ``codec.layout`` says.
+    decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES`` or of head dims that ``stored.original`` does not take, and
+    outputs whose channels are not dense. Raises InvalidShape when a stream is not as ``codec.layout`` says.
     """
     rotated = rotated and codec.rotation.kind != "none"
-    if not fits(out) or (rotated and out.dtype not in FUSED_DTYPES):
+    if not fits(out) or (rotated and (out.dtype not in FUSED_DTYPES or not turns_back(codec.rotation))):
         return None
     return codecs.of_codec(codec).prepare(codec, packed, out, rotated, pages)
 

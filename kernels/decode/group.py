@@ -12,7 +12,7 @@ from triton import language as tl
 
 from . import rows
 from .digits import code_streams, load_digit
-from .rows import load_block, load_per_token, rows_from
+from .rows import as_float32, load_block, load_per_token, rows_from
 from .stored import load_signs, original, signs_of, store_tile
 
 if TYPE_CHECKING:
@@ -30,21 +30,16 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     narrower ones may differ from them, rounded, where they are about halfway between two. Raises InvalidShape when a stream is not as
     ``codec.layout`` says.
     """
-    if pages is not None and codec.scale_dtype != "fp16":
-        return None
     rows.check(codec, packed, *out.shape[:2])
-    # There are few scales of 8 bits: they become binary16 before the kernel reads them.
-    if codec.scale_dtype != "fp16":
-        packed = [part._replace(streams=codec.with_pairs(part.streams)[1]) for part in packed]
-    names = [name for name in codec.layout(1, 1, 0) if name != "scale_range"]
+    names = list(codec.layout(1, 1, 0))
     channels = rows.channels_of(codec.dim, rotated)
     along_tokens = codec.axis == "token"
     tile = rows.tile_tokens(channels, rotated)
     if along_tokens and not rotated:
         # A tile then lies within one group of tokens and loads one row of scales.
         tile = min(tile, codec.size)
-    per_row = [codec.size if name == "scales" and along_tokens else 1 for name in names]
-    scales = [_as_int32(part.streams["scales"]) for part in packed]
+    per_row = [rows.ONE_ROW if name == "scale_range" else codec.size if name == "scales" and along_tokens else 1 for name in names]
+    scales = [_as_pairs(part.streams["scales"]) for part in packed]
     streams = [
         ([pairs if name == "scales" else part.streams[name] for name in names], part.tokens, part.first)
         for part, pairs in zip(packed, scales, strict=True)
@@ -56,24 +51,42 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
     return rows.prepared(
         _decode, work, out, matrix,
-        CODE=code_streams(codec)[0], SCALES=names.index("scales"), TOKEN_SCALE=len(names) - 1 if "token_scale" in names else -1,
+        CODE=code_streams(codec)[0], SCALES=names.index("scales"), RANGE=names.index("scale_range") if "scale_range" in names else -1,
+        TOKEN_SCALE=len(names) - 1 if "token_scale" in names else -1,
         SIZE=codec.size, MEMBERS=min(codec.size, channels), ALONG_TOKENS=along_tokens, BITS=codec.bits,
-        ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels, lasting=in_place and codec.scale_dtype == "fp16",
+        ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels, lasting=in_place,
     )  # fmt: skip
 
 
-def _as_int32(scales: torch.Tensor) -> torch.Tensor:
-    """``[..., 2]`` of scale and centre as int32 ``[..., 1]``, so that one load reads both; copied only if not aligned for it."""
+def _as_pairs(scales: torch.Tensor) -> torch.Tensor:
+    """``[..., 2]`` of scale and centre as integers ``[..., 1]``, so that one load reads both; copied only if not aligned for it."""
     *strides, last = scales.stride()
     if last != 1 or any(step % 2 for step in (scales.storage_offset(), *strides)):
         scales = scales.clone(memory_format=torch.contiguous_format)
-    return scales.view(torch.int32)
+    return scales.view(torch.int32 if scales.dtype == torch.float16 else torch.int16)
 
 
 @triton.jit
 def _half(bits: tl.tensor) -> tl.tensor:
     """The low 16 bits as a binary16, widened to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _square(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tensor:
+    """The binary16 number that a code of 8 bits stands for, widened to float32; its step is element ``AT`` of the range."""
+    root = as_float32(tl.load(range_row + (AT + 1))) + as_float32(tl.load(range_row + AT)) * (code & 0xFF).to(tl.float32)
+    return (root * tl.abs(root)).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _scaled(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
+    """Codes, counted from the middle, times scales and plus centres."""
+    if RANGE >= 0:
+        value = code * _square(pair, streams[RANGE], 0) + _square(pair >> 8, streams[RANGE], 2)
+    else:
+        value = code * _half(pair) + _half(pair >> 16)
+    return value
 
 
 @triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
@@ -94,6 +107,7 @@ def _decode(
     OUT_ALIGNED: tl.constexpr,
     CODE: tl.constexpr,
     SCALES: tl.constexpr,
+    RANGE: tl.constexpr,
     TOKEN_SCALE: tl.constexpr,
     SIZE: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -118,17 +132,17 @@ def _decode(
         scales = streams[SCALES]
         if ALONG_TOKENS and TILE <= SIZE:
             pair = tl.load(scales + channel, channel < tl.where(count > 0, DIM, 0), 0)
-            value = code * _half(pair) + _half(pair >> 16)
+            value = _scaled(code, pair, streams, RANGE)
         elif ALONG_TOKENS:
             pair = tl.load(scales + (token // SIZE * DIM + channel), mask, 0)
-            value = code * _half(pair) + _half(pair >> 16)
+            value = _scaled(code, pair, streams, RANGE)
         else:
             GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
             PARTS: tl.constexpr = CHANNELS // MEMBERS
             group = tl.arange(0, PARTS)[None, :]
             pair = tl.load(scales + (token * GROUPS + group), (token < count) & (group < GROUPS), 0)[:, :, None]
             grouped = tl.reshape(code, (TILE, PARTS, MEMBERS))
-            value = tl.reshape(grouped * _half(pair) + _half(pair >> 16), (TILE, CHANNELS))
+            value = tl.reshape(_scaled(grouped, pair, streams, RANGE), (TILE, CHANNELS))
         if TOKEN_SCALE >= 0:
             value = value * load_per_token(streams[TOKEN_SCALE], count, TILE, 1, 0)
         if ROTATED:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 TILE_VALUES = 1 << 12
 """Values of a tile: 32 per thread, which hide the latency of loads."""
 
-ROTATED_TOKENS = 64
-"""Tokens of a tile that is rotated: the rows that the matrix units of an H100 take at once."""
+ROTATED_TOKENS, FEW_ROTATED_TOKENS, MANY_CHANNELS = 64, 16, 256
+"""Tokens of a tile that is rotated, the rows that the matrix units of an H100 take at once; those of a tile of more channels."""
 
 WARPS, ROTATED_WARPS = 4, 8
 """Warps per program; a program that rotates holds its tile in twice as many registers."""
@@ -118,7 +118,9 @@ def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> Non
 
 def tile_tokens(channels: int, rotated: bool) -> int:
     """The tokens of a tile of ``channels`` channels, a power of two."""
-    return ROTATED_TOKENS if rotated else max(1, TILE_VALUES // channels)
+    if rotated:
+        return ROTATED_TOKENS if channels <= MANY_CHANNELS else FEW_ROTATED_TOKENS
+    return max(1, TILE_VALUES // channels)
 
 
 def work_of(

@@ -14,7 +14,7 @@ import torch
 
 from kvpack.kernels import codecs
 
-from .rows import LARGEST_DIM
+from .rows import LARGEST_ROW
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -57,7 +57,7 @@ def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | 
     """
     encoder = codecs.of_codec(codec).encode
     batch, heads, tokens, dim = x.shape
-    if encoder is None or dim > LARGEST_DIM or not x.numel() or not has_products(x.device):
+    if encoder is None or dim * x.element_size() > LARGEST_ROW or not x.numel() or not has_products(x.device):
         return None
     streams = {}
     for name, layout in codec.layout(batch, heads, tokens).items():

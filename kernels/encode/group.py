@@ -12,6 +12,7 @@ import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats import scale_range
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import SMALLEST_HALF
@@ -61,8 +62,9 @@ def encode(
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
     plan = _plan(codec, x.device)
-    # Scales of 8 bits depend on the whole run, before its first code.
-    if plan is None or codec.scale_dtype != "fp16":
+    small = codec.scale_dtype == "u8"
+    # Scales of 8 bits depend on the whole run, and on the run before it: a page of an engine has one run.
+    if plan is None or (small and origins is None):
         return False
     batch, heads, tokens, dim = x.shape
     arguments, constants = input_of(x, origins)
@@ -84,16 +86,19 @@ def encode(
     rotated = codec.rotation.kind != "none"
     block = ROTATED_CHANNELS if rotated else CHANNELS_ALONG_TOKENS if along_tokens else CHANNELS
     block = min(symbols, block if along_tokens else max(block, codec.size))
-    launch(
-        _encode, batch * heads * -(-tokens // block_tokens), x.device,
-        *arguments, components(codec.rotation, 1, symbols, block, x) if rotated else None, plan.places, planes,
-        streams["scales"].view(torch.int32), token_scale, products, flag,
-        **constants, SYMBOLS=symbols, BLOCK=block, BITS=codec.bits, SIZE=codec.size, ALONG_TOKENS=along_tokens,
-        MIDDLE=codec.centre == "middle", SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams,
-        BLOCK_TOKENS=block_tokens,
-        # With one warp, most tokens of a group are in one thread.
-        warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
-    )  # fmt: skip
+    scales = streams["scales"].view(torch.int16 if small else torch.int32)
+    extremes = torch.full((batch, heads, 3), -(2**31), dtype=torch.int32, device=x.device) if small else None
+    for measured in (True, False) if small else (False,):
+        launch(
+            _encode, batch * heads * -(-tokens // block_tokens), x.device,
+            *arguments, components(codec.rotation, 1, symbols, block, x) if rotated else None, plan.places, planes,
+            scales, streams.get("scale_range"), extremes, token_scale, products, flag,
+            **constants, SYMBOLS=symbols, BLOCK=block, BITS=codec.bits, SIZE=codec.size, ALONG_TOKENS=along_tokens,
+            MIDDLE=codec.centre == "middle", MEASURED=measured, SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT,
+            LARGEST=scale_range.LARGEST, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams, BLOCK_TOKENS=block_tokens,
+            # With one warp, most tokens of a group are in one thread.
+            warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
+        )  # fmt: skip
     if products is not None:
         launch(
             _unbiased_token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, products, token_scale, heads, tokens, arguments[-1],
@@ -203,6 +208,60 @@ def _stored_half(value: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr) -> tl.t
 
 
 @triton.jit
+def _key(value: tl.tensor) -> tl.tensor:
+    """Bits of binary32 in the order of their values, int32; the same function turns them back into bits."""
+    return value ^ ((value >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _largest(value: tl.tensor) -> tl.tensor:
+    return tl.max(tl.max(_key(value.to(tl.int32, bitcast=True)), 1), 0)
+
+
+@triton.jit
+def _root(value: tl.tensor) -> tl.tensor:
+    root = tl.sqrt_rn(tl.abs(value))
+    return tl.where(value < 0, -root, root)
+
+
+@triton.jit
+def _extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
+    """An extreme that the measuring launch found, float32 ``[1, 1]``."""
+    return _key(tl.load(extremes + tl.full((1, 1), number, tl.int32))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
+    """``scale_range.chosen`` of a first run: step and minimum of scales, then of centres, binary16 ``[1, 1]``."""
+    high = _root(_extreme(extremes, 0))
+    high = tl.minimum(high + 0.125 * high, LIMIT)
+    last = _root(_extreme(extremes, 1))
+    first = _root(-_extreme(extremes, 2))
+    span = last - first
+    first = tl.maximum(first - 0.125 * span, -LIMIT)
+    last = tl.minimum(last + 0.125 * span, LIMIT)
+    root = tl.maximum(tl.abs(first), tl.abs(last))
+    off = tl.div_rn(last - first, tl.full(root.shape, 510.0, tl.float32)) + root * (2.0**-10)
+    further = tl.div_rn((2.0 * root + off) * off, tl.full(root.shape, MIDDLE_STEPS, tl.float32))
+    high = tl.minimum(tl.sqrt_rn(high * high + further), LIMIT)
+    steps = tl.full(root.shape, 255.0, tl.float32)
+    zero = tl.zeros(root.shape, tl.float16)
+    return tl.div_rn(high, steps).to(tl.float16), zero, tl.div_rn(last - first, steps).to(tl.float16), first.to(tl.float16)
+
+
+@triton.jit
+def _nearest_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
+    """What ``scale_range.nearest`` returns: codes, int32, and the binary16 numbers that they decode to."""
+    step = step.to(tl.float32)
+    minimum = minimum.to(tl.float32)
+    code = nearest_integer(
+        tl.div_rn(_root(value) - minimum, tl.zeros(value.shape, tl.float32) + tl.where(step > 0, step, float("inf"))), 255.0
+    )
+    root = minimum + step * code.to(tl.float32)
+    return code, (root * tl.abs(root)).to(tl.float16)
+
+
+@triton.jit
 def _encode(
     x: tl.tensor,
     batch_stride: tl.tensor,
@@ -216,6 +275,8 @@ def _encode(
     places: tl.tensor,
     planes: tl.tuple,
     scales: tl.tensor,
+    ranges: tl.tensor,
+    extremes: tl.tensor,
     token_scales: tl.tensor,
     products: tl.tensor,
     flag: tl.tensor,
@@ -229,8 +290,10 @@ def _encode(
     SIZE: tl.constexpr,
     ALONG_TOKENS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    MEASURED: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
+    LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     STREAMS: tl.constexpr,
@@ -243,6 +306,8 @@ def _encode(
     ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, centre); ``token_scales`` is
     ``[batch, 1, token]``, and ``products`` what ``_unbiased_token_scales`` takes. Extremes and scales are ``[token group, channel]`` or
     ``[token, channel group]``.
+    With scales of 8 bits ``scales`` is int16, ``ranges`` is ``[batch, kv_head, 4]``, and one launch only fills ``extremes``, int32
+    ``[batch, kv_head, 3]`` (``MEASURED``): the keys of the largest scale, of the largest centre, and of the largest of their opposites.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     if origins is not None:
@@ -254,6 +319,9 @@ def _encode(
             token_scales = moved(token_scales, origin.streams)
         if products is not None:
             products += batch * heads * tokens * 3
+        if extremes is not None:
+            ranges = moved(ranges, origin.streams)
+            extremes += (batch * heads + head) * 3
         flag += origin.flag
         batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -273,6 +341,12 @@ def _encode(
         product = tl.zeros((BLOCK_TOKENS,), tl.float32)
         length = tl.zeros((BLOCK_TOKENS,), tl.float32)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
+    if extremes is not None and not MEASURED:
+        chosen = _chosen_range(extremes, middle, LARGEST**0.5)
+        # All programs of a run store the same.
+        at = ranges + (batch * heads + head) * 4 + tl.zeros((1, 1), tl.int32)
+        for number in tl.static_range(4):
+            tl.store(at + number, chosen[number])
     for block in range(SYMBOLS // BLOCK):
         channel = block * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = valid & (channel < DIM)
@@ -288,39 +362,54 @@ def _encode(
 
         low = tl.min(tl.reshape(tl.where(inside, value, float("inf")), GROUPED), AXIS)
         high = tl.max(tl.reshape(tl.where(inside, value, float("-inf")), GROUPED), AXIS)
-        low = tl.where(low <= high, low, 0.0)
-        high = tl.where(low <= high, high, 0.0)
+        known = low <= high
+        low = tl.where(known, low, 0.0)
+        high = tl.where(known, high, 0.0)
         # Half of each term, because the sum may be infinite; the scale is computed in the same way.
         centre = low * 0.5 + high * 0.5
         if not MIDDLE:
             centre = tl.zeros(low.shape, tl.float32)
-        centre = _stored_half(centre, flag, LIMIT)
-        reach = tl.maximum(high - centre.to(tl.float32), centre.to(tl.float32) - low)
-        scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / middle), flag, LIMIT)
-
-        scale_centre = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        if ALONG_TOKENS:
-            group = first // SIZE + tl.arange(0, BLOCK_TOKENS // SIZE)[:, None]
-            place = scales + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
-            tl.store(place, scale_centre, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
+        if MEASURED:
+            scale = tl.maximum(high - centre, centre - low) * (1.0 / middle)
+            flag_unless((scale <= LARGEST) & (tl.abs(centre) <= LARGEST), flag)
+            tl.atomic_max(extremes, _largest(scale))
+            tl.atomic_max(extremes + 1, _largest(tl.where(known, centre, float("-inf"))))
+            tl.atomic_max(extremes + 2, _largest(tl.where(known, -centre, float("-inf"))))
         else:
-            group = block * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
-            tl.store(scales + row * GROUPS + group, scale_centre, valid & (group < GROUPS))
+            if extremes is None:
+                centre = _stored_half(centre, flag, LIMIT)
+            else:
+                centre_code, centre = _nearest_code(centre, chosen[2], chosen[3])
+            reach = tl.maximum(high - centre.to(tl.float32), centre.to(tl.float32) - low)
+            if extremes is None:
+                scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / middle), flag, LIMIT)
+                pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
+            else:
+                scale_code, scale = _nearest_code(reach * (1.0 / middle), chosen[0], chosen[1])
+                pair = (scale_code | centre_code << 8).to(tl.int16)
+            if ALONG_TOKENS:
+                group = first // SIZE + tl.arange(0, BLOCK_TOKENS // SIZE)[:, None]
+                place = scales + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
+                tl.store(place, pair, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
+            else:
+                group = block * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
+                tl.store(scales + row * GROUPS + group, pair, valid & (group < GROUPS))
 
-        per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), SMALLEST))
-        offset = middle - centre.to(tl.float32) * per_step
-        steps = tl.reshape(value, GROUPED) * tl.expand_dims(per_step, AXIS) + tl.expand_dims(offset, AXIS)
-        code = tl.reshape(nearest_integer(steps, 2 * middle), (BLOCK_TOKENS, BLOCK))
-        if products is not None:
-            steps = tl.reshape(code, GROUPED).to(tl.float32) - middle
-            decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(centre.to(tl.float32), AXIS)
-            decoded = tl.where(inside, tl.reshape(decoded, (BLOCK_TOKENS, BLOCK)), 0.0)
-            squares += tl.sum(value * value, 1)
-            product += tl.sum(value * decoded, 1)
-            length += tl.sum(decoded * decoded, 1)
-        sums = add_digits(sums, (code,), places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
-    if products is not None:
+            per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), SMALLEST))
+            offset = middle - centre.to(tl.float32) * per_step
+            steps = tl.reshape(value, GROUPED) * tl.expand_dims(per_step, AXIS) + tl.expand_dims(offset, AXIS)
+            code = tl.reshape(nearest_integer(steps, 2 * middle), (BLOCK_TOKENS, BLOCK))
+            if products is not None:
+                steps = tl.reshape(code, GROUPED).to(tl.float32) - middle
+                decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(centre.to(tl.float32), AXIS)
+                decoded = tl.where(inside, tl.reshape(decoded, (BLOCK_TOKENS, BLOCK)), 0.0)
+                squares += tl.sum(value * value, 1)
+                product += tl.sum(value * decoded, 1)
+                length += tl.sum(decoded * decoded, 1)
+            sums = add_digits(sums, (code,), places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
+    if products is not None and not MEASURED:
         tl.store(products + row * 3, squares[:, None], valid)
         tl.store(products + row * 3 + 1, product[:, None], valid)
         tl.store(products + row * 3 + 2, length[:, None], valid)
-    store_columns(sums, planes, row, valid, STREAMS)
+    if not MEASURED:
+        store_columns(sums, planes, row, valid, STREAMS)

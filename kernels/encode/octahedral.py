@@ -23,6 +23,7 @@ from .rows import (
     LARGEST_SQUARE,
     SMALLEST_SQUARE,
     all_moved,
+    block_tokens,
     bounds_of,
     component,
     components,
@@ -72,17 +73,18 @@ def encode(
     if plan is None:
         return False
     nearest = codec.rounding == "scalar" or levels == 1
+    tokens = block_tokens(x, BLOCK_TOKENS)
     arguments, constants = input_of(x, origins)
     dtype = codec.scales(1, 1, 1)["norm"].dtype
     launch(
-        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // BLOCK_TOKENS), x.device,
+        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, components(codec.rotation, 3, _symbols(codec), BLOCK_TRIPLETS, x), plan.places, planes, streams["norm"],
         bounds_of(codec.direction_table, x.device), values_of(codec.direction_table, x.device), bounds_of(codec.norm_table, x.device),
         values_of(codec.norm_table, x.device), flag,
         **constants, TRIPLETS=codec.triplets, SYMBOLS=_symbols(codec), BLOCK=BLOCK_TRIPLETS, LEVELS=levels, NORM_LEVELS=1 << codec.b_norm,
         NEAREST=nearest, LENGTH=codec.rounding == "scalar", SCALE=scale_of(codec.rotation), LIMIT=limit_of(dtype),
         RULE=rule_of(codec.norm_rule, dtype), SMALLEST=SMALLEST_SQUARE, LARGEST=LARGEST_SQUARE, STREAMS=plan.streams,
-        BLOCK_TOKENS=BLOCK_TOKENS, warps=WARPS, fusion=True,
+        BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
 

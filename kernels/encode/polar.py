@@ -23,6 +23,7 @@ from kvpack.kernels.words.columns import launch, tile_origin
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .rows import (
+    MOST_PRODUCTS,
     all_moved,
     component,
     components,
@@ -57,9 +58,9 @@ def encode(
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
 
-    It does not take a level with an odd number of radii, the last of which has no partner.
+    It does not take a level with an odd number of radii, the last of which has no partner, nor dims of more than one product.
     """
-    plan = _plan(codec, x.device)
+    plan = _plan(codec, x.device) if codec.dim <= MOST_PRODUCTS else None
     if plan is None:
         return False
     pairs = _first_tile(codec)
@@ -69,7 +70,7 @@ def encode(
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, components(codec.rotation, 2, pairs, pairs, x), _bounds(codec.tables[1:], x.device),
-        _directions(codec.levels[0].bits, codec.tables[1:], x.device), plan.places, planes, streams[name], flag,
+        directions_of(codec.levels[0].bits, codec.tables[1:], x.device), plan.places, planes, streams[name], flag,
         **constants, PAIRS=pairs, BITS=tuple(level.bits for level in codec.levels), RADII=codec.radii, SYMBOLS=sum(_tiles(codec)),
         MOST=MOST_ANGLES, SCALE=scale_of(codec.rotation), LIMIT=limit_of(layout.dtype),
         RULE=rule_of(codec.norm_rule, layout.dtype), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM, STREAMS=plan.streams,
@@ -118,7 +119,7 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 
 @kept_on_device
-def _directions(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
+def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """(cos, sin) of the angles of every level, ``[level, MOST_ANGLES, 2]``; those of the first level are bins' centres."""
     directions = torch.zeros(len(tables) + 1, MOST_ANGLES, 2)
     found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]

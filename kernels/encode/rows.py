@@ -29,8 +29,11 @@ from .columns import SMALLEST_AXIS
 if TYPE_CHECKING:
     from kvpack.formats.rotation import Rotation
 
-LARGEST_DIM = 256
-"""Head dim up to which the rows of a tile fit shared memory."""
+LARGEST_ROW = 1024
+"""Bytes of a row of values up to which the rows of a tile fit shared memory."""
+
+MOST_PRODUCTS = 256
+"""Head dim up to which all coordinates of a row come from products at once; beyond, encoders take a block of them at a time."""
 
 SMALLEST_SQUARE = 2.0**-80
 LARGEST_SQUARE = 2.0**80
@@ -43,6 +46,11 @@ _STREAMS_ALIGNED = tl.constexpr(STREAMS_ALIGNED)
 
 _PARTS = 3
 """bfloat16 numbers whose sum is a binary32."""
+
+
+def block_tokens(x: torch.Tensor, most: int) -> int:
+    """The tokens of a tile of rows of ``x``, ``most`` or fewer: more of the longest rows would fill the registers."""
+    return most if x.shape[3] <= MOST_PRODUCTS else max(SMALLEST_AXIS, most // 2)
 
 
 class Input(NamedTuple):
@@ -63,10 +71,13 @@ class Origins(NamedTuple):
     aligned: int
 
 
+def operand_of(x: torch.Tensor) -> Any:
+    """The type in which rows of ``x`` are multiplied: Triton's interpreter has no products of bfloat16."""
+    return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
+
+
 def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
     """What a kernel is told of ``x``, ``[batch, kv_head, token, dim]`` of any strides, whose batch may lie as ``origins`` says."""
-    # Triton's interpreter has no products of bfloat16.
-    operand = {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
     padded = max(SMALLEST_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return Input(
@@ -75,7 +86,7 @@ def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
             "DIM": x.shape[3],
             "PADDED_DIM": padded,
             "PARTS": parts,
-            "OPERAND": operand,
+            "OPERAND": operand_of(x),
             "ALIGNED": 1 if origins is None else max(1, origins.aligned // x.element_size()),
         },
     )

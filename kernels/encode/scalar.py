@@ -21,6 +21,7 @@ from .rows import (
     LARGEST_SQUARE,
     SMALLEST_SQUARE,
     all_moved,
+    block_tokens,
     bounds_of,
     component,
     components,
@@ -62,17 +63,18 @@ def encode(
         return False
     symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim))
     block = min(symbols, BLOCK_SYMBOLS)
+    tokens = block_tokens(x, BLOCK_TOKENS)
     arguments, constants = input_of(x, origins)
     dtype = codec.scales(1, 1, 1)["norm"].dtype
     tables = [codec.magnitude_table, *([codec.high_magnitude_table] if codec.bits_high else [])]
     launch(
-        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // BLOCK_TOKENS), x.device,
+        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, components(codec.rotation, 1, symbols, block, x), plan.places, planes, streams["norm"],
         tuple(bounds_of(table, x.device) for table in tables), tuple(values_of(table, x.device) for table in tables),
         _high(codec.parts, symbols, x.device) if codec.bits_high else None, flag,
         **constants, SYMBOLS=symbols, BLOCK=block, LEVELS=1 << codec.bits - 1, HIGH_LEVELS=(1 << codec.bits_high) // 2,
         SCALE=scale_of(codec.rotation), LIMIT=limit_of(dtype), RULE=rule_of(codec.norm_rule, dtype), SMALLEST=SMALLEST_SQUARE,
-        LARGEST=LARGEST_SQUARE, STREAMS=plan.streams, BLOCK_TOKENS=BLOCK_TOKENS, warps=WARPS, fusion=True,
+        LARGEST=LARGEST_SQUARE, STREAMS=plan.streams, BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
     return True
 

@@ -18,7 +18,7 @@ from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import Packed, Pages
 from kvpack.kernels.encode.encode import has_products
-from kvpack.kernels.encode.rows import LARGEST_DIM, STREAMS_ALIGNED, Origins
+from kvpack.kernels.encode.rows import LARGEST_ROW, STREAMS_ALIGNED, Origins
 
 from .copy import copy
 
@@ -72,7 +72,8 @@ def encode(lane: Lane, job: Job) -> bool:
         copy(x, next(iter(streams.values())), origins, None)
         return True
     encoder = codecs.of_codec(codec).encode
-    if encoder is None or first.shape[3] > LARGEST_DIM or first.dtype not in DTYPES.values() or not has_products(first.device):
+    row = first.shape[3] * first.element_size()
+    if encoder is None or row > LARGEST_ROW or first.dtype not in DTYPES.values() or not has_products(first.device):
         return False
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():

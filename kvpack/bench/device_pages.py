@@ -21,56 +21,86 @@ if TYPE_CHECKING:
 
 PAGES = 64
 SPEEDS = ("encode", "decode", "encode_in_a_row", "decode_in_a_row", "encode_on_device", "decode_on_device")
-RECIPES = ("raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turboquant-4", "turboangle-k8v4", "hqmq-s24-r3", "fp8", "nvfp4")
+RECIPES = (
+    "raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turboquant-4", "turboangle-k8v4", "hqmq-s24-r3", "fp8", "nvfp4",
+    "oscar-2", "oscar-2-u8", "kivi-2-u8", "polarquant-4",
+)  # fmt: skip
+LATENTS = "latents: "
+"""Begins the recipes of pages of MLA latents, ``[layer, token, 512 + 64]``: the latents as keys, the rotary values as values."""
+
+LATENT_LAYERS, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM = 61, 64, 512, 64
+LATENT_RECIPES = tuple(f"{LATENTS}k={words};v=raw" for words in (
+    "group:b=4,g=32", "group:b=2,g=32,rotation=hadamard,scales=u8,token_scale=fp16", "octahedral:b=4", "scalar:b=4",
+))  # fmt: skip
+ALL_RECIPES = RECIPES + LATENT_RECIPES
+TARGET = 100e9
+"""Bytes of bf16 per second that an engine's page job is to reach."""
 
 
-def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, progress: Progress | None = None) -> dict[str, Any]:
+def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: Progress | None = None) -> dict[str, Any]:
     """Measure jobs of ``pages`` pages of 4 layers x 8 heads x 128 tokens x 128, of bf16 on the CUDA device, and return JSON values.
 
-    All are bytes of bf16 per second: ``encode`` and ``decode`` of whole calls that wait for their outcomes, ``encode_in_a_row`` and
-    ``decode_in_a_row`` of calls that begin jobs and wait for none, ``encode_on_device`` and ``decode_on_device`` of the device's part of
-    these, None where a call waits, ``copy`` of a copy of the pages in the device's memory.
+    After ``LATENTS`` a recipe is measured on pages of 61 layers x 64 tokens x (512 + 64). All are bytes of bf16 per second: ``encode`` and
+    ``decode`` of whole calls that wait for their outcomes, ``encode_in_a_row`` and ``decode_in_a_row`` of calls that begin jobs and wait
+    for none, ``encode_on_device`` and ``decode_on_device`` of the device's part of these, None where a call waits, ``copy`` of a copy of
+    the pages in the device's memory. ``path`` is "device", or "host" where pages pass through the host's memory.
     Raises InvalidParameter, also without a CUDA device, and InvalidRecipe.
     """
     check_size("pages", pages, 1, MOST_PAGES, "pages")
     if not torch.cuda.is_available():
         raise InvalidParameter("--device is cuda, and PyTorch sees no CUDA device")
-    geometry = kvpack.PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
-    # K and V are next to each other in every head and token, as vLLM keeps them.
-    given = torch.randn(pages, LAYERS, HEADS, TOKENS, 2, DIM, device="cuda").to(torch.bfloat16)
-    target = torch.zeros_like(given)
-    source, sink = (kvpack.PageBuffer(geometry, *pool.unbind(4)) for pool in (given, target))
-    size = pages * geometry.raw_bytes
     rows = []
     for done, recipe in enumerate(recipes, 1):
-        codec = kvpack.PageCodec(recipe, geometry)
-        stored, slots = torch.zeros(pages, codec.nbytes, dtype=torch.uint8, device="cuda"), range(pages)
-        refused = [error for error in codec.encode_into(source, slots, stored) + codec.decode_into(stored, sink, slots) if error]
-        if refused:
-            raise refused[0]
-        error = ((target.float() - given.float()).norm() / given.float().norm()).item()
-        rows.append({
-            "recipe": recipe,
-            "row_bytes": codec.nbytes,
-            "ratio": geometry.raw_bytes / codec.nbytes,
-            "error": error,
-            "encode": size / eager_seconds([partial(codec.encode_into, source, slots, stored)]),
-            "decode": size / eager_seconds([partial(codec.decode_into, stored, sink, slots)]),
-            "encode_in_a_row": size / repeated_seconds(partial(codec.start_encode, source, slots, stored)),
-            "decode_in_a_row": size / repeated_seconds(partial(codec.start_decode, stored, sink, slots)),
-            "encode_on_device": _speed(size, queued_seconds(partial(codec.start_encode, source, slots, stored))),
-            "decode_on_device": _speed(size, queued_seconds(partial(codec.start_decode, stored, sink, slots))),
-        })  # fmt: skip
+        rows.append(_row(recipe, pages))
         if progress:
             progress(done, len(recipes))
+    geometry, given, target = _pages(pages, latents=False)
     return {
         "device": torch.cuda.get_device_name(),
         "shape": [LAYERS, HEADS, TOKENS, DIM],
+        "latents": [LATENT_LAYERS, 1, LATENT_TOKENS, LATENT_DIM + ROTARY_DIM],
         "pages": pages,
         "page_bytes": geometry.raw_bytes,
-        "copy": size / repeated_seconds(partial(target.copy_, given)),
+        "target": TARGET,
+        "copy": pages * geometry.raw_bytes / repeated_seconds(partial(target.copy_, given)),
         "backend": kvpack.backends()["cuda"],
         "rows": rows,
+    }
+
+
+def _pages(count: int, *, latents: bool) -> tuple[kvpack.PageGeometry, torch.Tensor, torch.Tensor]:
+    """Random pages, and room for as many: both sides are next to each other in every head and token, as vLLM keeps them."""
+    if latents:
+        geometry = kvpack.PageGeometry(LATENT_LAYERS, 1, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM)
+    else:
+        geometry = kvpack.PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
+    shape = count, geometry.layers, geometry.heads, geometry.tokens, sum(geometry.dims.values())
+    given = torch.randn(shape, device="cuda").to(torch.bfloat16)
+    return geometry, given, torch.zeros_like(given)
+
+
+def _row(recipe: str, pages: int) -> dict[str, Any]:
+    geometry, given, target = _pages(pages, latents=recipe.startswith(LATENTS))
+    sides = list(geometry.dims.values())
+    source, sink = (kvpack.PageBuffer(geometry, *torch.split(pool, sides, 4)) for pool in (given, target))
+    size, codec = pages * geometry.raw_bytes, kvpack.PageCodec(recipe.removeprefix(LATENTS), geometry)
+    stored, slots = torch.zeros(pages, codec.nbytes, dtype=torch.uint8, device="cuda"), range(pages)
+    jobs = [codec.start_encode(source, slots, stored), codec.start_decode(stored, sink, slots)]
+    refused = [error for job in jobs for error in job.outcomes() if error]
+    if refused:
+        raise refused[0]
+    return {
+        "recipe": recipe,
+        "row_bytes": codec.nbytes,
+        "ratio": geometry.raw_bytes / codec.nbytes,
+        "error": ((target.float() - given.float()).norm() / given.float().norm()).item(),
+        "path": "device" if all(job.on_device for job in jobs) else "host",
+        "encode": size / eager_seconds([partial(codec.encode_into, source, slots, stored)]),
+        "decode": size / eager_seconds([partial(codec.decode_into, stored, sink, slots)]),
+        "encode_in_a_row": size / repeated_seconds(partial(codec.start_encode, source, slots, stored)),
+        "decode_in_a_row": size / repeated_seconds(partial(codec.start_decode, stored, sink, slots)),
+        "encode_on_device": _speed(size, queued_seconds(partial(codec.start_encode, source, slots, stored))),
+        "decode_on_device": _speed(size, queued_seconds(partial(codec.start_decode, stored, sink, slots))),
     }
 
 
@@ -82,11 +112,12 @@ def show(report: dict[str, Any]) -> None:
     """Print the table and the meaning of its columns."""
     from kvpack.output import bytes_text, print_table
 
-    columns = ["recipe", "row bytes", "smaller", "error", "encode\nGB/s", "decode\nGB/s", "encode, in\na row", "decode, in\na row"]
+    columns = ["recipe", "path", "row bytes", "smaller", "error", "encode\nGB/s", "decode\nGB/s", "encode, in\na row", "decode, in\na row"]
     columns += ["encode, on\nthe device", "decode, on\nthe device"]
     rows = [
         [
             row["recipe"],
+            row["path"],
             bytes_text(row["row_bytes"]),
             f"{row['ratio']:.2f}",
             f"{row['error']:.4f}",
@@ -99,4 +130,7 @@ def show(report: dict[str, Any]) -> None:
     print_table(title, columns, rows)
     print(f"\nBytes are those of bf16 per second, by {report['backend']}; a copy of the pages takes {report['copy'] / 1e9:.0f} GB/s.")
     print("A call waits for what became of its pages; in a row, calls begin jobs, and the last alone is waited for;")
-    print("on the device: its part of these, without what the host does.")
+    print("on the device: its part of these, without what the host does. On the path host, pages pass through the host's memory.")
+    layers, _, tokens, dim = report["latents"]
+    latents = f"Latents are in pages of {layers} layers x {tokens} tokens x {dim}."
+    print(f"{latents} The target of encode and decode is {report['target'] / 1e9:.0f} GB/s.")

@@ -45,6 +45,11 @@ class PageJob:
         return cls(torch.zeros(0, dtype=torch.int32, device="cpu"), lambda _: outcomes)
 
     @property
+    def on_device(self) -> bool:
+        """Whether a CUDA device does the job; otherwise the host has done it."""
+        return self._event is not None
+
+    @property
     def done(self) -> bool:
         """Whether the device has done its part: ``outcomes`` then waits for nothing but pages that it refused."""
         return self._event is None or bool(self._event.query())

@@ -104,10 +104,10 @@ def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
     from kvpack.kernels.decode import group
 
     scales = torch.arange(24, dtype=torch.float16).reshape(1, 1, 3, 4, 2)
-    aligned = group._as_int32(scales[:, :, 1:])
+    aligned = group._as_pairs(scales[:, :, 1:])
     assert aligned.data_ptr() == scales[:, :, 1:].data_ptr()
     for view in (poisoned(scales), scales.transpose(3, 4).contiguous().transpose(3, 4)):
-        assert torch.equal(group._as_int32(view).view(torch.float16), scales)
+        assert torch.equal(group._as_pairs(view).view(torch.float16), scales)
 
 
 @pytest.mark.kernels
@@ -291,7 +291,8 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
         pytest.param("kv=angle:n=48", {"table"}, id="angle"),
         pytest.param("kv=scalar:b=3", {"table"}, id="scalar"),
         pytest.param("turboquant-2.5", {"columns.unpack"}, id="scalar of two widths"),
-        pytest.param("kv=polar:b=4.2.2.2", {"columns.unpack"}, id="polar"),
+        pytest.param("kv=polar:b=4.2.2.2", {"table"}, id="polar"),
+        pytest.param("kv=polar:b=3.2.2.2.1", {"table", "columns.unpack"}, id="polar with an unequal pair"),
         pytest.param("bf16", set(), id="raw"),
         pytest.param(
             "k=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=16,outliers=3,qjl=fp16,sinks=2;"

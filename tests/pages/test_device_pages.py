@@ -14,6 +14,7 @@ import torch
 from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.errors import DigestMismatch, InvalidHeader, InvalidShape, KvpackError, NonFinite, NotKvpack, Truncated
 from kvpack.file import row as rows_of
+from kvpack.pages.device import DevicePages
 
 from interpreter import DEVICE, INTERPRETED  # isort: skip
 from engine_pages import ENGINES, bits, filled, values  # isort: skip
@@ -25,11 +26,24 @@ pytestmark = pytest.mark.kernels
 
 SMALL = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32)
 WIDE = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32, dtype="fp32")
-EXACT = ["raw", "kivi-4", "kv=group:b=4,g=32,axis=channel", "fp8", "mxfp4", "nvfp4"]
+EXACT = ["raw", "kivi-4", "kivi-2-u8", "kv=group:b=4,g=32,axis=channel", "fp8", "mxfp4", "nvfp4"]
 """Recipes whose codes and values the kernels give bit for bit; in narrower dtypes rounding may differ."""
-CLOSE = ["octopus-3", "octopus-4", "turboquant-4", "oscar-2", "turboangle-k8v4", "hqmq-s24-r3", "octopus-3;boundary-1"]
-BY_HOST = ["kivi-2-u8", "kv=scalar:b=3,channel_scale=fp16", "polarquant-4"]
-"""Recipes that pass through the host's memory, at least to be decoded."""
+CLOSE = [
+    "octopus-3",
+    "octopus-4",
+    "turboquant-4",
+    "oscar-2",
+    "oscar-2-u8",
+    "turboangle-k8v4",
+    "hqmq-s24-r3",
+    "octopus-3;boundary-1",
+    "polarquant-4",
+]
+BY_HOST = ["kv=scalar:b=3,channel_scale=fp16"]
+"""Recipes that pass through the host's memory."""
+LATENTS = PageGeometry(layers=2, heads=1, tokens=33, dim_k=512, dim_v=64)
+"""Latents of MLA beside their rotary values."""
+OF_LATENTS = ["k=group:b=4,g=32;v=raw", "k=group:b=2,g=32,scales=u8;v=raw", "oscar-2-u8", "octopus-3", "k=scalar:b=4;v=raw"]
 
 
 @pytest.fixture(autouse=True)
@@ -63,18 +77,25 @@ def host_decoded(codec: PageCodec, rows: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("recipe", [*EXACT, *CLOSE, *BY_HOST])
-def test_rows_and_pages_are_those_of_the_host(recipe: str) -> None:
-    geometry = WIDE if recipe in EXACT else SMALL
+CASES = (
+    [(WIDE, recipe) for recipe in EXACT] + [(SMALL, recipe) for recipe in CLOSE + BY_HOST] + [(LATENTS, recipe) for recipe in OF_LATENTS]
+)
+
+
+@pytest.mark.parametrize(("geometry", "recipe"), [pytest.param(*case, id=f"{case[0].dim_k} {case[1]}") for case in CASES])
+def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = PageCodec(recipe, geometry)
     pages, given = on_device(geometry, 4)
+    expected = by_host(codec, given, [3, 1])
+    if recipe not in BY_HOST:
+        refuse_the_host(monkeypatch)
     rows = torch.full((2, codec.nbytes + 32), 7, dtype=torch.uint8, device=DEVICE)
     assert codec.encode_into(pages, [3, 1], rows) == [None, None]
     assert (rows[:, codec.nbytes :] == 7).all()
     found = rows[:, : codec.nbytes].cpu()
-    expected = by_host(codec, given, [3, 1])
+    exact = recipe in EXACT and geometry is WIDE
     share = (found != expected).float().mean()
-    assert share == 0 if recipe in EXACT else share < 0.02
+    assert share == 0 if exact else share < 0.02
     theirs = host_decoded(codec, found)
     target, mine = on_device(geometry, 3, seed=5)
     before = [x.clone() for x in mine]
@@ -82,16 +103,36 @@ def test_rows_and_pages_are_those_of_the_host(recipe: str) -> None:
     for x, y, old in zip(mine, theirs, before, strict=True):
         assert torch.equal(bits(x[1]), bits(old[1]))
         for slot, number in ((2, 0), (0, 1)):
-            if recipe in EXACT:
+            if exact:
                 assert torch.equal(bits(x[slot].cpu()), bits(y[number]))
             else:
                 torch.testing.assert_close(x[slot].cpu(), y[number], rtol=2**-6, atol=2**-6)
 
 
+def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a page that goes through the host's memory fails the test."""
+
+    def encode(self: DevicePages, pages: Any, slots: Any, rows: Any, digests: Any, numbers: Any) -> list[Any]:
+        assert not len(numbers), "encoded by the host"
+        return []
+
+    def decode(*_: Any) -> list[Any]:
+        pytest.fail("decoded by the host")
+
+    monkeypatch.setattr(DevicePages, "_encode_by_host", encode)
+    monkeypatch.setattr(DevicePages, "_decode_by_host", decode)
+
+
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     "recipe",
-    ["fp8", "nvfp4", *(f"kv=minifloat:element={of},per=head,scales={dtype}" for of in ("e4m3", "e2m1") for dtype in ("fp16", "fp32"))],
+    [
+        "fp8",
+        "nvfp4",
+        "kivi-2-u8",
+        "kv=group:b=3,g=16,axis=channel,scales=u8,centre=zero",
+        *(f"kv=minifloat:element={of},per=head,scales={dtype}" for of in ("e4m3", "e2m1") for dtype in ("fp16", "fp32")),
+    ],
 )
 def test_scales_of_any_values_are_those_of_the_host(recipe: str) -> None:
     sizes = [0.0, 1e-45, 3e-42, 1e-38, 2.0**-24, 1e-6, 448.0, 6.1e4, 2.9e7, 3.3e38, torch.inf, torch.nan]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from triton import language
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -29,7 +30,7 @@ from kvpack.kernels import triton_insides
 from kvpack.kernels.attend import attention, growing, many_queries, plan
 from kvpack.kernels.attend.prepared import Options
 from kvpack.kernels.decode import decode, sides
-from kvpack.kernels.encode import encode
+from kvpack.kernels.encode import encode, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,7 @@ def compile_alone(compiled: Compiled) -> None:
     plan.uses_assembly = lambda device: True  # type: ignore[assignment]
     plan.overlaps = lambda device: True  # type: ignore[assignment]
     plan._multiprocessors = lambda device: 132
+    rows.operand_of = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]
     # What is attended depends on the values of outliers, which no kernel decodes here.
     decode.decode_frame = lambda codec, streams: codec.decode_frame(streams)
 

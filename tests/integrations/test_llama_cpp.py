@@ -324,6 +324,11 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(SEVEN, Caches([], list(range(7)))), {}, "holds 0 whole layers, and windows names 0: expected 1 to 4096 layers"),
         (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "the keys of whole layer 0 have ggml's type 99, expected one of a cache"),
         (state(SEVEN, whole(kinds={1: 20})), {}, r"the keys of whole layer 1 are quantized \(iq4_nl\), and kvpack holds .*--cache-type-k"),
+        (
+            state(SEVEN, whole(kinds={1: 3})),
+            {},
+            r"quantized \(q4_1\), .*, not this, because a block's least value is stored in binary16, and",
+        ),
         (state(SEVEN, whole(kinds={1: 8})), {}, "the keys of whole layer 1 have 32 bytes per cell of q8_0"),
         (state(SEVEN, Caches([(k[:, :0], v) for k, v in LAYERS], list(range(7)))), {}, "0 have 0 bytes per cell of fp16"),
         (

@@ -52,8 +52,9 @@ QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34,
 
 _MAGIC, _VERSION = 0x67677371, 3
 _OTHER_MAGICS = {0x6767736E: "the state of a whole context ('ggsn')", 0x67676C61: "an adapter ('ggla')"}
-_INEXACT = {3: "q4_1", 7: "q5_1", 20: "iq4_nl"}
-"""The other types that a cache of llama.cpp may have: no codec of kvpack holds them bit for bit."""
+_MINIMUM = "a block's least value is stored in binary16, and the codec group's centre, half a range above it, would need more bits"
+_INEXACT = {3: ("q4_1", _MINIMUM), 7: ("q5_1", _MINIMUM), 20: ("iq4_nl", "its steps are unequal, and those of the codec group are equal")}
+"""The other types that a cache of llama.cpp may have, and why no codec of kvpack holds them bit for bit."""
 _MAX_STREAMS = 256
 """LLAMA_MAX_SEQ."""
 _SERVER_VERSION = 1
@@ -259,8 +260,9 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> Block:
     if dtype is None:
         if ggml_type not in _INEXACT:
             raise InvalidParameter(f"{reader.where}: {what} have ggml's type {ggml_type}, expected one of a cache; {_OTHER_CELLS}")
+        name, why = _INEXACT[ggml_type]
         raise InvalidParameter(
-            f"{reader.where}: {what} are quantized ({_INEXACT[ggml_type]}), and kvpack holds {', '.join(QUANTIZED)} bit for bit, not this: "
+            f"{reader.where}: {what} are quantized ({name}), and kvpack holds {', '.join(QUANTIZED)} bit for bit, not this, because {why}: "
             "save the slot of a context with other cache types (--cache-type-k, --cache-type-v)"
         )
     quantized = QUANTIZED.get(dtype)

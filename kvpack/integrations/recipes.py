@@ -1,13 +1,52 @@
-"""What adapters of serving engines ask of a recipe."""
+"""What adapters of serving engines ask of a recipe, and of the basis that it may need."""
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
+from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import parse_recipe
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, MissingBasis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.coding.recipes import Recipe
+
+
+def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str) -> Recipe:
+    """The recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process; ``model`` is the engine's name.
+
+    Raises MissingBasis for a recipe that needs a basis and has none, MissingFile, and InvalidParameter for the basis of another model and
+    for one that the recipe does not need.
+    """
+    found = parse_recipe(recipe)
+    if not found.needs_basis:
+        if basis is not None:
+            raise InvalidParameter(f"basis is {os.fspath(basis)!r}, and the recipe {recipe!r} needs none: leave it out")
+        return found
+    if basis is None:
+        raise MissingBasis(
+            f"the recipe {recipe!r} needs a basis: set basis to the path of the file that kvpack calibrate made for the model"
+        )
+    loaded = Basis.load(basis)
+    loaded.check_model({"name": model})
+    return parse_recipe(found, loaded)
 
 
 def check_layers(recipe: str, why: str) -> None:
-    """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest."""
-    named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
+    """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest, as one with a basis does."""
+    parsed = parse_recipe(recipe)
+    named = [rule.written for rule in parsed.rules if rule.items is not None]
     if named:
         raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, and {why}: use one without layers")
+    if parsed.needs_basis:
+        raise InvalidParameter(f"the recipe {recipe!r} takes other columns of its basis in each layer, and {why}: use one without a basis")
+
+
+def check_layer_names(recipe: str, names: Sequence[str]) -> None:
+    """Raise InvalidParameter for such a recipe unless ``names``, as "model.layers.3.self_attn", count the layers of the model in order."""
+    numbers = [[int(part) for part in name.split(".") if part.isdecimal()] for name in names]
+    if numbers != [[number] for number in range(len(names))]:
+        check_layers(recipe, f"the layers {', '.join(names)} are not those of a model, from the first on and in order")

@@ -22,6 +22,7 @@ from .lanes import lanes_of
 if TYPE_CHECKING:
     import os
 
+    from kvpack.coding.bases import Basis
     from kvpack.coding.recipes import Recipe
 
 
@@ -33,7 +34,8 @@ class PageCodec:
     kernels, on the current stream, from and to rows in its memory. There a job is one launch for each side and one for the checksums;
     recipes and geometries that the kernels do not take, and rows in the host's memory, are copied through that.
     Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values
-    (lossless, outliers, raw tokens) and for one that keeps a raw tail.
+    (lossless, outliers, raw tokens) and for one that keeps a raw tail. A recipe of the codec klt needs its ``basis``: MissingBasis,
+    InvalidShape for one of other heads, and what reading a basis raises.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class PageCodec:
         *,
         threads: int = 1,
         namespace: bytes = bytes(NAMESPACE_BYTES),
+        basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(geometry, PageGeometry):
             raise InvalidParameter(f"geometry is a {type(geometry).__name__}, expected a kvpack.PageGeometry")
@@ -50,7 +53,7 @@ class PageCodec:
             raise InvalidParameter(f"threads is {threads!r}, expected an integer from 1 to 256")
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
             raise InvalidParameter(f"namespace is {namespace!r:.80}, expected {NAMESPACE_BYTES} bytes, such as Identity.digest")
-        self.recipe, self.geometry, self.threads, self.namespace = parse_recipe(recipe), geometry, threads, namespace
+        self.recipe, self.geometry, self.threads, self.namespace = parse_recipe(recipe, basis), geometry, threads, namespace
         self.contents = geometry.contents(self.recipe)
         self.layout = row_layout(self.contents)
         self.nbytes = self.layout.nbytes

@@ -11,6 +11,7 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.klt import Klt
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import Raw
 
@@ -84,13 +85,20 @@ class PageGeometry:
         return self.layers * self.heads * self.tokens * sum(self.dims.values()) * self.torch_dtype.itemsize
 
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
-        """The codec of one side. Raises InvalidParameter for one whose sizes depend on the values, and for bytes that would be recoded."""
+        """The codec of one side.
+
+        Raises InvalidParameter for one whose sizes depend on the values and for bytes that would be recoded, MissingBasis; and InvalidShape
+        for a basis of another number of heads.
+        """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
         codec = recipe.codec(layer, self.layers, side, dim, COMPUTED.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
         if isinstance(codec, Raw) and self.torch_dtype.itemsize == 1:
             return Opaque(dim)
         if self.dtype == "u8":
             raise InvalidParameter(f"{where}: the recipe stores {codec.id}, and bytes of an unknown meaning are kept as they are: use raw")
+        if isinstance(codec, Klt):
+            # A page of other heads could never be encoded.
+            codec.source_for(self.heads)
         varying = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
         if varying:
             raise InvalidParameter(

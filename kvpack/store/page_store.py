@@ -66,7 +66,7 @@ class PageStore:
     klt needs its ``basis``: the identity's recipe is the ``text`` of a ``Recipe("klt-2", basis)``.
 
     A page that is damaged, of another identity or geometry, or not there is a miss; damage and faults of the system are counted and
-    raise nothing. Raises InvalidParameter for arguments that can never work, and what ``PageCodec`` raises.
+    raise nothing. Raises InvalidParameter for arguments that can never work, as the basis of another model, and what ``PageCodec`` raises.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class PageStore:
             raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
         recipe = parse_recipe(identity.recipe)
         recipe = parse_recipe(recipe, basis_for(recipe, basis))
+        if recipe.basis is not None:
+            recipe.basis.check_model(identity.header_model)
         check_count("max_entry_bytes", max_entry_bytes, 1)
         check_count("jobs", jobs, 1)
         self.location, self.identity = location, identity

@@ -113,6 +113,8 @@ def test_what_cannot_be_served_is_refused(create: Any) -> None:
             serializer.estimate_serialized_size(layout_of(torch.zeros(shape).bfloat16()))
     with pytest.raises(InvalidShape, match="an object has 2 tensors"):
         serializer.estimate_serialized_size(layout_of(torch.zeros(1), torch.zeros(1)))
+    with pytest.raises(InvalidParameter, match="takes other columns of its basis in each layer, and LMCache's objects do not tell which"):
+        create(OPTIONS | {"recipe": "klt-2"})
 
 
 def test_bytes_need_the_name_of_their_dtype(create: Any) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvpack.errors import InvalidParameter
+import kvpack
+from kvpack.errors import InvalidParameter, MissingBasis
 
 from engine_stubs import import_over  # isort: skip
+from klt_bases import random_basis  # isort: skip
 
 LAYERS, PAGES, TOKENS, HEADS, DIM = 2, 6, 16, 2, 32
 SHAPES = {
@@ -114,9 +116,9 @@ def plain(made: Any, page: int) -> list[torch.Tensor]:
     return found
 
 
-def opened(storage: Any, made: Any, folder: Path, *, mla: bool = False, **options: Any) -> Any:
+def opened(storage: Any, made: Any, folder: Path, *, mla: bool = False, model: str = "a/model", **options: Any) -> Any:
     extra = {"backend_name": "kvpack", "interface_v1": 1, "location": str(folder), "recipe": "bf16", "revision": "abc", **options}
-    config = types.SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, is_mla_model=mla, model_name="a/model", extra_config=extra)
+    config = types.SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, is_mla_model=mla, model_name=model, extra_config=extra)
     backend = storage.KvpackHiCache(config, {})
     backend.register_mem_pool_host(made)
     backend.on_host_pools_registered()
@@ -277,6 +279,48 @@ def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) 
             backend.batch_set_v1(["a" * 64], indices(2))
         backend.close()
         SERVER.clear()
+
+
+def test_settings_of_sglang_itself_are_left_to_it(storage: Any, tmp_path: Path) -> None:
+    opened(storage, pool("page_first"), tmp_path, allocator="shm", file_storage_path="/tmp/hicache").close()
+    # A pool with a page format of its own has its tag behind the model's folder.
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    identities = []
+    for tag in (None, "fp4", "fp8"):
+        backend = opened(
+            storage, pool("page_first", storage_format_tag=tag), tmp_path, model=f"{tmp_path / 'model'}{'' if tag is None else f'-{tag}'}"
+        )
+        identities.append(backend.store.identity)
+        backend.close()
+    assert {identity.model for identity in identities} == {"model"}
+    assert len({identity.digest for identity in identities}) == 3
+
+
+def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> None:
+    shapes = {(layer, side): (HEADS, DIM) for layer in range(LAYERS) for side in "kv"}
+    for name in ("model", "other"):
+        (tmp_path / name).write_bytes(random_basis(shapes, LAYERS, model={"name": f"elsewhere/{name}"}))
+    made, read = pool("page_first", 3), pool("layer_first")
+    given = {"recipe": "kv=klt:bits=4", "basis": str(tmp_path / "model")}
+    backend = opened(storage, made, tmp_path / "store", **given)
+    assert backend.batch_set_v1(["a", "b"], indices(1, 4)) == [True, True]
+    backend.close()
+    backend = opened(storage, read, tmp_path / "store", **given)
+    assert backend.batch_get_v1(["b"], indices(2)) == [True]
+    # As a codec of the same basis decodes them.
+    pages, target = (storage.buffer_of(x) for x in (made, made))
+    rows = torch.zeros(1, backend.store.codec.nbytes, dtype=torch.uint8)
+    codec = kvpack.PageCodec("kv=klt:bits=4", pages.geometry, basis=tmp_path / "model")
+    assert codec.encode_into(pages, [4], rows) == codec.decode_into(rows, target, [4]) == [None]
+    assert all(torch.equal(x, y) for x, y in zip(plain(made, 4), plain(read, 2), strict=True))
+    with pytest.raises(InvalidParameter, match="takes other columns of its basis in each layer, and this pool does not hold all layers"):
+        backend.register_mem_host_pool_v2(pool("page_first"), "swa")
+    backend.close()
+    with pytest.raises(MissingBasis, match="set basis to the path"):
+        opened(storage, pool("page_first"), tmp_path / "store", recipe="kv=klt:bits=4")
+    with pytest.raises(InvalidParameter, match="whose name is 'elsewhere/other', and that of the cache is 'a/model'"):
+        opened(storage, pool("page_first"), tmp_path / "store", **{**given, "basis": str(tmp_path / "other")})
 
 
 def test_recipes_of_layers_are_for_pools_of_all_layers(storage: Any, tmp_path: Path) -> None:

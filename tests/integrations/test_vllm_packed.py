@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import types
 from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,17 @@ import pytest
 import torch
 
 from kvpack import PageCodec
-from kvpack.errors import InvalidParameter
+from kvpack.errors import InvalidParameter, InvalidShape, MissingBasis, MissingFile
 from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import settings_of
 
 from engine_stubs import import_over  # isort: skip
+from klt_bases import random_basis  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 2, 2, 16, 32, 12
 ATTENTION = Group(LAYERS, TOKENS, 2 * HEADS * TOKENS * DIM * 2, "attention", HEADS, DIM, 0, "bf16")
@@ -308,6 +311,54 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [spec_class(config(options=options)).config.model.dtype for options in changed]
     assert len({*folders, "bfloat16"}) == 7
     assert spec_class(config()).config.model.dtype == folders[0]
+
+
+def with_basis(tmp_path: Path, **changes: Any) -> Any:
+    """The configuration of a model of one group, whose layers have names, with a recipe and the file of its basis."""
+    shapes = {(layer, side): (HEADS, DIM) for layer in range(LAYERS) for side in "kv"}
+    (tmp_path / "m.kvbasis").write_bytes(random_basis(shapes, LAYERS, seed=changes.pop("seed", ""), model={"name": "folder/m"}))
+    names = changes.pop("names", [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)])
+    options = {"recipe": "kv=klt:bits=4", "basis": str(tmp_path / "m.kvbasis"), **changes.pop("options", {})}
+    groups = changes.pop("groups", (ATTENTION,))
+    given = config(groups, 1, options=options, parallel={"rank": 0}, **changes)
+    return replace(given, groups=tuple(types.SimpleNamespace(layer_names=names, tokens_per_block=TOKENS) for _ in groups))
+
+
+def test_a_recipe_takes_the_basis_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec_class = module(monkeypatch, "spec").KvpackSpec
+    spec = spec_class(with_basis(tmp_path))
+    ((codec,),) = spec.codecs
+    digest = hashlib.sha256((tmp_path / "m.kvbasis").read_bytes()).hexdigest()
+    assert codec.recipe.text == f"kv=klt:bits=4,basis={digest}"
+    buffer = ATTENTION.buffer("adjacent", device_blocks(ATTENTION, 0))
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
+    assert codec.encode_into(buffer, [3, 5], rows) == codec.decode_into(rows, buffer, [1, 2]) == [None, None]
+    # Rows of another basis are those of another recipe, and lie elsewhere.
+    other = spec_class(with_basis(tmp_path, seed="other"))
+    assert other.codecs[0][0].namespace != codec.namespace
+    assert other.config.model.dtype != spec.config.model.dtype
+
+
+def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec_class = module(monkeypatch, "spec").KvpackSpec
+    with pytest.raises(MissingBasis, match="the recipe 'kv=klt:bits=4' needs a basis: set basis to the path of the file"):
+        spec_class(with_basis(tmp_path, options={"basis": None}))
+    with pytest.raises(MissingFile, match=r"elsewhere\.kvbasis"):
+        spec_class(with_basis(tmp_path, options={"basis": str(tmp_path / "elsewhere.kvbasis")}))
+    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'folder/m', and that of the cache is 'n'"):
+        spec_class(with_basis(tmp_path, model=record(name="n", dtype="bfloat16")))
+    with pytest.raises(InvalidParameter, match="the recipe 'octopus-4' needs none: leave it out"):
+        spec_class(with_basis(tmp_path, options={"recipe": "octopus-4"}))
+    for names in (["model.layers.1.attn", "model.layers.0.attn"], ["model.layers.1.attn", "model.layers.2.attn"]):
+        with pytest.raises(InvalidParameter, match=r"the layers model.layers.1.attn, .* are not those of a model, from the first on"):
+            spec_class(with_basis(tmp_path, names=names))
+    with pytest.raises(InvalidParameter, match="the model has several groups of cache layers"):
+        spec_class(with_basis(tmp_path, groups=(ATTENTION, STATES)))
+    latents = Group(LAYERS, TOKENS, TOKENS * (DIM + 8) * 2, "latents", 1, DIM, 8, "bf16")
+    with pytest.raises(InvalidParameter, match="vLLM keeps no keys and values of heads that could be packed"):
+        spec_class(with_basis(tmp_path, groups=(latents,)))
+    with pytest.raises(InvalidShape, match="the keys of layer 0 of the basis"):
+        spec_class(with_basis(tmp_path, groups=(replace(ATTENTION, heads=1, page_bytes=ATTENTION.page_bytes // 2),)))
 
 
 def test_settings_name_what_vllm_was_started_with() -> None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import kvpack
 from kvpack import Identity, PageBuffer, PageGeometry, PageStore, Tier, cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
-from kvpack.errors import InvalidParameter, InvalidRecipe, MissingBasis, MissingFile
+from kvpack.errors import InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, MissingFile
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
 
@@ -282,7 +283,7 @@ def test_the_hosts_settings_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_pages_by_a_basis(tmp_path: Path) -> None:
-    basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
+    basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "model"}))
     recipe = Recipe("kv=klt:bits=4", basis)
     (tmp_path / "x.basis").write_bytes(basis.data)
     identity = Identity("model", recipe.text)
@@ -301,6 +302,24 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
     other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
     with pytest.raises(InvalidRecipe, match="names the basis"):
         PageStore(tmp_path / "store", identity, GEOMETRY, basis=other)
+    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', and that of the cache is 'another'"):
+        PageStore(tmp_path / "store", Identity("another", recipe.text), GEOMETRY, basis=basis)
+
+
+def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
+    basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
+    (tmp_path / "x.basis").write_bytes(basis.data)
+    with kvpack.PageCodec("kv=klt:bits=4", GEOMETRY, basis=tmp_path / "x.basis") as codec:
+        assert codec.recipe == Recipe("kv=klt:bits=4", basis)
+        given, _ = pages()
+        rows = [bytearray(codec.nbytes) for _ in range(4)]
+        assert codec.encode_into(given, range(4), rows) == [None] * 4
+    with pytest.raises(MissingBasis, match="needs a basis"):
+        kvpack.PageCodec("kv=klt:bits=4", GEOMETRY)
+    with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 3"):
+        kvpack.PageCodec("kv=klt:bits=4", replace(GEOMETRY, layers=3), basis=basis)
+    with pytest.raises(InvalidShape, match=r"the keys of layer 0 of the basis .*: .* of 2 heads, and .* 1"):
+        kvpack.PageCodec("kv=klt:bits=4", replace(GEOMETRY, heads=1), basis=basis)
 
 
 def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

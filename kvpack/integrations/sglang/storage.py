@@ -12,7 +12,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.recipes import check_layers
+from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 from kvpack.store.identity import Identity
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_OPTIONS = {"location", "recipe", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
-_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
-"""Settings in the same place that are SGLang's."""
+_OPTIONS = {"location", "recipe", "basis", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
+_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}
+"""Settings in the same place that are SGLang's; it adds the last one itself, for ``--file-storage-path``."""
 _PACKED = {"swa", "auxiliary_swa"}
 """The further pools of keys and values; of all others kvpack knows the bytes alone."""
 _SETTINGS = (
@@ -37,7 +37,8 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     """Pages of host pools under SGLang's own hashes, which cover tokens and salt, and an identity that covers all else.
 
     The pool's geometry is read when SGLang registers it. Options come in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
-    ``threads``, ``adapter``, ``tenant``, and ``revision``, which names the weights where the model is no folder.
+    ``threads``, ``adapter``, ``tenant``, ``basis``, the file of the basis that a recipe may need, and ``revision``, which names the weights
+    where the model is no folder.
     Calls come from threads of SGLang's cache controller and may wait. Raises InvalidParameter, which fails the attach.
     """
 
@@ -141,7 +142,8 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     def _store_of(self, pool: Any, geometry: PageGeometry, name: str, recipe: str | None = None) -> PageStore:
         if name or self._config.pp_size > 1:
             check_layers(self._options["recipe"], "this pool does not hold all layers of the model")
-        options = self._options if recipe is None else {**self._options, "recipe": recipe}
+        packed = recipe_with_basis(self._options["recipe"], self._options.get("basis"), str(self._config.model_name or ""))
+        options = {**self._options, "recipe": packed.text if recipe is None else recipe}
         return PageStore(
             options["location"],
             _identity(self._config, options, pool, name, arranged=recipe is not None),
@@ -149,6 +151,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
             threads=int(options.get("threads", 1)),
             max_bytes=options.get("max_bytes"),
             encryption=_keys(options),
+            basis=packed.basis,
         )
 
 
@@ -251,12 +254,15 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
     """What pages depend on besides tokens and salt. Every arrangement of a pool of values has the same rows, so that its layout is no part
     of it; ``arranged`` pages are the bytes of flat ones, whose order is the layout's.
     """
-    model, revision = str(config.model_name or ""), options.get("revision")
+    model, tag, revision = str(config.model_name or ""), getattr(pool, "storage_format_tag", None), options.get("revision")
+    if tag is not None:
+        # SGLang writes it behind the name, which would no longer be a folder's.
+        model = model.removesuffix(f"-{tag}")
     names = ["tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size", "is_mla_model", "should_split_heads"]
     # The ranks of a model with latents hold the same pages.
     names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
     parallel = {name: getattr(config, name, None) for name in names}
-    arrangement = [str(getattr(pool, "layout", "")), str(getattr(pool, "storage_format_tag", None))] if arranged else []
+    arrangement = [str(getattr(pool, "layout", "")), str(tag)] if arranged else [] if tag is None else [str(tag)]
     shape = [parallel, pool.page_size, *([name] if name else []), *arrangement, *_settings(pool)]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
     kept: Any = getattr(pool, "dtype", None)

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.recipes import check_layers
+from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_with_basis
 from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import tell_keys
@@ -35,8 +35,8 @@ GROUPS, SETTINGS = "kvpack_groups", "kvpack_settings"
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """The options of ``kv_connector_extra_config`` are vLLM's, and ``recipe``, ``layout``, ``threads``, ``revision``, ``adapter``,
-    ``tenant`` and ``any_version``, as for the tier. Raises InvalidParameter, before vLLM serves, for what cannot be right.
+    """The options of ``kv_connector_extra_config`` are vLLM's, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``,
+    ``adapter``, ``tenant`` and ``any_version``, as for the tier. Raises InvalidParameter, before vLLM serves, for what cannot be right.
     """
 
     def __init__(self, config: Any) -> None:
@@ -47,10 +47,14 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if groups is None:
             raise InvalidParameter('KvpackSpec is made by kvpack\'s connector: write "kv_connector": "KvpackConnector"')
         self._groups = groups
-        self._recipe, self._layout = _text(options, "recipe"), str(options.get("layout", ""))
+        given = recipe_with_basis(_text(options, "recipe"), options.get("basis"), config.model.name)
+        self._recipe, self._layout = given.text, str(options.get("layout", ""))
         _check(config, groups, self._layout, self.secondary_tier_configs)
         if len(groups) > 1:
             check_layers(self._recipe, "the model has several groups of cache layers, whose layers are counted in each")
+        elif given.basis is not None and groups[0].kind != "attention":
+            check_layers(self._recipe, "vLLM keeps no keys and values of heads that could be packed")
+        check_layer_names(self._recipe, config.groups[0].layer_names)
         identity = identity_of(
             config,
             self._recipe,
@@ -68,7 +72,13 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self._namespace, threads = identity.digest, int(options.get("threads", 1))
         self.codecs = [
             [
-                PageCodec(group.recipe(self._recipe), group.geometry, threads=threads, namespace=self._namespace_of(number, rank))
+                PageCodec(
+                    group.recipe(self._recipe),
+                    group.geometry,
+                    threads=threads,
+                    namespace=self._namespace_of(number, rank),
+                    basis=given.basis,
+                )
                 for rank in range(copies)
             ]
             for number, group in enumerate(groups)

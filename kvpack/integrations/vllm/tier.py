@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.recipes import check_layers
+from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_with_basis
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
@@ -32,7 +32,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
     vLLM hands over bytes without their shape, so ``heads`` (KV heads of one worker), ``head_dim`` and ``layout`` are the caller's, and
     compared with the bytes of a block; ``layout`` is a name of ``layouts.arrangement``. ``revision`` names the weights where vLLM's
-    model is no folder. ``max_bytes`` and ``encryption_key_file`` are those of a store. ``any_version`` allows a vLLM that was not run.
+    model is no folder, and ``basis`` is the file of the basis that a recipe may need. ``max_bytes`` and ``encryption_key_file`` are those
+    of a store. ``any_version`` allows a vLLM that was not run.
     Raises InvalidParameter, before vLLM serves, for what cannot be right: another version, several cache groups, other sizes.
     """
 
@@ -52,6 +53,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         layout: str,
         threads: int = 2,
         max_bytes: int | None = None,
+        basis: str | None = None,
         revision: str | None = None,
         adapter: str = "",
         tenant: str = "",
@@ -63,18 +65,22 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         config = offloading_spec.config
         check_version(vllm.__version__, any_version)
         rows = _rows(config, heads, head_dim, layout)
+        packed = recipe_with_basis(recipe, basis, config.model.name)
         if rows.geometry.layers != len(config.groups[0].layer_names):
-            check_layers(recipe, "a row holds several blocks of a layer, or those of several workers")
+            check_layers(packed.text, "a row holds several blocks of a layer, or those of several workers")
+        check_layer_names(packed.text, config.groups[0].layer_names)
         if current_platform.is_cpu():
             from .cpu import check_layout
 
             check_layout(rows, heads, config.groups[0].tokens_per_block, head_dim)
         shape = {"layout": layout, "layers": config.groups[0].layer_names}
-        identity = identity_of(config, recipe, shape, revision, adapter, tenant)
+        identity = identity_of(config, packed.text, shape, revision, adapter, tenant)
         encryption = None
         if encryption_key_file is not None:
             encryption = read_key_file(encryption_key_file)
-        self.store = PageStore(location, identity, rows.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
+        self.store = PageStore(
+            location, identity, rows.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption, basis=packed.basis
+        )
         memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
         self._pages = rows.buffer(memory)
         self._running: dict[int, Any] = {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from zoo_models import model_of
 
-from kvpack.formats.errors import InvalidShape
+import kvpack
+from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.integrations.transformers import KvpackCache
 
 if TYPE_CHECKING:
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
 
 COUNTS = (20, 1, 1, 30, 1)
+PASSES = ((0, 20), (20, 21), (21, 22), (22, 39), (39, 40))
+"""The first token of each pass, and the one behind its last."""
+
+REASONS = "reason" in inspect.signature(torch.compiler.disable).parameters
 
 
 @pytest.fixture(autouse=True)
@@ -70,16 +77,73 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, recipe: str, pa
         torch.testing.assert_close(side, other)
 
 
-@pytest.mark.parametrize("recipe", ["raw", "kv=group:b=4,g=8;tail=16"])
-def test_a_model_without_padding_is_one_graph(recipe: str) -> None:
-    model = model_of("Llama")
+@pytest.mark.filterwarnings("ignore::kvpack.KvpackWarning")
+@pytest.mark.parametrize(
+    ("name", "recipe", "padding"),
+    [
+        pytest.param("Llama", "raw", None, marks=pytest.mark.scenario),
+        ("Llama", "kv=group:b=4,g=8;tail=16", None),
+        ("Llama", "kv=group:b=4,g=8;tail=16", "left"),
+        pytest.param("Llama", "raw", "right", marks=pytest.mark.scenario),
+        pytest.param("Mistral", "kv=group:b=4,g=8;tail=16", None, marks=pytest.mark.scenario),
+        ("Mistral", "kv=group:b=4,g=8;tail=16", "left"),
+        pytest.param("Mistral", "raw", "right", marks=pytest.mark.scenario),
+        pytest.param("Gemma-3", "kv=group:b=4,g=8;tail=16", "left", marks=pytest.mark.scenario),
+        pytest.param("Gemma-2", "raw", "right", marks=pytest.mark.scenario),
+        pytest.param("GPT-OSS", "raw", "left", marks=pytest.mark.scenario),
+        pytest.param("GPT-OSS", "raw", "right", marks=pytest.mark.scenario),
+    ],
+)
+def test_a_model_over_packed_layers_is_one_graph(name: str, recipe: str, padding: str | None) -> None:
+    """With padding or without, and with windows that slide: of 12 tokens, which the passes fill and leave."""
+    model = model_of(name)
     eager, compiled = (KvpackCache(model, recipe) for _ in "ab")
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
-    for found, own in zip(logits(run, compiled, None), logits(model, eager, None), strict=True):
+    for found, own in zip(logits(run, compiled, padding), logits(model, eager, padding), strict=True):
         torch.testing.assert_close(found, own)
     assert compiled.packed.inputs == eager.packed.inputs
     # The first pass, one of several tokens, and a step.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_padding_in_a_graph_may_differ_from_pass_to_pass() -> None:
+    """None, on the left, on the right of the first pass, and in its middle, through the same code."""
+    model = model_of("Mistral")
+    run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
+    for hidden in (slice(0, 0), slice(0, 5), slice(0, 20), slice(15, 20), slice(7, 9)):
+        with pytest.warns(kvpack.KvpackWarning, match="decodes") if hidden.start else nullcontext():
+            found = []
+            for call in (run, model):
+                cache = KvpackCache(model, "kv=group:b=4,g=8;tail=16")
+                mask = torch.ones(2, 40, dtype=torch.long)
+                mask[1, hidden] = 0
+                logits = [call(ids[:, start:stop], past_key_values=cache, attention_mask=mask[:, :stop]).logits for start, stop in PASSES]
+                found.append(torch.cat(logits, 1)[mask.bool()])
+            torch.testing.assert_close(*found)
+    # The first pass, a step, and passes of any number of tokens over masks of one.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+def test_what_no_graph_holds_is_refused_by_its_reason() -> None:
+    model = model_of("Llama")
+    run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    ids = torch.full((1, 4), 5)
+    for options, given, reason in (
+        ({"dense": True}, {}, r"dense=True"),
+        ({}, {"attention_mask": torch.zeros(1, 1, 4, 4)}, "decoded in eager code"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=reason if REASONS else "disable"):
+            run(ids, past_key_values=KvpackCache(model, "raw", **options), **given)
+
+
+def test_a_copied_mask_of_other_padding_is_refused() -> None:
+    """Attention knows such a mask by the tensor that stands for it."""
+    cache = KvpackCache(model_of("Llama"), "raw")
+    starts = cache.compiled.starts(0, 4, torch.tensor([[True, True, True, False]]))
+    with pytest.raises(InvalidParameter, match="pad on the left"):
+        cache.compiled.attend(0, torch.zeros(1, 4, 4, 16), starts=starts.clone(), causal=True)
 
 
 def test_a_graph_tells_of_passes_as_eager_code_does() -> None:

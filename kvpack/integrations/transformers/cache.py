@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,7 +30,7 @@ from .positions import RotaryPositions
 from .prompts import common_tokens
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
-from .states import CompiledLength, PackedLength, PackedStates, without_gradients
+from .states import CompiledLength, PackedLength, PackedStates, left_out, without_gradients
 from .switch import Switch
 from .tracking import Tracking
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     from kvpack.cache.files import Bases
     from kvpack.coding.bases import Basis
+
+_DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) decodes them in eager code"
 
 
 class KvpackCache(TransformersCache):  # type: ignore[misc]
@@ -115,7 +118,6 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         ]
         super().__init__(layers=layers)
         self._following = _following(layers)
-        self._slides = any(getattr(layer, "is_sliding", False) for layer in layers)
         if isinstance(contents, Cache):
             keep_states(self.layers, contents)
         self._model, self._dense, self._decoding = known, bool(dense), decoding
@@ -211,7 +213,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         states = PackedStates(self, layer_idx, key_states, value_states)
         return states, states
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @left_out(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
         """``append``, and dense keys and values of the layer; where they cannot be had, nothing is appended."""
         before = self.live.seen(layer_idx)
@@ -273,7 +275,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             return self.compiled.compiled_seen(layer_idx)
         return self._length(layer_idx)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @left_out(_DENSE)
     def _length(self, layer_idx: int) -> int:
         if self.graphs is not None and self.graphs.captured is not None:
             return self.graphs.captured.tokens
@@ -282,18 +284,19 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
         """The number of keys for a mask, marked if attention "kvpack" needs no mask, and the first of them."""
         if not torch.compiler.is_dynamo_compiling():
-            return self._mask_sizes(query_length, layer_idx)
-        if self._dense or self._slides:
-            return self._compiled_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
-        # Of layers that hold all tokens the mask begins with the first.
-        return CompiledLength(lambda: self._mask_sizes(query_length, layer_idx)[0]), 0
+            return self.mask_sizes(query_length, layer_idx)
+        if self._dense:
+            return self._dense_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+        sizes = partial(self.mask_sizes, query_length, layer_idx)
+        # Where the first key is matters to those alone who ask for the sizes.
+        return CompiledLength(sizes, partial(self.compiled.compiled_starts, layer_idx, query_length)), 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _compiled_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
-        length, offset = self._mask_sizes(query_length, layer_idx)
-        return CompiledLength(lambda: length) if isinstance(length, PackedLength) else length, offset
+    @left_out(_DENSE)
+    def _dense_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.mask_sizes(query_length, layer_idx)
 
-    def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+    def mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """``get_mask_sizes`` in eager code."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if self._dense:
             return length, offset

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from kvpack.formats.errors import InvalidParameter
 from kvpack.live import operators
+
+from .masks import check_columns, masked_attention, padding_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +26,7 @@ class CompiledCalls:
         self._cache = weakref.ref(cache)
         first = operators.ticket_of(self)
         self._tickets = [first.clone() for _ in range(layers)]
+        self._masks: dict[int, _Mask] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(memo[id(self._cache())], len(self._tickets))
@@ -33,10 +37,57 @@ class CompiledCalls:
         assert v is not None
         self.cache.append(k, v, layer)
 
-    def attend(self, layer: int, q: torch.Tensor, **options: Any) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """What the operator does."""
-        out: torch.Tensor = self.cache.attend(layer, q, **options)
+        if starts is not None:
+            given = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
+            if given is None and any(mask.columns is not None for mask in self._masks.values()):
+                raise InvalidParameter(
+                    "a mask of this pass hides tokens other than padding on the left, and compiled code copied it: pad on the left, or "
+                    "call the model without torch.compile"
+                )
+            if given is not None and given.columns is not None:
+                return self._masked(layer, q, given, **options)
+            starts = starts if given is None or given.hides else None
+        out: torch.Tensor = self.cache.attend(layer, q, starts=starts, **options)
         return out
+
+    def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
+        """The first token that each sequence sees, and a note of what else ``columns``, a mask for padding, hides."""
+        length, first = self.cache.mask_sizes(queries, layer)
+        padding = padding_of(length, first, columns)
+        starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
+        # Their memory stays theirs: by its place, attention knows them.
+        others = None if padding.on_the_left else columns[:, first : first + length] != 0
+        self._masks[layer] = _Mask(starts, padding.starts is not None, others, length)
+        return starts.view_as(starts)
+
+    def _masked(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        mask: _Mask,
+        *,
+        scale: float | None,
+        causal: bool,
+        softcap: float | None,
+        sliding_window: int | None,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend the decoded keys and values of one layer with a mask ``[batch, token]`` of its tokens."""
+        k, v = self.cache.decoded(layer, q.shape[2], q.dtype)
+        check_columns(mask.tokens, k.shape[2], layer, q.shape[2])
+        assert mask.columns is not None
+        # Tokens that it has no column for are hidden.
+        columns = torch.nn.functional.pad(mask.columns, (0, mask.tokens - mask.columns.shape[1]))
+        token = torch.arange(mask.tokens, device=q.device)
+        ahead = token - token[-q.shape[2] :, None]
+        seen = columns[:, None, None, :].expand(-1, -1, q.shape[2], -1)
+        if causal:
+            seen = seen & (ahead <= 0)
+        if sliding_window is not None:
+            seen = seen & (ahead > -sliding_window)
+        return masked_attention(q, k, v, seen, scale, softcap, sink_logits)
 
     def compiled_update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Append to one layer, in compiled code."""
@@ -56,6 +107,12 @@ class CompiledCalls:
         seen, self._tickets[layer] = seen_tokens(self._tickets[layer], layer)
         return seen
 
+    def compiled_starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
+        """``starts`` in compiled code."""
+        starts: torch.Tensor
+        starts, self._tickets[layer] = first_seen(self._tickets[layer], columns, layer, queries)
+        return starts
+
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
         """``Tracking.enter`` in compiled code, for the module of that number among those with hooks."""
         # None and empty values are left out; of the others, all but tensors and this one count by their names.
@@ -74,6 +131,18 @@ class CompiledCalls:
         cache = self._cache()
         assert cache is not None
         return cache
+
+
+class _Mask(NamedTuple):
+    """What ``CompiledCalls.starts`` returned for a mask over ``tokens`` tokens.
+
+    ``hides``: whether it hides any of them; ``columns``, bool ``[batch, token]`` of not more of them, if others than the first.
+    """
+
+    starts: torch.Tensor
+    hides: bool
+    columns: torch.Tensor | None
+    tokens: int
 
 
 def takes(arguments: dict[str, Any]) -> bool:
@@ -98,6 +167,19 @@ def seen_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.T
 @seen_tokens.register_fake
 def _(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(ticket), torch.empty_like(ticket)
+
+
+@torch.library.custom_op(
+    "kvpack::first_seen", mutates_args=(), schema="(Tensor ticket, Tensor columns, SymInt layer, SymInt queries) -> (Tensor, Tensor)"
+)
+def first_seen(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``CompiledCalls.starts``, and the next ticket."""
+    return _calls(ticket).starts(layer, queries, columns), ticket.clone()
+
+
+@first_seen.register_fake
+def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return columns.new_empty(columns.shape[0], dtype=torch.int32), torch.empty_like(ticket)
 
 
 @torch.library.custom_op(

@@ -11,6 +11,7 @@ from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 
 from .layers import check_window
+from .masks import check_columns
 from .plain import plain_attention
 from .states import PackedStates
 
@@ -93,9 +94,5 @@ def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any
     k, v = states.decoded()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
     # A mask of two dimensions, as flash attention takes it, has a row for each sequence and a column for each token.
-    if mask.shape[-1] != held:
-        raise InvalidShape(
-            f"the attention mask has {mask.shape[-1]} columns, and layers[{states.number}] gives {held} tokens to a pass of {queries}: "
-            "a mask has a column for each"
-        )
+    check_columns(mask.shape[-1], held, states.number, queries)
     return k, v

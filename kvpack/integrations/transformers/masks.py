@@ -9,10 +9,10 @@ import torch
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidShape
 
 from .plain import plain_name
-from .states import CompiledLength, PackedLength
+from .states import CompiledLength, PackedLength, left_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,17 +27,19 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     Of packed keys, None where attention applies the mask by itself, and with padding on the left the first token that each sequence
     sees, int32 ``[batch, 1, 1, 1]``: models that keep some rows of masks (Gemma-4) leave that as it is. Else the mask of
     the model's own attention, for which the keys are decoded: for any other padding, and for any pattern but causal and sliding-window.
+    In compiled code an operator finds those first tokens.
     """
-    if isinstance(kv_length, CompiledLength) and options.get("attention_mask") is None and _is_causal(**options):
-        return None
+    if isinstance(kv_length, CompiledLength) and _is_named(config, **options):
+        columns = options.get("attention_mask")
+        return None if columns is None else _four_dimensions(kv_length.starts(columns))
     return _mask(kv_length=kv_length, config=config, **options)
 
 
 # Whether it hides anything but padding is read.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@left_out("kvpack finds in eager code what an attention mask of this pattern hides")
 def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     if isinstance(kv_length, CompiledLength):
-        kv_length = kv_length.length()
+        kv_length, options["kv_offset"] = kv_length.sizes()
     if isinstance(kv_length, PackedLength):
         packed, kv_length = kv_length, int(kv_length)
         if packed.captured is not None:
@@ -77,6 +79,32 @@ def padding_of(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Te
     # Read together: the device is waited for once.
     every, on_the_left = torch.stack([seen.all(), ~ends_hidden.any()]).tolist()
     return Padding(on_the_left, None if every else first + (~seen).sum(1, dtype=torch.int32))
+
+
+def _is_named(
+    config: Any,
+    *,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = False,
+    local_size: int | None = None,
+    allow_is_bidirectional_skip: bool | None = None,
+    **_: Any,
+) -> bool:
+    """Whether transformers' arguments alone tell that the mask, but for padding, is causal, within the model's window if it has one."""
+    if _is_causal(mask_function, use_vmap):
+        return True
+    # Of masks with a local size, those of chunks and in both directions are told apart by these; all that adds to a window allows no skip.
+    window = getattr(config, "sliding_window", None)
+    chunks = getattr(config, "attention_chunk_size", None)
+    return (
+        not use_vmap
+        and allow_is_causal_skip
+        and allow_is_bidirectional_skip is None
+        and chunks is None
+        and window is not None
+        and local_size == window
+    )
 
 
 def _is_causal(mask_function: Callable[..., Any] = causal_mask_function, use_vmap: bool = False, **_: Any) -> bool:
@@ -129,3 +157,40 @@ def _applied_by_attention(
         if not bool((mask_function(rows, 0, position[:, None], token) == expected).all()):
             return False
     return True
+
+
+def check_columns(columns: int, held: int, layer: int, queries: int) -> None:
+    """Raise InvalidShape unless a mask has a column for each token that a layer gives to a pass of ``queries`` tokens."""
+    if columns != held:
+        raise InvalidShape(
+            f"the attention mask has {columns} columns, and layers[{layer}] gives {held} tokens to a pass of {queries}: "
+            "a mask has a column for each"
+        )
+
+
+def masked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(scale q k^T) v over the tokens that are ``seen``, bool ``[batch, 1, query, token]``; 0 for a query that sees none.
+
+    ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token, dim]``; ``sink_logits`` are ``[q_head]``.
+    """
+    if softcap is None and sink_logits is None:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).float() for x in (k, v))
+        scores = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sink_logits is not None:
+            sinks = sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        out = (torch.softmax(scores, -1)[..., : k.shape[2]] @ v).to(q.dtype)
+    return out.masked_fill(~seen.any(-1, keepdim=True), 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -32,10 +34,20 @@ class PackedLength(int):
 
 
 class CompiledLength:
-    """What tells a length in compiled code, which is not compiled anew for each one, as it would be for an integer."""
+    """What tells the length of a mask in compiled code, which is not compiled anew for each one, as it would be for an integer.
 
-    def __init__(self, length: Callable[[], int]) -> None:
-        self.length = length
+    ``sizes`` tells it and the first key, and ``starts`` the first token that each sequence sees, int32 ``[batch]``, from the columns of a
+    mask for padding.
+    """
+
+    def __init__(self, sizes: Callable[[], tuple[int, int]], starts: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.sizes, self.starts = sizes, starts
+
+
+def left_out(reason: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator of functions that compilers leave to eager code; ``reason`` is what ``fullgraph=True`` is told, from PyTorch 2.7 on."""
+    options = {"reason": reason} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
+    return partial(torch.compiler.disable, **options)
 
 
 class PackedStates:
@@ -63,7 +75,7 @@ class PackedStates:
             out = self.cache.attend(self.number, q, **options)
         return out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @left_out("an attention mask of other patterns than a causal one or the model's window has its keys decoded in eager code")
     def decoded(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The tensors, dense, for a call whose mask hides tokens."""
         k, v = self.cache.decoded(self.number, self._queries, self._dtype)

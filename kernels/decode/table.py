@@ -82,11 +82,6 @@ def _digit(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tens
     return value
 
 
-@triton.jit
-def _entries(table: tl.tensor, entry: tl.tensor, element: tl.tensor, mask: tl.tensor, factor: tl.tensor, VALUES: tl.constexpr) -> tl.tensor:
-    return tl.load(table + (entry * VALUES + element), mask, 0.0) * factor
-
-
 @triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
 def _decode(
     out: tl.tensor,
@@ -162,13 +157,11 @@ def _decode(
             norm = tl.load(norm_table + (whole >> FORM.norm_at & FORM.norm_mask))
             value = unit.to(tl.float32, bitcast=True) * norm * factor
         elif JOINED == 1:
-            value = _entries(table, entry, 0, mask, factor, VALUES)
-        elif JOINED == 2:
-            value = tl.join(_entries(table, entry, 0, mask, factor, VALUES), _entries(table, entry, 1, mask, factor, VALUES))
+            value = tl.load(table + entry, mask, 0.0) * factor
         else:
-            even = tl.join(_entries(table, entry, 0, mask, factor, VALUES), _entries(table, entry, 2, mask, factor, VALUES))
-            odd = tl.join(_entries(table, entry, 1, mask, factor, VALUES), _entries(table, entry, 3, mask, factor, VALUES))
-            value = tl.join(even, odd)
+            # A thread loads all values of a symbol at once.
+            at = (entry * VALUES)[:, :, None] + tl.arange(0, VALUES)[None, None, :]
+            value = tl.load(table + at, mask[:, :, None], 0.0) * factor[:, :, None]
         value = tl.reshape(value, (TILE, CHANNELS))
         if ROTATED:
             value = original(value, signs, DIM)

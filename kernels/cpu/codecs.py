@@ -18,6 +18,7 @@ from kvpack.formats.basis import RUN_COLUMNS
 from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.group import Group
 from kvpack.formats.klt import GAINS, Klt, columns_of
+from kvpack.formats.lossless import FORMS, Lossless
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
 from kvpack.formats.outliers import Outliers
@@ -278,6 +279,19 @@ FIRST, CHUNKS = "outlier_first", "outlier_chunks"
 four values in binary16 and the chunk's number in its token."""
 
 
+PLACES = "chunk_places"
+"""The stream, made when a page is described, of the places of chunks: int64 ``[batch, kv_head, chunk, 2]``, the first word and the number of
+all words."""
+
+
+def _lossless(codec: Lossless) -> Described | None:
+    result = _struct(codec, {})
+    if result is None:
+        return None
+    result.fraction_bits, result.chunk_stream = FORMS[codec.dtype].fraction_bits, len(_planes(codec))
+    return _finished(result, codec, ["frequencies", "states", PLACES, "words"], [])
+
+
 def _completed(codec: WithSideCars) -> Described | None:
     """``described``, for a codec with at most one side-car of each kind that stores something in the coded frame."""
     plain = described(codec.codec)
@@ -325,6 +339,7 @@ FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
     Quaternion: _quaternion,
     Minifloat: _minifloat,
     Klt: _klt,
+    Lossless: _lossless,
 }
 """How each family is described; a new codec is one row."""
 

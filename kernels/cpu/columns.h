@@ -72,10 +72,6 @@ static void add_factored(const Codec *codec, const Encoded *out, int64_t i, cons
     add_digit(out, &packing[1], out->words + columns_before(codec, 1) * HALF_TILE, 0, i, high);
 }
 
-INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
-    return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
-}
-
 static void write_numbers(const Values *values, const float *numbers, int64_t count, char *to, int64_t stride) {
     for (int64_t i = 0; i < values->count; i++)
         for (int64_t t = 0; t < count; t += LANES) {

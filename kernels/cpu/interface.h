@@ -5,12 +5,12 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 20
+#define KVPACK_INTERFACE 21
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
-enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT };
+enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT, LOSSLESS };
 enum { F16, BF16, F32, U8 };
 
 /* One array [batch, kv_head, row, ...] whose rows are contiguous; strides are in bytes. A segment holds one per stored stream. */
@@ -86,7 +86,11 @@ typedef struct {
     /* angle: the bins; 0, or the binary logarithm of a quarter of them, whose directions the tables hold */
     int64_t bins, quarter_bits;
     float highest;
-    /* minifloat: the format of elements, codes of magnitude from `finite` on being none, and the kind of scales */
+    /* lossless: the stream of frequencies, 16-bit numbers of each run; then those of states and, for each chunk of token_group tokens, of
+       two int64, its first word and the number of all words, and the words */
+    int64_t chunk_stream;
+    /* minifloat: the format of elements, codes of magnitude from `finite` on being none, and the kind of scales. lossless: the bits
+       of fractions, 7 of bf16 or 10 of fp16 */
     int64_t fraction_bits, bias, finite, scale_kind;
     /* scalar: the channels of all parts in turn. klt: those of all packings, and then the places of their tables in the rows of a basis,
        whose stream is that of scales; and the place of the matrix there */

@@ -14,6 +14,7 @@
 #include "polar.h"
 #include "quaternion.h"
 #include "rans.h"
+#include "lossless.h"
 #include "raw.h"
 #include "scalar.h"
 
@@ -52,7 +53,7 @@
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t loaded_bytes(const Codec *codec) {
-    return TILE * (2 * larger_of(codec->columns + codec->numbers, 1) + 4 * larger_of(codec->numbers, 1)) + 128;
+    return TILE * (2 * larger_of(codec->columns + codec->numbers, 1) + 4 * larger_of(codec->numbers, 1)) + chunk_bytes(codec) + 192;
 }
 
 static char *aligned(char *memory) { return (char *)(((uintptr_t)memory + 63) / 64 * 64); }
@@ -62,7 +63,9 @@ static char *place_loaded(const Codec *codec, char *memory, Loaded *in) {
     in->numbers = (float *)memory;
     memory += 4 * TILE * larger_of(codec->numbers, 1);
     in->words = (uint16_t *)memory;
-    return memory + 2 * TILE * larger_of(codec->columns + codec->numbers, 1);
+    memory = aligned(memory + 2 * TILE * larger_of(codec->columns + codec->numbers, 1));
+    place_chunk(codec, memory, in);
+    return memory + chunk_bytes(codec);
 }
 
 /* A decoder's spare floats: scales of every run, weights of every group and query, or two tiles. */

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 20
+INTERFACE = 21
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
 """The environment variable with the number of threads of a call."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
-FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt")
+FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless")
 DTYPES = ("F16", "BF16", "F32", "U8")
 
 
@@ -61,7 +61,7 @@ class Codec(Structure):
         *((name, c_int64) for name in ("direct", "index_bits", "digit_bits", "norm_with_index", "norm_levels", "factored", "norm_kind")),
         *((name, c_int64) for name in ("bins", "quarter_bits")),
         ("highest", c_float),
-        *((name, c_int64) for name in ("fraction_bits", "bias", "finite", "scale_kind")),
+        *((name, c_int64) for name in ("chunk_stream", "fraction_bits", "bias", "finite", "scale_kind")),
         ("channels", POINTER(c_int32)),
         *((name, c_int64) for name in ("matrix_place", "levels", "radii")),
         *((name, c_int64 * MOST_PACKINGS) for name in ("level_stream", "level_first", "level_angles", "level_equal")),

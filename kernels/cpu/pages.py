@@ -112,4 +112,4 @@ def decodes(codec: Codec, dtype: torch.dtype) -> bool:
         return False
     described = codecs.described(codec)
     # Rows hold no stream that is made when a page is described.
-    return described is not None and not {codecs.TABLE, codecs.BASIS} & set(described.streams)
+    return described is not None and not {codecs.TABLE, codecs.BASIS, codecs.PLACES} & set(described.streams)

@@ -2,19 +2,41 @@
 
 enum { RANS_LANES = 32, RANS_BITS = 12, RANS_SLOTS = 1 << RANS_BITS, RANS_LEAST = 1 << 16 };
 
-/* One symbol of one lane; `at` is the next word of the array, and 0 stands for words behind its end. */
-INLINE uint8_t rans_symbol(const Rans *call, const uint32_t *slots, uint32_t *state, int64_t *at) {
+/* An array of words, and the next of them. */
+typedef struct {
+    const uint16_t *words;
+    int64_t count, at;
+} RansWords;
+
+/* One symbol of one lane; 0 stands for words behind the end of the array. */
+INLINE uint8_t rans_symbol(RansWords *words, const uint32_t *slots, uint32_t *state) {
     uint32_t x = *state, slot = x & (RANS_SLOTS - 1), found = slots[slot];
     x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
     if (x < RANS_LEAST) {
-        x = x << 16 | (*at < call->word_count ? call->words[*at] : 0);
-        ++*at;
+        x = x << 16 | (words->at < words->count ? words->words[words->at] : 0);
+        ++words->at;
     }
     *state = x;
     return (uint8_t)found;
 }
 
-#if LEVEL >= 3
+#if LEVEL == 4
+/* One symbol of every lane. Loads 16 words where it may take fewer: they are in the array, if not of the chunk. */
+INLINE void rans_step(const uint16_t *words, const uint32_t *slots, const uint8_t *tables, uint32_t *states, int64_t *at, uint8_t *symbols) {
+    for (int part = 0; part < RANS_LANES; part += 16) {
+        vu x = (vu)load_int((int32_t *)states + part), slot = x & (RANS_SLOTS - 1), place = slot;
+        if (tables) place |= (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(tables + part))) << RANS_BITS;
+        vu found = (vu)_mm512_i32gather_epi32((__m512i)place, slots, 4);
+        x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
+        __mmask16 low = _mm512_cmplt_epu32_mask((__m512i)x, _mm512_set1_epi32(RANS_LEAST));
+        __m512i next = _mm512_maskz_expand_epi32(low, (__m512i)load_words(words + *at));
+        x = (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
+        *at += __builtin_popcount(low);
+        store_int((int32_t *)states + part, (vi)x);
+        _mm_storeu_si128((__m128i *)(symbols + part), _mm512_cvtepi32_epi8((__m512i)found));
+    }
+}
+#elif LEVEL == 3
 /* For each mask of 8 lanes, the place among the next words of the one that a lane takes. */
 #define PLACE(mask, lane) __builtin_popcount((mask) & ((1 << (lane)) - 1))
 #define PLACES(mask) \
@@ -54,28 +76,30 @@ INLINE void rans_step(const uint16_t *words, const uint32_t *slots, const uint8_
 }
 #endif
 
-static void rans_chunk(const Rans *call, int64_t chunk) {
-    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
-    const uint32_t *slots = tables ? call->slots : call->slots + call->table[chunk] * RANS_SLOTS;
-    int64_t length = call->lengths[chunk], at = call->first_word[chunk], i = 0;
-    uint32_t states[RANS_LANES];
-    uint8_t *symbols = call->symbols + chunk * call->stride;
-    memcpy(states, call->states + chunk * RANS_LANES, sizeof(states));
+/* `length` symbols, by the slots of one table, or of those in `tables`, one for each symbol. */
+static void rans_decode(RansWords *words, const uint32_t *slots, const uint8_t *tables, uint32_t *states, int64_t length, uint8_t *symbols) {
+    int64_t i = 0;
 #if LEVEL >= 3
     if (tables) {
-        for (; i + RANS_LANES <= length && at + RANS_LANES <= call->word_count; i += RANS_LANES)
-            rans_step(call->words, slots, tables + i, states, &at, symbols + i);
+        for (; i + RANS_LANES <= length && words->at + RANS_LANES <= words->count; i += RANS_LANES)
+            rans_step(words->words, slots, tables + i, states, &words->at, symbols + i);
     } else {
-        for (; i + RANS_LANES <= length && at + RANS_LANES <= call->word_count; i += RANS_LANES)
-            rans_step(call->words, slots, NULL, states, &at, symbols + i);
+        for (; i + RANS_LANES <= length && words->at + RANS_LANES <= words->count; i += RANS_LANES)
+            rans_step(words->words, slots, NULL, states, &words->at, symbols + i);
     }
 #endif
-    for (; i < length; i++) {
-        const uint32_t *own = tables ? slots + tables[i] * RANS_SLOTS : slots;
-        symbols[i] = rans_symbol(call, own, &states[i % RANS_LANES], &at);
-    }
-    call->read[chunk] = at - call->first_word[chunk];
-    memcpy(call->last + chunk * RANS_LANES, states, sizeof(states));
+    for (; i < length; i++) symbols[i] = rans_symbol(words, tables ? slots + tables[i] * RANS_SLOTS : slots, &states[i % RANS_LANES]);
+}
+
+static void rans_chunk(const Rans *call, int64_t chunk) {
+    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
+    uint32_t states[RANS_LANES];
+    memcpy(states, call->states + chunk * RANS_LANES, sizeof states);
+    RansWords words = {call->words, call->word_count, call->first_word[chunk]};
+    rans_decode(&words, tables ? call->slots : call->slots + call->table[chunk] * RANS_SLOTS, tables, states, call->lengths[chunk],
+                call->symbols + chunk * call->stride);
+    call->read[chunk] = words.at - call->first_word[chunk];
+    memcpy(call->last + chunk * RANS_LANES, states, sizeof states);
 }
 
 /* From the last symbol to the first; lanes of a step, too, so that its words are in the order of lanes. A word is written where there may

@@ -182,6 +182,8 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
         streams |= outliers
     if codecs.TABLE in described.streams:
         streams[codecs.TABLE] = _scale_tables(streams["scale_range"])
+    if codecs.PLACES in described.streams:
+        streams[codecs.PLACES] = _chunk_places(streams)
     if codecs.BASIS in described.streams:
         streams[codecs.BASIS] = _basis_numbers(codec, streams, batch, heads, len(counts))
     layouts = codec.layout(batch, heads, int(stretch.ends[-1]))
@@ -193,11 +195,14 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
             rows, shape = numpy.arange(len(counts)), torch.Size((batch, heads, len(counts), 256, 2))
         elif name == codecs.BASIS:
             rows, shape = numpy.arange(len(counts)), stream.shape
+        elif name == codecs.PLACES:
+            per_run = -(-counts // codec.token_group)
+            rows, shape = numpy.cumsum(per_run) - per_run, torch.Size((batch, heads, int(per_run.sum()), 2))
         elif name == codecs.ENTRY:
             rows, shape = stretch.ends - counts, torch.Size((batch, 1, int(stretch.ends[-1])))
         elif name == codecs.FIRST:
             rows, shape = stretch.ends - counts, torch.Size((batch, heads, int(stretch.ends[-1]) + 1))
-        elif name in (codecs.ENTRIES, codecs.CHUNKS):
+        elif name in (codecs.ENTRIES, codecs.CHUNKS) or (name in layouts and layouts[name].per == "entry"):
             rows, shape = numpy.zeros_like(counts), stream.shape
         else:
             layout = layouts[name]
@@ -228,6 +233,14 @@ def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int
         return codecs.basis_numbers(codec, codec.source_for(heads))[:, :, None].expand(batch, heads, runs, -1)
     found = [codecs.basis_numbers(codec, BasisRows(streams["rows"][:, :, run])) for run in range(runs)]
     return torch.stack(found, 2).contiguous()
+
+
+def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The stream ``codecs.PLACES``: words lie by chunk, then sequence, then head."""
+    counts = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).permute(2, 0, 1)
+    firsts = counts.flatten().cumsum(0).view(counts.shape) - counts
+    words = torch.full_like(firsts, streams["words"].shape[2])
+    return torch.stack([firsts, words], -1).permute(1, 2, 0, 3).contiguous()
 
 
 def _raw_tokens(stretch: Stretch) -> dict[str, torch.Tensor] | None:

@@ -1,5 +1,9 @@
 /* From segments to one tile: words and numbers are transposed to rows of TILE tokens, whatever their strides, and digits cut out. */
 
+INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
+    return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
+}
+
 /* Tokens [at, at + count) of the tile lie in one segment, from its token `token` on. */
 typedef struct {
     int64_t at, count, token;
@@ -24,15 +28,19 @@ typedef struct {
     int64_t count;
 } Outliers;
 
+/* What lossless.h has decoded. */
+typedef struct Chunk Chunk;
+
 /* The words and numbers of one tile. Those after the last token are zero. */
 typedef struct {
-    int64_t tokens, pieces, runs, patches;
+    int64_t batch, head, tokens, pieces, runs, patches;
     Piece piece[TILE];
     Run run[TILE];
     Patch patch[TILE];
     Outliers outliers[TILE];
     uint16_t *words; /* [column of all packings, plane by plane][TILE] */
     float *numbers;  /* [number][TILE] */
+    Chunk *chunk;    /* of lossless alone */
 } Loaded;
 
 /* The words of one packing, of `count` tokens from column `at` of the tile on. Returns the words that it fills per token. */
@@ -162,6 +170,8 @@ static void find_pieces(const Side *side, int64_t start, int64_t count, int64_t 
 
 /* Words (unless the caller reads them as they are stored) and numbers of the tile's pieces. */
 static void load_tile(const Codec *codec, int64_t batch, int64_t head, int with_words, Loaded *tile) {
+    tile->batch = batch;
+    tile->head = head;
     tile->runs = tile->patches = 0;
     for (int64_t p = 0; p < tile->pieces; p++) {
         const Piece *piece = &tile->piece[p];

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 RECIPES = (
-    "bf16", "kivi-2", "kivi-4", "turboquant-3", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "polarquant-3",
+    "bf16", "lossless", "kivi-2", "kivi-4", "turboquant-3", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "polarquant-3",
 )  # fmt: skip
 """One preset per family, and those that few bits make cheap."""
 

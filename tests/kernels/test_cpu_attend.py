@@ -139,6 +139,8 @@ RECIPES = (
     "k=octahedral:b=3,qjl=fp16,outliers=2,sinks=4;v=group:b=3,g=32,outliers=2,scales=u8",
     "bf16",
     "fp32;tail=64",
+    "lossless",
+    "kv=lossless:dtype=fp16,chunk=32",
 )
 
 
@@ -269,7 +271,29 @@ def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
                     stream.view(torch.int16).random_(generator=generator)
                 elif name == "scales" and stream.dtype == torch.uint8:
                     stream.random_(generator=generator)
+                elif name in ("frequencies", "states", "words"):
+                    stream.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
     assert kvpack.attend(q, layer, **options).shape[:3] == q.shape[:3]
+
+
+def test_counts_of_words_that_are_not_there_read_nothing_outside() -> None:
+    layer = kvpack.pack(random_pairs(1, 600), "lossless")[0]
+    for side in layer.sides.values():
+        side.pages[0].streams["word_counts"].view(torch.int16).fill_(-1)
+    q = torch.randn(1, 2, 1, 64)
+    assert attention.cpu_kernels(q, layer) is not None
+    assert kvpack.attend(q, layer).shape == q.shape
+
+
+def test_runs_of_lossless_have_tables_of_their_own(level: int) -> None:
+    cache = kvpack.pack(random_pairs(1, 300, batch=2), "lossless")
+    for number, tokens in enumerate((1, 256, 70)):
+        cache = cache.append([tuple(x * 2.0 ** (8 * number) for x in pair) for pair in random_pairs(1, tokens, batch=2)])
+    q = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(1)) * 2**-20
+    assert attention.cpu_kernels(q, cache[0]) is not None
+    for window in (None, 130):
+        found = cpu_attend.attend(q, cache[0], 0.1, True, None, window, None, None, level=level)
+        assert_alike(found, by_torch(q, cache[0], scale=0.1, sliding_window=window), cache[0])
 
 
 def test_flags_that_change_later_read_nothing_outside() -> None:

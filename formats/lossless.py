@@ -126,14 +126,19 @@ class Lossless(CodecFamily):
             for head, row in enumerate(exponents):
                 # numpy's would widen the symbols first.
                 counts[head] += torch.bincount(row, minlength=alphabet).numpy()
-        tables = rans.frequencies(_with_room(counts))
-        if before is not None:
-            last = _numbers(before["frequencies"]).reshape(batch * heads, alphabet).astype(numpy.int64)
-            # A table of its own costs a run its bytes.
-            if (rans.cost(counts, last) <= rans.cost(counts, tables) + 16 * alphabet).all():
-                tables = last
+        tables = self.tables_for(counts, before)
         stored = _stream(tables.reshape(batch, heads, 1, alphabet), run.device)
         return RunEncoder({"frequencies": stored}, lambda block, _: self.coded(block, tables))
+
+    def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
+        """Frequencies int64 ``[batch · kv_head, symbol]`` for exponents of these ``counts``; of the run ``before`` where that costs less."""
+        tables = rans.frequencies(_with_room(counts))
+        if before is not None:
+            last = _numbers(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
+            # A table of its own costs a run its bytes.
+            if (rans.cost(counts, last) <= rans.cost(counts, tables) + 16 * counts.shape[1]).all():
+                return last
+        return tables
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
@@ -156,12 +161,16 @@ class Lossless(CodecFamily):
         in_order = symbols.transpose(1, 0, 2).reshape(-1, self.chunk * dim)
         lengths = numpy.repeat(self._lengths((tokens,)), batch * heads)
         chunks = rans.encode(in_order, lengths, tables, numpy.tile(numpy.arange(batch * heads), rows))
-        states = chunks.states.astype("<u4").view("<u2").reshape(rows, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
-        counts = chunks.counts.reshape(rows, batch, heads).transpose(1, 2, 0)
-        return self.pack("signed_fractions", self._fractions(bits)) | {
-            "states": _stream(states, x.device),
-            "word_counts": _stream(counts, x.device),
-            "words": _stream(chunks.words[None, None], x.device),
+        return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
+
+    def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """The streams of coded chunks, which lie by chunk, then sequence, then head."""
+        states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
+        counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
+        return {
+            "states": _stream(states, device),
+            "word_counts": _stream(counts, device),
+            "words": _stream(chunks.words[None, None], device),
         }
 
     def _bits(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 21
+#define KVPACK_INTERFACE 22
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
@@ -209,6 +209,15 @@ typedef struct {
     int64_t batch, heads, tokens, dim, chunk, longest, threads, level;
 } Join;
 
+/* split: bf16 values `x` to exponents and `plane`, which join joins; or, where `counts` [batch, kv_head][256] is there, these alone: how often
+   a head has each exponent. */
+typedef struct {
+    uint8_t *exponents;
+    Stream plane, x;
+    int64_t *counts;
+    int64_t batch, heads, tokens, dim, chunk, longest, threads, level;
+} Split;
+
 /* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
 int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
@@ -216,6 +225,7 @@ int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_join(const Join *call);
+int64_t kvpack_split(const Split *call);
 
 int64_t kvpack_interface(void);
 int64_t kvpack_sizes(int64_t structure);

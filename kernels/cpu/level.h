@@ -30,6 +30,8 @@ typedef struct {
     void (*rans_encode)(const RansEncode *call, int64_t chunk);
     /* Tokens [start, stop) of one head of one sequence. */
     void (*join)(const Join *call, int64_t head, int64_t start, int64_t stop);
+    void (*split)(const Split *call, int64_t head, int64_t start, int64_t stop);
+    void (*count)(const Split *call, int64_t head);
 } Level;
 
 extern const Level kvpack_v4, kvpack_v3, kvpack_portable;

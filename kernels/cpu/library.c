@@ -63,6 +63,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 5: return sizeof(Rans);
         case 6: return sizeof(Join);
         case 7: return sizeof(RansEncode);
+        case 8: return sizeof(Split);
         default: return 0;
     }
 }
@@ -258,6 +259,28 @@ static void join_item(const void *context, int64_t number, char *memory) {
 EXPORTED int64_t kvpack_join(const Join *call) {
     Joining work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_UNPACKED)};
     return kvpack_for_each(join_item, &work, work.parts * call->heads * call->batch, call->threads, 1);
+}
+
+typedef struct {
+    const Split *call;
+    const Level *level;
+    int64_t parts;
+} Splitting;
+
+static void split_item(const void *context, int64_t number, char *memory) {
+    const Splitting *work = context;
+    const Split *call = work->call;
+    int64_t start = number % work->parts * TOKENS_UNPACKED, stop = start + TOKENS_UNPACKED < call->tokens ? start + TOKENS_UNPACKED : call->tokens;
+    (void)memory;
+    if (call->counts)
+        work->level->count(call, number);
+    else
+        work->level->split(call, number / work->parts, start, stop);
+}
+
+EXPORTED int64_t kvpack_split(const Split *call) {
+    Splitting work = {call, level_of(call->level), call->counts ? 1 : ceiling(call->tokens, TOKENS_UNPACKED)};
+    return kvpack_for_each(split_item, &work, work.parts * call->heads * call->batch, call->threads, 1);
 }
 
 /* Adds words to a checksum of rows (spec/row.md): sum * X^words + the words times descending powers of X, modulo 2^64. */

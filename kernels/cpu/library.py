@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 21
+INTERFACE = 22
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -143,6 +143,16 @@ class Join(Structure):
     )
 
 
+class Split(Structure):
+    _fields_ = (
+        ("exponents", c_void_p),
+        ("plane", Stream),
+        ("x", Stream),
+        ("counts", c_void_p),
+        *((name, c_int64) for name in ("batch", "heads", "tokens", "dim", "chunk", "longest", "threads", "level")),
+    )
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None where it was not built, or from other sources than these."""
@@ -156,7 +166,7 @@ def library() -> ctypes.CDLL | None:
         if found.kvpack_interface() != INTERFACE:
             continue
         found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode)
+        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split)
         if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
@@ -164,6 +174,7 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
         found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
         found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)
+        found.kvpack_split.restype, found.kvpack_split.argtypes = c_int64, (POINTER(Split),)
         found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
         found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
         found.kvpack_rans_encode.restype, found.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)

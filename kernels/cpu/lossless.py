@@ -1,18 +1,26 @@
-"""lossless on the CPU: exponents decoded and joined with signs and fractions, bit for bit, for bf16 in its default packing."""
+"""lossless on the CPU: exponents apart from signs and fractions, and joined with them, bit for bit, for bf16 in its default packing."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
+from kvpack.formats import rans
 from kvpack.formats.lossless import Lossless
 
 from . import library
+from . import rans as c_rans
+from .memory import empty
 from .unpack import FEWEST_VALUES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.formats.base import Codec
+
     from .sides import Side
 
 VALUES_AT_ONCE = 1 << 22
@@ -21,13 +29,60 @@ VALUES_AT_ONCE = 1 << 22
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
     """Whether C unpacks ``side``: values of bf16 to bf16, whose signs and fractions are the bytes of one plane."""
-    codec = side.codec
+    return _takes(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.pages)
+
+
+def encodes(codec: Codec, x: torch.Tensor) -> bool:
+    """Whether C encodes ``x`` ``[batch, kv_head, token, dim]``: values of bf16, not none."""
+    return _takes(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
+
+
+def _takes(codec: Codec, dtype: torch.dtype) -> bool:
     if library.library() is None or type(codec) is not Lossless or codec.dtype != "bf16" or dtype != torch.bfloat16:
         return False
     packing = codec.packings()["signed_fractions"]
-    return (
-        packing.fields == 2 and packing.symbols % 2 == 0 and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.pages)
-    )
+    return packing.fields == 2 and packing.symbols % 2 == 0
+
+
+def encode(
+    codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
+) -> dict[str, torch.Tensor]:
+    """The streams of ``x``, which ``encodes`` takes, as one run after the run ``before``: those of ``formats/``.
+
+    ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    """
+    batch, heads, tokens, dim = x.shape
+    counts = numpy.empty((batch * heads, 256), numpy.int64)
+    call = library.Split(None, library.Stream(), _stream(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
+    call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES), level
+    _split(call)
+    tables = codec.tables_for(counts, before)
+    plane = empty((batch, heads, tokens, dim // 2), torch.uint16, x.device)
+    at_once = max(1, VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
+    parts = []
+    for start in range(0, tokens, at_once):
+        call.tokens = min(at_once, tokens - start)
+        rows = -(-call.tokens // codec.chunk)
+        call.longest = min(codec.chunk, call.tokens) * dim
+        exponents = numpy.empty((rows * batch * heads, call.longest), numpy.uint8)
+        call.exponents, call.counts = exponents.ctypes.data, None
+        call.x, call.plane = _stream(x[:, :, start:]), _stream(plane[:, :, start:])
+        _split(call)
+        lengths = numpy.full(rows, codec.chunk * dim)
+        lengths[-1] = (call.tokens - (rows - 1) * codec.chunk) * dim
+        table = numpy.tile(numpy.arange(batch * heads), rows)
+        parts.append(c_rans.encode(exponents, numpy.repeat(lengths, batch * heads), tables, table, threads, level))
+    chunks = rans.Chunks(*(numpy.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    frequencies = torch.from_numpy(tables.astype(numpy.uint16)).view(batch, heads, 1, 256)
+    streams = codec.chunk_streams(chunks, batch, heads, x.device) | {"signed_fractions.0": plane, "frequencies": frequencies}
+    return {name: streams[name] for name in codec.layout(batch, heads, tokens)}
+
+
+def _split(call: library.Split) -> None:
+    compiled = library.library()
+    assert compiled is not None
+    if compiled.kvpack_split(ctypes.byref(call)):
+        raise MemoryError("there is not enough memory for the threads of encoding")
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:

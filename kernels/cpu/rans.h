@@ -102,6 +102,48 @@ static void rans_chunk(const Rans *call, int64_t chunk) {
     memcpy(call->last + chunk * RANS_LANES, states, sizeof states);
 }
 
+#if LEVEL == 4
+enum { FREQUENCY_BITS = RANS_BITS + 1 };
+
+/* Codes one symbol of every lane, from the last to the first, by the frequency and first slot of each; returns where its words begin. */
+INLINE uint16_t *rans_encode_step(const uint32_t *frequencies, const uint8_t *symbols, vu *state, uint16_t *to) {
+    UNROLLED for (int part = 1; part >= 0; part--) {
+        __m512i symbol = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(symbols + 16 * part)));
+        vu x = state[part], own = (vu)_mm512_i32gather_epi32(symbol, frequencies, 4), frequency = own & ((1 << FREQUENCY_BITS) - 1);
+        __mmask16 full = _mm512_cmpge_epu32_mask((__m512i)(x >> (32 - RANS_BITS)), (__m512i)frequency);
+        int count = __builtin_popcount(full);
+        to -= count;
+        _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, (__m512i)x)));
+        x = (vu)_mm512_mask_srli_epi32((__m512i)x, full, (__m512i)x, 16);
+        /* The quotient is below 2^20: rounding moves it by one at most. */
+        vu quotient = (vu)_mm512_cvttps_epu32(_mm512_div_ps(_mm512_cvtepu32_ps((__m512i)x), _mm512_cvtepu32_ps((__m512i)frequency)));
+        vu rest = x - quotient * frequency;
+        __mmask16 over = _mm512_cmplt_epi32_mask((__m512i)rest, _mm512_setzero_si512());
+        quotient = (vu)_mm512_mask_sub_epi32((__m512i)quotient, over, (__m512i)quotient, _mm512_set1_epi32(1));
+        rest = (vu)_mm512_mask_add_epi32((__m512i)rest, over, (__m512i)rest, (__m512i)frequency);
+        __mmask16 under = _mm512_cmpge_epu32_mask((__m512i)rest, (__m512i)frequency);
+        quotient = (vu)_mm512_mask_add_epi32((__m512i)quotient, under, (__m512i)quotient, _mm512_set1_epi32(1));
+        rest = (vu)_mm512_mask_sub_epi32((__m512i)rest, under, (__m512i)rest, (__m512i)frequency);
+        state[part] = (quotient << RANS_BITS) + rest + (own >> FREQUENCY_BITS);
+    }
+    return to;
+}
+
+/* The first `length` symbols, whole steps. */
+static uint16_t *rans_encode_steps(const RansStep *steps, const uint8_t *symbols, int64_t length, uint32_t *states, uint16_t *to) {
+    uint32_t frequencies[256];
+    for (int s = 0; s < 256; s++) {
+        uint32_t frequency = steps[s].frequency, first = steps[s].bias - (frequency == 1 ? RANS_SLOTS - 1 : 0);
+        frequencies[s] = frequency | first << FREQUENCY_BITS;
+    }
+    vu state[2];
+    memcpy(state, states, sizeof state);
+    for (int64_t i = length - RANS_LANES; i >= 0; i -= RANS_LANES) to = rans_encode_step(frequencies, symbols + i, state, to);
+    memcpy(states, state, sizeof state);
+    return to;
+}
+#endif
+
 /* From the last symbol to the first; lanes of a step, too, so that its words are in the order of lanes. A word is written where there may
    be none, and the next one then takes its place: no branch depends on a symbol. */
 static void rans_encode_chunk(const RansEncode *call, int64_t chunk) {
@@ -109,8 +151,9 @@ static void rans_encode_chunk(const RansEncode *call, int64_t chunk) {
     const RansStep *steps = tables ? call->steps : call->steps + call->table[chunk] * 256;
     uint16_t *end = call->words + (chunk + 1) * call->stride, *to = end;
     uint32_t states[RANS_LANES];
+    int64_t whole = LEVEL == 4 && !tables ? call->lengths[chunk] / RANS_LANES * RANS_LANES : 0;
     for (int i = 0; i < RANS_LANES; i++) states[i] = RANS_LEAST;
-    for (int64_t i = call->lengths[chunk] - 1; i >= 0; i--) {
+    for (int64_t i = call->lengths[chunk] - 1; i >= whole; i--) {
         RansStep step = steps[(tables ? tables[i] * 256 : 0) + symbols[i]];
         uint32_t x = states[i % RANS_LANES], taken = x >> (32 - RANS_BITS) >= step.frequency;
         to[-1] = (uint16_t)x;
@@ -119,21 +162,9 @@ static void rans_encode_chunk(const RansEncode *call, int64_t chunk) {
         uint32_t quotient = (uint32_t)((unsigned __int128)step.reciprocal * x >> 64);
         states[i % RANS_LANES] = x + step.bias + quotient * (RANS_SLOTS - step.frequency);
     }
+#if LEVEL == 4
+    if (whole) to = rans_encode_steps(steps, symbols, whole, states, to);
+#endif
     call->written[chunk] = end - to;
     memcpy(call->states + chunk * RANS_LANES, states, sizeof states);
-}
-
-/* Values of lossless, bit for bit (formats/lossless.py). */
-static void join_tokens(const Join *call, int64_t head, int64_t start, int64_t stop) {
-    int64_t half = call->dim / 2, batch = head / call->heads, of_head = head % call->heads, heads = call->batch * call->heads;
-    const char *plane = call->plane.data + batch * call->plane.batch + of_head * call->plane.head;
-    char *out = (char *)call->out.data + batch * call->out.batch + of_head * call->out.head;
-    for (int64_t token = start; token < stop; token++) {
-        const uint8_t *exponents = call->exponents + (token / call->chunk * heads + head) * call->longest + token % call->chunk * call->dim;
-        const uint16_t *words = (const uint16_t *)(plane + token * call->plane.row);
-        uint16_t *values = (uint16_t *)(out + token * call->out.row);
-        for (int64_t c = 0; c < half; c++) values[c] = (uint16_t)((words[c] & 0x80) << 8 | exponents[c] << 7 | (words[c] & 0x7f));
-        for (int64_t c = 0; c < half; c++)
-            values[half + c] = (uint16_t)((words[c] & 0x8000) | exponents[half + c] << 7 | (words[c] >> 8 & 0x7f));
-    }
 }

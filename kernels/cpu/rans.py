@@ -78,7 +78,8 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
     )
     if compiled.kvpack_rans_encode(ctypes.byref(call)):
         raise MemoryError("there is not enough memory for the threads of encoding")
-    return rans.Chunks(words[numpy.arange(stride) >= stride - written[:, None]], written, states)
+    none = numpy.empty(0, numpy.uint16)
+    return rans.Chunks(numpy.concatenate([none, *(row[stride - own :] for row, own in zip(words, written, strict=True))]), written, states)
 
 
 def _tables(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvpack.file import row
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.lossless import Lossless
 from kvpack.formats.side_cars import WithSideCars
 
 from . import cpu_library, triton_version
@@ -45,7 +46,10 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
+        from kvpack.kernels.cpu import lossless
 
+        if isinstance(codec, Lossless) and lossless.encodes(codec, x):
+            return lossless.encode(codec, x, before)
         return c_encode.encode(codec, x) if c_encode.supports(codec, x) else None
     if not uses_triton(x.device):
         return None

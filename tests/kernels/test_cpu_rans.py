@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.coding import dispatch
 from kvpack.formats import rans
+from kvpack.formats.base import Run
+from kvpack.formats.lossless import Lossless
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import lossless as cpu_lossless
 
@@ -51,6 +53,29 @@ def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alpha
         assert (found.faulty(made.counts) == expected.faulty(made.counts)).all()
         for row, other, length in zip(found.symbols, expected.symbols, lengths, strict=True):
             assert not valid or (row[:length] == other[:length]).all()
+
+
+@given(st.integers(1, 40), st.sampled_from((16, 64, 256)), st.integers(1, 400), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_values_are_coded_to_the_streams_of_formats(half: int, chunk: int, tokens: int, any_bits: bool, follows: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    if any_bits:
+        x = torch.randint(-(2**15), 2**15, (2, tokens, 3, 2 * half), generator=generator).to(torch.int16).view(torch.bfloat16)
+    else:
+        x = torch.randn(2, tokens, 3, 2 * half, generator=generator).to(torch.bfloat16)
+    x = x.transpose(1, 2)
+    codec = Lossless(2 * half, "bf16", chunk, (("signed_fractions", 2),))
+    assert cpu_lossless.encodes(codec, x)
+    run = Run(x.shape, x.device, lambda: iter((x,)))
+    before = codec.encode(x[:, :, ::2]) if follows else None
+    begun = codec.begin(run, before)
+    expected = {**begun.encode(x, 0), **begun.streams}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_lossless, "VALUES_AT_ONCE", 4096)
+        for level in range(len(library.levels())):
+            found = cpu_lossless.encode(codec, x, before, threads=1 + seed % 3, level=level)
+            assert list(found) == list(codec.layout(2, 3, tokens))
+            for name, stream in expected.items():
+                assert torch.equal(found[name].view(torch.int16), stream.view(torch.int16)), name
 
 
 @given(st.integers(1, 40), st.sampled_from((16, 64, 256)), st.integers(1, 90), st.integers(0, 99))

@@ -131,7 +131,7 @@ class Lossless(CodecFamily):
         return RunEncoder({"frequencies": stored}, lambda block, _: self.coded(block, tables))
 
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Frequencies int64 ``[batch · kv_head, symbol]`` for exponents of these ``counts``; of the run ``before`` where that costs less."""
+        """Frequencies int64 ``[batch · kv_head, symbol]`` for exponents of these ``counts``, or where they cost less those ``before``."""
         tables = rans.frequencies(_with_room(counts))
         if before is not None:
             last = _numbers(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)

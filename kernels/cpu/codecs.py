@@ -280,8 +280,8 @@ four values in binary16 and the chunk's number in its token."""
 
 
 PLACES = "chunk_places"
-"""The stream, made when a page is described, of the places of chunks: int64 ``[batch, kv_head, chunk, 2]``, the first word and the number of
-all words."""
+"""The stream, made when a page is described, of the places of chunks: int64 ``[batch, kv_head, chunk, 2]``, the first word and the number
+of all words."""
 
 
 def _lossless(codec: Lossless) -> Described | None:

@@ -1,13 +1,17 @@
-"""Memory for large results on the CPU: new to the process, in large pages where the system has them.
+"""Memory for large results on the CPU: of their own, in large pages where the system has them.
 
 Most of the time of writing new memory goes to the faults of its pages: 0.4 to 0.7 ms per MiB in small ones, 0.1 in large ones. The heap
-has large pages where a whole one is inside one result, and then keeps them for what the host puts there next.
+has large pages where a whole one is inside one result, and then keeps them for what the host puts there next. Memory of a pack that is
+gone serves the next one; the system may take its pages before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import weakref
+from collections import deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -29,14 +33,24 @@ _PIECE_BYTES = 1 << 26
 _ALIGNMENT = 64
 
 
+_spare: deque[mmap.mmap] = deque(maxlen=1)
+"""Memory of _PIECE_BYTES that no result uses any more."""
+
+
 class _Piece:
-    """New memory, from which results are taken one after the other. It lives as long as any of them."""
+    """Memory from which results are taken one after the other. It is theirs as long as any of them lives."""
 
     def __init__(self, nbytes: int) -> None:
-        # Private: a forked child writes pages of its own. Pages that no result reaches take no memory.
-        self._memory = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._at = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % LARGE_PAGE
+        memory = _kept() if nbytes == _PIECE_BYTES else None
+        if memory is None:
+            # Private: a forked child writes pages of its own. Pages that no result reaches take no memory.
+            memory = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        # Results refer to the lease, and it to the memory.
+        self._memory = (ctypes.c_char * len(memory)).from_buffer(memory)
+        if nbytes == _PIECE_BYTES:
+            weakref.finalize(self._memory, _keep, memory).atexit = False
+        self._at = -ctypes.addressof(self._memory) % LARGE_PAGE
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -47,6 +61,20 @@ class _Piece:
         found = torch.frombuffer(self._memory, dtype=dtype, count=values, offset=self._at)
         self._at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return found
+
+
+def _keep(memory: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_FREE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_FREE)
+    _spare.append(memory)
+
+
+def _kept() -> mmap.mmap | None:
+    try:
+        return _spare.pop()
+    except IndexError:
+        return None
 
 
 _pieces: ContextVar[list[_Piece] | None] = ContextVar("kvpack_pieces_of_memory", default=None)

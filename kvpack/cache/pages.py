@@ -313,12 +313,14 @@ class Pages(Sequence[Page]):
 
     def merged_runs(self) -> tuple[int, ...]:
         """The tokens of each page of ``merged()``."""
+        if len(self) == 1:
+            return (self.tokens,)
         last = numpy.append(~self._continues, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> Pages:
         """The same tokens in the fewest pages and one stretch; several stretches are copied."""
-        if not self.stretches or (len(self.stretches) == 1 and not self._continues.any()):
+        if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._continues.any())):
             return self
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
         kept, one = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]

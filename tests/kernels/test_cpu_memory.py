@@ -47,6 +47,23 @@ def test_results_that_are_kept_together_do_not_overlap() -> None:
     assert (last == 2).all()
 
 
+def test_memory_serves_the_next_pack_once_no_result_uses_it() -> None:
+    def taken() -> list[torch.Tensor]:
+        with memory.together(VALUES):
+            return [memory.empty((40_000 + number,), torch.float16, CPU).fill_(number) for number in range(3)]
+
+    first = taken()
+    place, last = first[0].data_ptr(), first.pop()
+    del first
+    second = taken()
+    assert second[0].data_ptr() != place
+    assert (last == 2).all()
+    del last
+    third = taken()
+    assert third[0].data_ptr() == place
+    assert all((x == number).all() for found in (second, third) for number, x in enumerate(found))
+
+
 def test_a_few_values_are_on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", None)
     with memory.together(VALUES - 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -28,6 +29,10 @@ _ATTEMPTS = 100
 """How often a writer creates a file again after it was swept before the writer held the lock."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
+_RESERVED_BYTES = 2**20
+"""Files of at least this size get their blocks before their bytes."""
+_FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None)
+"""The system's own, where there is one: ``os.posix_fallocate`` would write zeros where a file system cannot reserve blocks."""
 
 
 def write_file(
@@ -46,9 +51,14 @@ def write_file(
     ``complete(descriptor)`` after the last, before the rename: an exception from either ends the writing.
     """
 
+    # A file system may write the bytes of a file that replaces another before the rename, unless its blocks were reserved.
+    new = not os.path.lexists(path)
+
     def write(descriptor: int) -> int:
         if begin is not None:
             begin(descriptor)
+        if new:
+            _reserve(descriptor, sum(map(len, pieces)))
         total = _write_all(descriptor, pieces, progress)
         if complete is not None:
             complete(descriptor)
@@ -180,6 +190,13 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
         if progress is not None:
             progress(done, total)
     return total
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Get the blocks of a new file at once, where the file system can: found page by page, they take half as long again as the bytes."""
+    if _FALLOCATE is not None and nbytes >= _RESERVED_BYTES:
+        # Writing tells what is wrong where this fails.
+        _FALLOCATE(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
 def _is_special(target: str) -> bool:

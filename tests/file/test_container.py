@@ -24,7 +24,7 @@ import safetensors.numpy
 import torch
 import zstandard
 
-from kvpack.file import container, zstd
+from kvpack.file import atomic, container, zstd
 from kvpack.file.atomic import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, write_file
 from kvpack.file.header import Contents, LayerEntry
 from kvpack.file.limits import MAX_JSON_BYTES, MAX_RATIO, MAX_WINDOW_BYTES
@@ -727,3 +727,24 @@ def test_the_header_tensor_is_what_the_specification_says() -> None:
     begin, end = entries["kvpack.header"]["data_offsets"]
     assert begin == 0
     assert msgpack.unpackb(data[start : start + end])["tensors"][0][:5] == ["0.k.values", "BF16", [1, 1, 3, 1], "none", 6]
+
+
+def test_blocks_are_reserved_for_a_new_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserved blocks are not written before a rename, and the old bytes of a replaced file would be gone after a power loss."""
+    reserved = []
+    monkeypatch.setattr(atomic, "_FALLOCATE", lambda descriptor, mode, at, nbytes: reserved.append((mode, at.value, nbytes.value)))
+    small, large = (memoryview(bytes(nbytes)) for nbytes in (2**20 - 1, 2**20))
+    for pieces in ([small], [large, small], [large]):
+        atomic.write_file(tmp_path / f"{len(pieces)}-{len(pieces[0])}", pieces)
+    assert reserved == [(0, 0, 2**21 - 1), (0, 0, 2**20)]
+    atomic.write_file(tmp_path / f"1-{2**20}", [large])
+    assert len(reserved) == 2
+
+
+def test_a_file_system_that_reserves_no_blocks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = memoryview(bytes(range(256)) * 2**13)
+    monkeypatch.setattr(atomic, "_FALLOCATE", lambda *_: -1)
+    atomic.write_file(tmp_path / "refused", [data])
+    monkeypatch.setattr(atomic, "_FALLOCATE", None)
+    atomic.write_file(tmp_path / "unknown", [data])
+    assert (tmp_path / "refused").read_bytes() == (tmp_path / "unknown").read_bytes() == data

@@ -258,7 +258,7 @@ def show(report: dict[str, Any]) -> None:
     print("On the clock: the ratio of the times that pass, which other load, and a disk that is written to meanwhile, disturb.")
     print("write: from values in memory to a new file. read: from the file to bf16 values in new memory. Below 1 x safetensors is faster.")
     print(f"read, attend: from the file to the attention of one query of {Q_HEADS} heads per KV head, in every layer.")
-    print("encode: to new memory. unpack: into memory in use, as what it is compared with.")
+    print("encode: to memory that an earlier pack has left. unpack: into memory in use, as what it is compared with.")
     print(
         "GB/s count the bf16 cache's bytes; files are in the page cache, and nothing waits for the disk. kvpack's load checks every byte,"
     )

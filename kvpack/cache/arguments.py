@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,3 +38,10 @@ def check_number(value: Any, what: str) -> None:
     """Raise InvalidParameter unless ``value`` is None or a number; ``what`` names it in the message."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise InvalidParameter(f"{what} is {value!r:.80}, expected a number")
+
+
+def refuse_pickle(value: object) -> NoReturn:
+    """Raise InvalidParameter: ``value`` is part of a packed cache."""
+    raise InvalidParameter(
+        f"a packed {type(value).__name__} is not pickled: kvpack.save(cache, path) writes it, kvpack.load(path) reads it"
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -20,7 +20,7 @@ from kvpack.file import container
 from kvpack.file.inputs import joined
 from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 
-from .arguments import checked_device, integer
+from .arguments import checked_device, integer, refuse_pickle
 from .contents import contents_of
 from .conversion import converted
 from .layer import Layer, sliced
@@ -58,8 +58,14 @@ class Cache:
     inputs: Inputs | None = None
     metadata: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
 
+    def __copy__(self) -> Cache:
+        return self
+
     def __deepcopy__(self, memo: object) -> Cache:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self)
 
     def __repr__(self) -> str:
         held = {self.positions(number) for number, layer in enumerate(self) if layer.sides} - {(self.start, self.stop)}

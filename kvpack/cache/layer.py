@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
 
-from .arguments import integer
+from .arguments import integer, refuse_pickle
 from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
@@ -39,8 +39,14 @@ class Layer:
         if self.skipped < 0 or (self.skipped and not self.sides):
             raise InvalidParameter(f"skipped is {self.skipped}, expected an integer of at least 0, and 0 for a layer without sides")
 
+    def __copy__(self) -> Layer:
+        return self
+
     def __deepcopy__(self, memo: object) -> Layer:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self)
 
     @property
     def sides(self) -> dict[str, Side]:

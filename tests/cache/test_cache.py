@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -143,9 +144,17 @@ def test_concat_refuses_a_layer_without_its_oldest_tokens() -> None:
         kvpack.concat([first, replace(first, start=64)])
 
 
+def test_a_cache_is_not_pickled() -> None:
+    cache = kvpack.pack(random_pairs(1, 4), "kivi-2")
+    for value, name in ((cache, "Cache"), (cache[0], "Layer")):
+        with pytest.raises(InvalidParameter, match=rf"a packed {name} is not pickled: kvpack\.save\(cache, path\) writes it"):
+            torch.save(value, io.BytesIO())
+
+
 def test_caches_compare_by_identity_and_copy_as_themselves() -> None:
     cache, other = (kvpack.pack(random_pairs(1, 40), "kivi-2") for _ in range(2))
     assert copy.deepcopy(cache) is cache
+    assert (copy.copy(cache), copy.copy(cache[0])) == (cache, cache[0])
     assert (cache == other, cache in [other, cache], len({cache, other})) == (False, True, 2)
     assert (cache[0] == other[0], cache[0].k == other[0].k, cache[0].k.pages == other[0].k.pages) == (False,) * 3
 

@@ -241,6 +241,21 @@ def test_a_copy_of_a_model_goes_on_without_it() -> None:
         copied.generate(expected + 1, past_key_values=own, max_new_tokens=4)
 
 
+def test_another_model_is_refused() -> None:
+    """Of the same shapes, and with attention that takes packed layers."""
+    model, other = model_of(), model_of()
+    cache, own = KvpackCache(model, "raw"), KvpackCache(other, "raw")
+    model(PROMPT, past_key_values=cache)
+    for wrong in (other, other.model, copy.deepcopy(other)):
+        with pytest.raises(InvalidParameter, match="the cache was made for another model than this Llama"):
+            wrong(FOLLOWING, past_key_values=cache)
+    assert cache.get_seq_length() == PROMPT.shape[1]
+    # A part of the model, and a cache of that part beside one of the whole.
+    model.model(FOLLOWING, past_key_values=cache)
+    other(PROMPT, past_key_values=KvpackCache(other.model, "raw"))
+    other(PROMPT, past_key_values=own)
+
+
 def test_generate_takes_embeddings_beside_a_cache() -> None:
     model = model_of()
     options = {"inputs_embeds": model.get_input_embeddings()(PROMPT), "do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}

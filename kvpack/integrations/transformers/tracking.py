@@ -12,7 +12,7 @@ import torch
 from kvpack.formats.errors import InvalidParameter
 
 from .changes import model_state
-from .hooks import Passes, outermost
+from .hooks import Passes, models_in, outermost
 from .models import identity_of
 from .turns import Turns
 
@@ -61,6 +61,8 @@ class Tracking:
         self.turns.take()
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
             self._note_failed(unfinished)
+        if self._passes.outermost:
+            self._check_model(module)
         if self._passes.outermost and self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
             raise InvalidParameter(
                 f"{self._model.name} has an encoder, whose cache has two parts: write "
@@ -99,6 +101,18 @@ class Tracking:
             self._running = False
         if self._passes.idle:
             self.turns.give_back()
+
+    def _check_model(self, module: torch.nn.Module) -> None:
+        """Raise InvalidParameter for a pass of another model than the cache's, neither around it nor a part of it."""
+        model = None if self._watched is None else self._watched()
+        if model is None or module is outermost(model):
+            return
+        own = {id(part) for part in model.modules()}
+        if not any(id(part) in own for part in (module, *models_in(module))):
+            raise InvalidParameter(
+                f"the cache was made for another model than this {type(module).__name__}: continue what it holds with "
+                "KvpackCache(model, cache.packed), which compares the models, or begin with KvpackCache(model, recipe)"
+            )
 
     def _name_model(self) -> None:
         """Name the model again if it is not what it was."""

@@ -244,7 +244,7 @@ def _klt(codec: Klt) -> Described | None:
     for columns in columns_of(codec.widths, codec.dim).values():
         channels += columns
         places += [at[column // RUN_COLUMNS] for column in columns]
-    both = torch.tensor([*channels, *places], dtype=torch.int32)
+    both = torch.tensor([*channels, *places], dtype=torch.int32, device="cpu")
     streams = [] if gain is None else ["gain"]
     result.channels = ctypes.cast(both.data_ptr(), ctypes.POINTER(ctypes.c_int32))
     result.size, result.scales_stream, result.matrix_place = _WHOLE_RUN, len(_planes(codec)) + len(streams), matrix

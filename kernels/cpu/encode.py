@@ -138,7 +138,7 @@ def _candidates(codec: Octahedral) -> int:
 
 def line(magnitudes: torch.Tensor) -> list[float]:
     """Slope and offset of the line nearest to the numbers of ascending magnitudes: from a coordinate to steps between levels."""
-    x, level = magnitudes.double(), torch.arange(len(magnitudes), dtype=torch.float64)
+    x, level = magnitudes.double(), torch.arange(len(magnitudes), dtype=torch.float64, device=magnitudes.device)
     slope = float(((x - x.mean()) * level).sum() / (x - x.mean()).square().sum())
     return [slope, float(level.mean()) - slope * float(x.mean())]
 

@@ -288,7 +288,7 @@ def config(groups: tuple[Group, ...] = (ATTENTION, STATES), workers: int = 2, **
         "cache": types.SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=PER_CHUNK),
         "parallel": types.SimpleNamespace(**parallel),
         "worker_kv_bytes_per_block": sum(group.page_bytes * group.layers for group in groups),
-        "canonical_layout": False, "replicated_layout": False, "engine_id": "e",
+        "canonical_layout": False, "replicated_layout": False, "kv_cache_layout": "LBHNC", "engine_id": "e",
     } | changes  # fmt: skip
     return record(**values)
 

@@ -111,6 +111,7 @@ class Config:
     blocks_per_chunk: int = 2
     canonical_layout: bool = False
     replicated_layout: bool = False
+    kv_cache_layout: str | None = "LBHNC"
 
     @property
     def model(self) -> Any:
@@ -186,7 +187,7 @@ def fill(memory: numpy.ndarray, seed: int) -> None:
 
 @pytest.mark.parametrize(("layout", "workers"), [("adjacent", 1), ("adjacent-tokens-first", 2), ("split", 1), ("cpu-vec", 1)])
 def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    config = Config("model", workers=workers)
+    config = Config("model", workers=workers, kv_cache_layout="LBNHC" if layout == "adjacent-tokens-first" else "LBHNC")
     memory = rows_of(config, 4)
     fill(memory, 0)
     before, keys = memory.copy(), [bytes([n]) * 36 for n in range(3)]
@@ -219,6 +220,20 @@ def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_cla
     tier.shutdown()
 
 
+def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    """vLLM chooses its layout by backend and environment, and the arrangement that a name stands for may change with it."""
+    memory, key = rows_of(Config("model"), 1), [bytes(36)]
+    fill(memory, 0)
+    found = []
+    for kept in ("LBHNC", "BLHNC", None, "LBHNC"):
+        tier = opened(tier_class, Config("model", kv_cache_layout=kept), memory, tmp_path, layout="split")
+        found += tier.store.present(key)
+        tier.submit_store(TransferJob(1, key, numpy.array([0]), False))
+        finished(tier, 1)
+        tier.shutdown()
+    assert found == [False, False, False, True]
+
+
 def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     config = Config("model")
     memory = rows_of(config, 4)
@@ -248,9 +263,12 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
         (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, kvpack's tier takes bfloat16"),
         (Config("m", groups=((), ())), {}, "the model has 2 groups of cache layers"),
         (Config("m", canonical_layout=True), {}, "takes the direct layout of rows"),
+        (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', and vLLM keeps the cache in LBNHC"),
+        (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', and vLLM keeps the cache in LBHNC"),
+        (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', and vLLM keeps the cache in BHLNC"),
         (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'boundary-1', and a row holds several blocks of a layer"),
     ],
-    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "layers"],
+    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "tokens", "heads", "inside", "layers"],
 )
 def test_what_cannot_be_right_is_refused_at_the_start(
     config: Config, options: dict[str, Any], message: str, tier_class: Callable[..., Any], tmp_path: Path

@@ -73,7 +73,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             from .cpu import check_layout
 
             check_layout(rows, heads, config.groups[0].tokens_per_block, head_dim)
-        shape = {"layout": layout, "layers": config.groups[0].layer_names}
+        shape = {"layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": config.groups[0].layer_names}
         identity = identity_of(config, packed.text, shape, revision, adapter, tenant)
         encryption = None
         if encryption_key_file is not None:
@@ -176,6 +176,12 @@ def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
     blocks = workers * len(group.layer_names) // config.parallel.pp_size * config.cache.blocks_per_chunk
     tokens = group.tokens_per_block // max(1, config.parallel.pcp_size * config.parallel.dcp_size)
     rows = Rows(layout, blocks, heads, tokens, head_dim, DTYPES[config.model.dtype])
+    last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
+    if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):
+        raise InvalidParameter(
+            f"layout is {layout!r}, and vLLM keeps the cache in {config.kv_cache_layout}: layouts that end in HNC are adjacent, those that "
+            "end in NHC adjacent-tokens-first"
+        )
     expected = config.worker_kv_bytes_per_block * workers * config.cache.blocks_per_chunk
     if rows.nbytes != expected:
         raise InvalidParameter(

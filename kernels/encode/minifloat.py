@@ -138,15 +138,21 @@ def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl
 
 @triton.jit
 def _scale_of_run(
-    place: tl.tensor, largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr, HALF_LIMIT: tl.constexpr
+    place: tl.tensor,
+    largest: tl.tensor,
+    first: tl.tensor,
+    flag: tl.tensor,
+    MOST: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_LIMIT: tl.constexpr,
 ) -> tl.tensor:
-    """The scale at ``place``, float32 ``[1, 1]``, chosen here where ``largest`` is given: all programs of a run store the same."""
+    """The scale at ``place``, float32 ``[1, 1]``, chosen here where ``largest`` is given: the ``first`` program of a run stores it."""
     at = tl.zeros((1, 1), tl.int32)
     if largest is None:
         scale = tl.load(place + at)
     else:
         scale = _scale_for(tl.minimum(tl.load(largest + at), 3.4e38), flag, MOST, HALF, HALF_LIMIT)
-        tl.store(place + at, scale)
+        tl.store(place + at, scale, (at == 0) & first)
     return scale.to(tl.float32)
 
 
@@ -204,6 +210,7 @@ def _encode(
             global_scale = moved(global_scale, origin.streams)
         flag += origin.flag
         batch = batch * 0
+    first_of_run = (first == 0) & (PER_HEAD | (head == 0))
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
     row = (batch * heads + head) * tokens + token
@@ -212,7 +219,7 @@ def _encode(
     flag_unless(tl.abs(value) < float("inf"), flag)
     if KIND == PER_RUN:
         scales += batch * heads + head if PER_HEAD else batch
-        scaled = _quotient(value, _scale_of_run(scales, largest_of_runs, flag, MOST, HALF, HALF_LIMIT))
+        scaled = _quotient(value, _scale_of_run(scales, largest_of_runs, first_of_run, flag, MOST, HALF, HALF_LIMIT))
     elif KIND == PER_TOKEN:
         largest = tl.minimum(tl.max(tl.abs(value), 1), 3.4e38)[:, None]
         stored = _scale_for(largest, flag, LARGEST, HALF, HALF_LIMIT)
@@ -229,7 +236,7 @@ def _encode(
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
             scaled = tl.reshape(grouped * inverse[:, :, None], (BLOCK_TOKENS, PADDED_DIM))
         else:
-            factor = _scale_of_run(global_scale + batch, largest_of_runs, flag, MOST, HALF, HALF_LIMIT)
+            factor = _scale_of_run(global_scale + batch, largest_of_runs, first_of_run, flag, MOST, HALF, HALF_LIMIT)
             code = _elements(_quotient(tl.div_rn(largest, LARGEST), factor), 3, 7, 0x7F, 8)
             scale = e4m3_as_f16(code).to(tl.float32) * factor
             scaled = tl.reshape(_quotient(grouped, scale[:, :, None]), (BLOCK_TOKENS, PADDED_DIM))

@@ -1,4 +1,4 @@
-"""The picture of a sweep of kvpack bench kernels: time against context length, and next to it the ratio to bf16's time."""
+"""The picture of a sweep of kvpack bench kernels: time of whole calls against context length, and next to it the ratio to bf16's time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     lines = {}
     for number, (row, style) in enumerate(zip(sweep[0]["rows"], _styles(sweep[0]["rows"], sweep[0]["dim"]), strict=True)):
         rows = [table["rows"][number] for table in sweep]
-        (lines[row["recipe"]],) = times.plot(tokens, [1e6 * row["seconds"] for row in rows], **style)
+        (lines[row["recipe"]],) = times.plot(tokens, [1e6 * row["whole_seconds"] for row in rows], **style)
         ratios.plot(tokens, [row["of_bf16"] for row in rows], **style)
     for axes, label in ((times, "microseconds of a decode step (log scale)"), (ratios, "time over that of the best bf16 attention")):
         axes.set_xscale("log", base=2)
@@ -44,7 +44,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     title = f"{report['device']}: a decode step over {shape['q_heads']} query heads, {shape['heads']} KV heads, dim {shape['dim']}"
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     # Sorted by the lines' right ends.
-    slowest_first = sorted(sweep[-1]["rows"], key=lambda row: -row["seconds"])
+    slowest_first = sorted(sweep[-1]["rows"], key=lambda row: -row["whole_seconds"])
     names = [row["recipe"] for row in slowest_first]
     figure.legend([lines[name] for name in names], names, loc="outside right center", fontsize=6.5, frameon=False)
     figure.savefig(path.with_suffix(".png"), metadata={"Software": None})

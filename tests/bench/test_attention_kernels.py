@@ -46,6 +46,19 @@ def test_a_synthetic_basis_has_the_widths_that_its_name_gives() -> None:
             synthetic_basis.check(recipe)
 
 
+def test_layers_of_klt_have_the_bits_that_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(synthetic_basis.LAYERS) < set(kernels.RECIPES)
+    measured = {"bytes": 1000, "seconds": 1e-3, "whole_seconds": 1e-3, "gb_per_s": 1.0, "of_floor": 2.0, "of_bf16": 0.5}
+    measured |= {"eager_seconds": 2e-3, "eager_of_bf16": 4.0, "error": 1e-4, "unpack_seconds": 1e-3}
+    table = {"name": "B", **kernels.SHAPES["B"]._asdict(), "rows": [{"recipe": recipe, **measured} for recipe in synthetic_basis.LAYERS]}
+    kernels.show({"device": "a device", "bytes_per_s": 3e12, "shapes": [table], "sweep": [], "encode": None, "unpack": None, "queries": []})
+    shown = capsys.readouterr().out
+    for recipe in synthetic_basis.LAYERS:
+        widths = [int(digit) for digit in recipe.removeprefix(synthetic_basis.NAME).replace(":", "")]
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"{recipe} has the widths of ")]
+        assert f"{sum(widths) / len(widths):.2f} bits per value" in line
+
+
 @pytest.mark.parametrize("scope", ["head", "layer"])
 def test_a_synthetic_basis_of_transform_takes_the_bits_that_its_name_gives(scope: str) -> None:
     k, v = (torch.randn(1, 2, 512, dim, generator=torch.Generator().manual_seed(dim)) for dim in (128, 40))
@@ -70,8 +83,8 @@ def test_without_a_device_it_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
-        {"recipe": "SDPA flash", "seconds": 1e-5, "of_bf16": 1.0, "error": None},
-        {"recipe": "oscar-2", "seconds": 5e-6, "of_bf16": 0.5, "error": 1e-4},
+        {"recipe": "SDPA flash", "whole_seconds": 1e-5, "of_bf16": 1.0, "error": None},
+        {"recipe": "oscar-2", "whole_seconds": 5e-6, "of_bf16": 0.5, "error": 1e-4},
     ]
     sweep = [{**kernels.SWEEP._asdict(), "tokens": tokens, "rows": rows} for tokens in (1024, 2048)]
     kernels_picture.draw({"device": "a device", "sweep": sweep}, tmp_path / "kernels")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 import triton
 from triton import language as tl
@@ -74,6 +75,12 @@ def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> N
     """Raise InvalidShape unless ``tensor`` has the ``expected`` shape: a kernel reads that many elements of it."""
     if tuple(tensor.shape) != expected:
         raise InvalidShape(f"{name}: shape {list(tensor.shape)}, the codec lays out {list(expected)}")
+
+
+def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """``rows`` of integers on ``device``, int64. The host does not wait for work under way there."""
+    table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64))
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def launch(

@@ -10,17 +10,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import WordRule
 
-from .columns import launch
+from .columns import launch, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
@@ -54,10 +53,10 @@ def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
     return found | floats
 
 
-def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> list[int]:
-    """The numbers of the ``sides``, a codec that has rules and dense streams on one device each, in which a rule is broken.
+def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:
+    """Begin to find the numbers of the ``sides``, a codec that has rules and dense streams on one device each, in which a rule is broken.
 
-    The host waits for them.
+    What it returns makes the host wait for them.
     """
     streams: dict[WordRule | str, list[tuple[int, int, int]]] = {}
     held = [stream for _, own in sides for stream in own.values()]
@@ -66,9 +65,9 @@ def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> li
             if own[name].numel():
                 streams.setdefault(rule, []).append((own[name].data_ptr(), own[name].numel(), number))
     if not streams:
-        return []
+        return list
     device = held[0].device
-    table = torch.from_numpy(numpy.array([row for rows in streams.values() for row in rows], dtype=numpy.int64)).to(device)
+    table = table_of([row for rows in streams.values() for row in rows], device)
     status = torch.zeros(len(sides), dtype=torch.int32, device=device)
     first = 0
     for rule, rows in streams.items():
@@ -80,7 +79,7 @@ def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> li
             WORD=word, EXPONENT=exponent, LANES=LANES, STEPS=STEPS, warps=WARPS,
         )  # fmt: skip
         first += len(rows)
-    return [int(number) for number in status.nonzero()[:, 0].tolist()]
+    return lambda: [number for number, wrong in enumerate(status.tolist()) if wrong]
 
 
 @lru_cache(maxsize=256)

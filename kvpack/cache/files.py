@@ -92,9 +92,9 @@ def load(
 
     Every digest, spare bit, digit and scale is checked before a tensor is returned. A process that writes to a mapped file can
     change checked values, and truncating the file ends this process: ``copy`` reads the file into memory once, before the checks.
-    To a CUDA device, the file is always read once, by several threads into pinned memory, and the bytes whose digests are checked there
-    are those that are copied. The device checks what it has, where kernels know the codec's rules, and the host waits for that; otherwise
-    the last copies may be under way when ``load`` returns: the current stream waits for them.
+    To a CUDA device, the file is always read once, by several threads into pinned memory. Where kernels know the rules of a layer's codecs,
+    digests and rules are checked on the device, of the very bytes that are used, and the host waits for that; otherwise threads check the
+    pinned memory before it is copied, and the last copies may be under way when ``load`` returns: the current stream waits for them.
 
     ``layers``, a number, a list of numbers or a slice, loads these alone; the others are there without sides, so that every layer
     keeps its number. ``tokens``, a number of tokens or a pair (start, stop), loads ``cache[:, start:stop]`` alone. A digest covers

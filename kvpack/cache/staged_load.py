@@ -1,4 +1,4 @@
-"""Load layers of a file to a device: read and checked in threads in staging memory, then copied from there.
+"""Load layers of a file to a device: read in threads in staging memory, copied from there, and checked there or on the device.
 
 So the bytes that are checked are the bytes that are used, whatever happens to the file meanwhile.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul, sub
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -17,13 +20,14 @@ from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.header import layout_bytes
 from kvpack.file.parallel import in_parallel, usable_cores
+from kvpack.file.payload import Span
 from kvpack.formats.base import DTYPE_BYTES
 
 from .layer import Layer, sliced
 from .stored import side_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvpack.file.container import File, SidePlaces
@@ -34,85 +38,220 @@ if TYPE_CHECKING:
     from .side import Side
 
 STAGING_BYTES = 1 << 29
-"""The most staging memory of one load, unless three times its largest side is more."""
-_COPYING = 2
-"""Sides that are being copied while others are read."""
-_WAITING = 2
-"""Sides that have memory before a thread begins them: less memory is more of it in the processor's cache."""
-_MAX_THREADS = 16
+"""The most staging memory of one load, unless twice its largest copy is more."""
+COPY_BYTES = 1 << 25
+"""The most bytes of a copy, but for a side that the host checks; small layers are copied together."""
+READ_BYTES = 1 << 21
+"""The most bytes of a read, but for such a side: threads read the bytes of one copy together, so that it begins soon."""
+_READERS = 8
+"""Threads that only read. More wait for each other, since each read takes the interpreter a moment: an H200's machine of 16 cores loaded
+1.02 GB in 30 ms by 8 threads, in 35 by 12 and in 40 by 16 (medians), in twice that by reads of half the size."""
+_CHECKERS = 16
+"""Threads that also check what they read."""
+_WAITING = 4
+"""Reads that have memory before a thread begins them: less memory is more of it in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Sides, each with its place in one piece of memory of ``nbytes`` bytes: of one layer, or of layers one after another.
+
+    ``span`` holds them in the file, with the same places, if the device checks them; the host checks others, side by side.
+    """
+
+    sides: Sequence[tuple[SidePlaces, int]]
+    nbytes: int
+    span: Span | None
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Bytes ``[begin, end)`` of the memory of the group with that ``number``, for ``side`` if the host checks that."""
+
+    number: int
+    begin: int
+    end: int
+    span: Span | None
+    side: SidePlaces
+
+    def reads(self) -> list[tuple[int, int]]:
+        """What threads read, as places in the group's memory."""
+        if self.span is None:
+            return [(self.begin, self.end)]
+        end = min(self.end, self.span.end - self.span.begin)
+        return [(first, min(first + READ_BYTES, end)) for first in range(self.begin, end, READ_BYTES)]
 
 
 def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGING_BYTES) -> dict[int, Layer]:
     """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
-    A side is copied as soon as its bytes are checked, while those that follow are read. With all tokens, a layer's streams are views
-    of one buffer, and each side is one copy; the codec's rules are checked on the device, once all is there, if a kernel does so, and so
-    is what only decoding all symbols tells: the host waits for that. Raises as ``File.read_side``, the first error in the order of the
-    file, those that the device finds last, and OutOfBounds as ``Cache.slice``.
+    Bytes are copied as soon as they are read, while those that follow are read. With all tokens, a layer's streams are views of one
+    buffer, and the device checks what its kernels can, once all is there: digests, the codec's rules, and what only decoding all symbols
+    tells. The host waits for that; what it checks itself, it checks before the copy. Raises as ``File.read_side``, the first error in the
+    order of the file, those that the device finds last, digests first, and OutOfBounds as ``Cache.slice``.
     """
-    places = {number: [file.side_places(number, name) for name, _ in file.header.layers[number].sides()] for number in part.numbers}
+    header = file.header
+    places = {number: [file.side_places(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
     found: dict[int, dict[str, Side]] = {number: {} for number in places}
-    every = [side for sides in places.values() for side in sides]
-    codecs = file.header.codecs
     # On the host, threads that check would wait for each other.
     ruled, chunked = (
-        {number for number, codec in enumerate(codecs) if part.has_all_tokens and checks(codec, bus.device)}
+        {number for number, codec in enumerate(header.codecs) if part.has_all_tokens and checks(codec, bus.device)}
         for checks in (dispatch.checks_values, dispatch.checks_chunks)
     )
-    staged = _staged(every, file, bus, staging_bytes, ruled, chunked)
+    groups = _groups(file, places.values(), ruled, bus.device)
+    copies = [copy for number, group in enumerate(groups) for copy in _copies(number, group)]
+    staged = _staged(copies, file, bus, staging_bytes, ruled, chunked)
     with contextlib.closing(bus), contextlib.closing(staged):
         # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
-        targets = {number: _targets(sides, bus) for number, sides in places.items() if part.has_all_tokens}
+        sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
+        targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
         bus.follow()
-        for number, sides in places.items():
-            for at, side in enumerate(sides):
-                memory = next(staged)
-                if part.has_all_tokens:
-                    bus.copy(targets[number][at], memory[: side.nbytes])
-                else:
-                    found[number][side.side] = _rows(file, side, memory, part, bus)
+        for copy in copies:
+            memory = next(staged)
+            if part.has_all_tokens:
+                bus.copy(targets[copy.number][copy.begin : copy.end], memory)
+            else:
+                found[copy.side.layer][copy.side.side] = _rows(file, copy.side, memory, part, bus)
         states = {number: _states(file, number, part, bus) for number in places}
+    hashed = [
+        (f"{side.layer}.{side.side}.{stream}", (target, start + begin, start + end))
+        for group, target in zip(groups, targets, strict=part.has_all_tokens)
+        if group.span
+        for side, start in group.sides
+        for stream, (begin, end) in side.streams.items()
+    ]
+    digests = dispatch.digests([place for _, place in hashed])
     # Made when nothing is read any more: threads that read wait for each operation of this one.
-    layers = {}
     stored: list[tuple[int, Mapping[str, torch.Tensor], str]] = []
-    for number, sides in places.items():
-        if part.has_all_tokens:
-            found[number] = {side.side: _side(file, side, target) for side, target in zip(sides, targets[number], strict=True)}
-            for side in sides:
-                where = f"{file.where}: {number}.{side.side}"
-                stored += [(_entry(file, side).codec, streams, where) for streams in found[number][side.side].stored_streams()]
-        skipped = file.header.starts[number] - file.header.start if part.has_all_tokens else 0
-        layer = Layer(found[number].get("k"), found[number].get("v"), skipped=skipped)
-        layers[number] = replace(layer, states=MappingProxyType(states[number]))
-    dispatch.check_values([(codecs[codec], streams, where) for codec, streams, where in stored if codec in ruled])
+    for group, target in zip(groups, targets, strict=part.has_all_tokens):
+        views: dict[str, torch.Tensor] = {}
+        for side, start in group.sides:
+            made = found[side.layer][side.side] = _side(file, side, target, start, views)
+            where = f"{file.where}: {side.layer}.{side.side}"
+            stored += [(_entry(file, side).codec, streams, where) for streams in made.stored_streams()]
+    layers = {}
+    for number, sides in found.items():
+        skipped = header.starts[number] - header.start if part.has_all_tokens else 0
+        layers[number] = Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(states[number]))
+    check_values = dispatch.check_values([(header.codecs[codec], streams, where) for codec, streams, where in stored if codec in ruled])
+    file.check_digests((name, digest) for (name, _), digest in zip(hashed, digests(), strict=True))
+    check_values()
     for codec, streams, where in stored:
         if codec in chunked:
-            dispatch.check_chunks(codecs[codec], streams, where)
+            dispatch.check_chunks(header.codecs[codec], streams, where)
     return layers
 
 
+def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:
+    """The groups of the sides of ``layers``, in order: those that the device checks and the file holds one after another, of a copy."""
+    groups: list[_Group] = []
+    for sides in layers:
+        starts = list(accumulate((side.nbytes for side in sides), initial=0))
+        group = _Group(list(zip(sides, starts, strict=False)), starts[-1], _span(file, sides, ruled, device))
+        last = groups[-1] if groups else group
+        if group.span and groups and last.span and last.span.begin + last.nbytes == group.span.begin:
+            nbytes = last.nbytes + group.nbytes
+            if nbytes <= COPY_BYTES:
+                joined = Span(last.span.begin, group.span.end, (*last.span.pads, *group.span.pads))
+                groups[-1] = _Group([*last.sides, *((side, last.nbytes + start) for side, start in group.sides)], nbytes, joined)
+                continue
+        groups.append(group)
+    return groups
+
+
+def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], device: torch.device) -> Span | None:
+    """The bytes of a layer's ``sides``, if the device checks all of them: rules are asked of bytes that have their digests."""
+    if not sides or any(_entry(file, side).codec not in ruled for side in sides):
+        return None
+    fewest = min(end - begin for side in sides for begin, end in side.streams.values())
+    return file.span(sides) if dispatch.checks_digests(fewest, device) else None
+
+
+def _copies(number: int, group: _Group) -> Iterator[_Copy]:
+    """The copies of a group."""
+    if group.span is None:
+        for side, start in group.sides:
+            yield _Copy(number, start, start + side.nbytes, None, side)
+    else:
+        # Of nearly one size, in whole reads.
+        step = -(-group.nbytes // -(-group.nbytes // COPY_BYTES) // READ_BYTES) * READ_BYTES
+        for begin in range(0, group.nbytes, step):
+            yield _Copy(number, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
+
+
+def _staged(
+    copies: Sequence[_Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
+) -> Generator[torch.Tensor, None, None]:
+    """The bytes of each copy in staging memory, reused once what the caller has begun to copy by the next one is copied.
+
+    Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked, nor digests that the device checks.
+    """
+    if not copies:
+        return
+    reads = [copy.reads() for copy in copies]
+    largest = max(1, *(copy.end - copy.begin for copy in copies))
+    threads = min(usable_cores(), _READERS if all(copy.span for copy in copies) else _CHECKERS)
+    # Reads that have memory, and the most copies that they are part of. One more is complete and being copied.
+    owners = [number for number, own in enumerate(reads) for _ in own]
+    ahead = min(threads + _WAITING, len(owners))
+    spread, most = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
+    if spread > most:
+        ahead = spread = most
+    threads = min(threads, ahead)
+    memory = bus.staging((spread + 1) * largest)
+    # As buffers, too, before threads read: each operation of torch's lets them go first.
+    free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
+    begun = deque[tuple[torch.Tensor, memoryview]]()
+
+    def with_memory() -> Iterator[tuple[_Copy, int, int, memoryview]]:
+        for copy, own in zip(copies, reads, strict=True):
+            slot, data, copied = free.popleft()
+            bus.wait(copied)
+            begun.append((slot, data))
+            for first, last in own:
+                yield copy, first, last, data[first - copy.begin : last - copy.begin]
+
+    def read(item: tuple[_Copy, int, int, memoryview]) -> None:
+        copy, first, last, data = item
+        if copy.span:
+            file.read_span_into(copy.span, first, last, data)
+        else:
+            codec = _entry(file, copy.side).codec
+            file.read_side_into(copy.side, data, check_values=codec not in ruled, check_chunks=codec not in chunked)
+
+    with contextlib.closing(in_parallel(read, with_memory(), threads, ahead - threads)) as done:
+        for copy, own in zip(copies, reads, strict=True):
+            for _ in own:
+                next(done)
+            slot, data = begun.popleft()
+            yield slot[: copy.end - copy.begin]
+            # The caller has begun to copy it.
+            free.append((slot, data, bus.mark()))
+
+
 def _entry(file: File, places: SidePlaces) -> SideEntry:
-    return dict(file.header.layers[places.layer].sides())[places.side]
+    layer = file.header.layers[places.layer]
+    entry = layer.k if places.side == "k" else layer.v
+    assert entry is not None
+    return entry
 
 
-def _targets(sides: Sequence[SidePlaces], bus: Bus) -> list[torch.Tensor]:
-    """Memory for each side, in one buffer."""
-    buffer = torch.empty(sum(side.nbytes for side in sides), dtype=torch.uint8, device=bus.device)
-    return list(torch.split(buffer, [side.nbytes for side in sides]))
-
-
-def _side(file: File, places: SidePlaces, memory: torch.Tensor) -> Side:
-    """The side whose tensors are in ``memory``, uint8, where ``places`` puts them."""
+def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
+    """The side whose tensors are from ``start`` on in ``memory``, uint8, where ``places`` puts them; ``views`` of it are kept by dtype."""
     entry = _entry(file, places)
     tensors: dict[str, torch.Tensor] = {}
-    views: dict[str, torch.Tensor] = {}
     for name, layout in file.header.streams[entry].items():
-        begin, end = places.streams[name]
         if layout.dtype not in views:
             views[layout.dtype] = memory.view(TORCH_DTYPES[layout.dtype])
-        size = DTYPE_BYTES[layout.dtype]
-        tensors[name] = views[layout.dtype][begin // size : end // size].view(layout.shape)
+        view, begin = views[layout.dtype], (start + places.streams[name][0]) // DTYPE_BYTES[layout.dtype]
+        tensors[name] = view.as_strided(layout.shape, _strides(layout.shape), view.storage_offset() + begin)
     return side_of(file.header, entry, tensors, memory.device)
+
+
+@lru_cache(maxsize=256)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor."""
+    return tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))[::-1]
 
 
 def _states(file: File, number: int, part: Part, bus: Bus) -> dict[str, torch.Tensor]:
@@ -122,6 +261,8 @@ def _states(file: File, number: int, part: Part, bus: Bus) -> dict[str, torch.Te
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
         file.read_state_into(state, memory.numpy().data)
         found[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)
+    if not found:
+        return {}
     held = Layer(None, None, states=MappingProxyType(found))
     return dict(sliced(held, number, (part.start, part.stop), file.header.start, part.tokens).states)
 
@@ -129,7 +270,7 @@ def _states(file: File, number: int, part: Part, bus: Bus) -> dict[str, torch.Te
 def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: Part, bus: Bus) -> Side:
     """The tokens of ``part`` of the side in ``memory``, copied to the device. Raises OutOfBounds."""
     skipped = file.header.starts[places.layer] - file.header.start
-    layer = Layer(_side(file, places, memory), None, skipped=skipped)
+    layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)
     side = sliced(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k
     assert side is not None
     return side.moved(lambda tensor: _copied(tensor, bus))
@@ -145,40 +286,3 @@ def _copied(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
         for to, rows in zip(target.flatten(0, 1), tensor.flatten(0, 1), strict=True):
             bus.copy(to, rows)
     return target
-
-
-def _staged(
-    sides: Sequence[SidePlaces], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
-) -> Generator[torch.Tensor, None, None]:
-    """The checked bytes of each side in staging memory, reused once what the caller has begun to copy by the next side is copied.
-
-    Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked.
-    """
-    if not sides:
-        return
-    largest = max(1, *(side.nbytes for side in sides))
-    threads = min(usable_cores(), _MAX_THREADS)
-    count = min(max(staging_bytes // largest, _COPYING + 1), threads + _WAITING + _COPYING, len(sides) + _COPYING)
-    threads = min(threads, count - _COPYING)
-    memory = bus.staging(count * largest)
-    slots = [memory[at * largest : (at + 1) * largest] for at in range(count)]
-    # As buffers, too, before threads read: each operation of torch's lets them go first.
-    free = deque((slot, slot.numpy().data, bus.mark()) for slot in slots)
-
-    def with_memory() -> Iterator[tuple[SidePlaces, torch.Tensor, memoryview]]:
-        for side in sides:
-            slot, data, copied = free.popleft()
-            bus.wait(copied)
-            yield side, slot, data
-
-    def read(item: tuple[SidePlaces, torch.Tensor, memoryview]) -> tuple[torch.Tensor, memoryview]:
-        side, slot, data = item
-        codec = _entry(file, side).codec
-        file.read_side_into(side, data, check_values=codec not in ruled, check_chunks=codec not in chunked)
-        return slot, data
-
-    with contextlib.closing(in_parallel(read, with_memory(), threads, count - _COPYING - threads)) as done:
-        for slot, data in done:
-            yield slot
-            # The caller has begun to copy it.
-            free.append((slot, data, bus.mark()))

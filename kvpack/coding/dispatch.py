@@ -19,7 +19,7 @@ from kvpack.formats.side_cars import WithSideCars
 from . import cpu_library, triton_version
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -91,16 +91,23 @@ def checks_values(codec: Codec, device: torch.device) -> bool:
     return codecs.of_codec(codec).has_rules(codec) and rules.rules_of(codec) is not None
 
 
-def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]]) -> None:
-    """Refuse what ``codec.check`` refuses, of the dense streams of sides, each with its name, on one device for which ``checks_values``.
+def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]]) -> Callable[[], None]:
+    """Begin to check the dense streams of sides, each with its name, on one device for which ``checks_values``.
 
-    The host waits for it. Raises InvalidPayload, naming the first side.
+    What it returns makes the host wait, and refuses what ``codec.check`` refuses. Raises InvalidPayload, naming the first side.
     """
+    if not sides:
+        return lambda: None
     from kvpack.kernels.words import rules
 
-    for number in rules.wrong_sides([(codec, streams) for codec, streams, _ in sides]) if sides else ():
-        codec, streams, where = sides[number]
-        codec.check({name: stream.cpu().numpy() for name, stream in streams.items()}, where)
+    wrong_sides = rules.wrong_sides([(codec, streams) for codec, streams, _ in sides])
+
+    def refuse() -> None:
+        for number in wrong_sides():
+            codec, streams, where = sides[number]
+            codec.check({name: stream.cpu().numpy() for name, stream in streams.items()}, where)
+
+    return refuse
 
 
 def checks_chunks(codec: Codec, device: torch.device) -> bool:
@@ -122,6 +129,28 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
     check = codecs.of_codec(codec).check_chunks
     assert check is not None
     check(codec, streams, where)
+
+
+def checks_digests(nbytes: int, device: torch.device) -> bool:
+    """Whether ``digests`` takes tensors of ``nbytes`` and more on ``device``. Raises what ``uses_triton`` raises."""
+    if not uses_triton(device):
+        return False
+    from kvpack.kernels.words import digests
+
+    return nbytes >= digests.LEAST_BYTES
+
+
+def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
+    """Begin to find the digests of bytes ``[begin, end)`` of memory, uint8, on one device for which ``checks_digests``.
+
+    Each begins at a multiple of 8 bytes. What it returns makes the host wait for them.
+    """
+    if not places:
+        return list
+    from kvpack.kernels.words import digests
+
+    found = digests.digests(places)
+    return lambda: [digest.tobytes() for digest in found.cpu().numpy().astype(">i8")]
 
 
 def choice() -> tuple[str | None, str | None]:

@@ -18,15 +18,15 @@ from . import basis
 from .atomic import write_file
 from .footprint import check_size
 from .header import Contents, Header, TensorEntry, layout_bytes
-from .json_header import aligned, check_digest, make_front, read_front, undigested_front
-from .payload import as_array, check_pad, checked_array, read_checked, read_together
+from .json_header import aligned, check_digest, check_hash, make_front, read_front, undigested_front
+from .payload import Span, as_array, check_pad, checked_array, read_checked, read_span, span_of
 from .sources import InMemory, OnDisk
 from .user_files import open_regular, path_text
 from .zstd import compressed, decompressed
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvpack.formats.value_blocks import Array
 
@@ -222,10 +222,14 @@ class File:
         Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self._side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
-        layouts = self.header.streams[entry]
-        tensors = [(self.tensors[f"{prefix}.{stream}"], *places.streams[stream]) for stream in layouts]
+        layouts, tensors = self.header.streams[entry], self._placed(places)
         with _located(self.where):
-            if not read_together(self._source, self.front, tensors, memory):
+            span = span_of(self.front, tensors)
+            if span is not None:
+                read_span(self._source, span, 0, span.end - span.begin, memory[: span.end - span.begin])
+                for tensor, begin, end in tensors:
+                    check_digest(tensor.name, memory[begin:end], tensor.digest)
+            else:
                 for (tensor, begin, end), layout in zip(tensors, layouts.values(), strict=True):
                     read_checked(self._source, self.front, tensor, layout, memory[begin:end])
             if not check_values:
@@ -234,6 +238,25 @@ class File:
                 if stream != "tail":
                     arrays[stream] = as_array(memory[begin:end], layout)
             self._check(entry, arrays, prefix, check_chunks)
+
+    def span(self, sides: Sequence[SidePlaces]) -> Span | None:
+        """The bytes of the file that the memory of ``sides``, one after another, holds; None if it does not hold the bytes of the file."""
+        tensors, start = [], 0
+        for places in sides:
+            tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._placed(places)]
+            start += places.nbytes
+        return span_of(self.front, tensors)
+
+    def read_span_into(self, span: Span, first: int, last: int, memory: memoryview) -> None:
+        """Copy bytes ``[first, last)`` of ``span`` into ``memory``, of their size, as ``payload.read_span``."""
+        with _located(self.where):
+            read_span(self._source, span, first, last, memory)
+
+    def check_digests(self, found: Iterable[tuple[str, bytes]]) -> None:
+        """Raise DigestMismatch for the first tensor of ``found`` that was read with another digest than its own."""
+        with _located(self.where):
+            for name, digest in found:
+                check_hash(name, self.tensors[name].stored_bytes, digest, self.tensors[name].digest)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte that opening did not check: all sides and states. ``progress(done, total)`` counts stored bytes.
@@ -273,6 +296,9 @@ class File:
         if self.header.is_basis:
             for name, array in arrays.items():
                 check_finite(f"{where}.{name}", array, "the rows of a basis")
+
+    def _placed(self, places: SidePlaces) -> list[tuple[TensorEntry, int, int]]:
+        return [(self.tensors[f"{places.layer}.{places.side}.{stream}"], *place) for stream, place in places.streams.items()]
 
     def _side(self, layer: int, side: str) -> SideEntry:
         layers = self.header.layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -98,29 +99,42 @@ def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layo
     check_hash(tensor.name, end - begin, digest.digest(), tensor.digest)
 
 
-def read_together(source: Source, front: Front, tensors: Sequence[tuple[TensorEntry, int, int]], memory: memoryview) -> bool:
-    """Read stored ``tensors``, each with its place ``[begin, end)`` in ``memory``, by one read, and check the copies as ``read_checked``.
+@dataclass(frozen=True)
+class Span:
+    """Bytes ``[begin, end)`` of a file: unfiltered tensors, and the pads among them; ``pads`` holds these and the pad before.
 
-    Returns False, with nothing read, unless they lie in ``memory`` as in the file. Many threads that read wait for each other at
-    every call: so each makes few.
+    A pad is the name of the tensor behind it and its place in the file.
     """
-    start = len(front.text)
+
+    begin: int
+    end: int
+    pads: tuple[tuple[str, int, int], ...]
+
+
+def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
+    """The span of ``tensors``, each with its place ``[begin, end)`` in memory; None unless they lie there as in the file, from 0 on."""
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
-    if not tensors or any(
-        tensor.filter != "none" or place.begin - begin != places[0].begin - tensors[0][1] or place.end - place.begin != end - begin
-        for (tensor, begin, end), place in zip(tensors, places, strict=True)
-    ):
-        return False
-    first, last = tensors[0][1], tensors[-1][2]
-    check_pad(tensors[0][0].name, source.read(start + places[0].pad, start + places[0].begin))
-    source.read_into(start + places[0].begin, memory[first:last])
     for (tensor, begin, end), place in zip(tensors, places, strict=True):
-        if begin > first:
-            check_pad(tensor.name, memory[begin - (place.begin - place.pad) : begin])
-        digest = xxhash.xxh3_128()
-        digest.update(memory[begin:end])
-        check_hash(tensor.name, end - begin, digest.digest(), tensor.digest)
-    return True
+        if tensor.filter != "none" or (place.begin - places[0].begin, place.end - places[0].begin) != (begin, end):
+            return None
+    start = len(front.text)
+    pads = [(tensor.name, start + place.pad, start + place.begin) for (tensor, _, _), place in zip(tensors, places, strict=True)]
+    return Span(start + places[0].begin, start + places[-1].end, tuple(pad for pad in pads if pad[1] < pad[2]))
+
+
+def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
+    """Read bytes ``[first, last)`` of ``span`` into all of ``memory`` by one read, and check the pads among them; digests are left.
+
+    Many threads that read wait for each other at every call: so each makes few. ``first`` is a multiple of ``TENSOR_ALIGNMENT``, and
+    so is ``last``, or it is the end: a pad is in one range. Raises InvalidPayload, MissingFile and Truncated.
+    """
+    for name, begin, end in span.pads:
+        if end == span.begin and not first:
+            check_pad(name, source.read(begin, end))
+    source.read_into(span.begin + first, memory)
+    for name, begin, end in span.pads:
+        if first <= begin - span.begin < last:
+            check_pad(name, memory[begin - span.begin - first : end - span.begin - first])
 
 
 def check_pad(name: str, pad: memoryview) -> None:

@@ -84,7 +84,7 @@ def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
                 cases.append({**own, name: changed.view(stream.dtype)})
         expected = [is_refused(codec, streams) for streams in cases]
         there = [(codec, {name: stream.to(DEVICE) for name, stream in streams.items()}) for streams in cases]
-        assert rules.wrong_sides(there) == [number for number, wrong in enumerate(expected) if wrong]
+        assert rules.wrong_sides(there)() == [number for number, wrong in enumerate(expected) if wrong]
         assert not expected[0]
 
 

@@ -139,7 +139,7 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
         if dispatch.checks_values(side.codec, out.device):
             streams = side.pages[0].streams
             compiled.attempt(
-                f"{recipe}: {name}'s rules", lambda side=side, streams=streams: dispatch.check_values([(side.codec, streams, "x")])
+                f"{recipe}: {name}'s rules", lambda side=side, streams=streams: dispatch.check_values([(side.codec, streams, "x")])()
             )
         if dispatch.checks_chunks(side.codec, out.device):
             compiled.attempt(f"{recipe}: {name} checked", lambda side=side: check(side))

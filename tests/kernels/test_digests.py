@@ -1,0 +1,241 @@
+"""Digests that a device finds are those of xxhash, and files are refused with the words of the CPU.
+
+interpreter.py says which process runs which of these tests.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+import xxhash
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.cache import files, staged_load
+from kvpack.cache.bus import HostBus
+from kvpack.coding import dispatch
+from kvpack.errors import KvpackError
+from kvpack.file import container, payload
+from kvpack.kernels.words import digests
+
+from caches import random_pairs  # isort: skip
+from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+pytestmark = [pytest.mark.kernels, needs_loaded_bounds]
+
+BLOCK = digests.BLOCK_BYTES.value
+LEAST = digests.LEAST_BYTES
+
+
+@pytest.fixture(autouse=True)
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the CPU, too, go to the kernels in the interpreter; beside a device, caches are packed on the CPU."""
+    if INTERPRETED:
+        monkeypatch.setenv(dispatch.VARIABLE, "triton")
+
+
+def found_of(data: bytes, places: Sequence[tuple[int, int]]) -> list[bytes]:
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if INTERPRETED:
+        # A device's memory begins at a multiple of 8; a bytearray's may not.
+        memory = torch.cat([memory, memory.new_zeros(8)])[: len(data)]
+    return dispatch.digests([(memory.to(DEVICE), *place) for place in places])()
+
+
+def random_bytes(count: int, seed: int = 0) -> bytes:
+    return numpy.random.default_rng(seed).bytes(count)
+
+
+EDGES = (
+    *range(LEAST, LEAST + 18), 319, 320, 321, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 63, BLOCK + 64, BLOCK + 65, 2 * BLOCK - 1, 2 * BLOCK,
+    2 * BLOCK + 1, 32 * BLOCK, 32 * BLOCK + 1, 33 * BLOCK, 33 * BLOCK + 1, 64 * BLOCK, 65 * BLOCK + 7, 100_001,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [1, 60, digests.BLOCKS_AT_ONCE])
+def test_digests_are_those_of_xxhash_at_every_edge(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one call: tensors of many sizes share its launches, as many as may."""
+    monkeypatch.setattr(digests, "BLOCKS_AT_ONCE", blocks)
+    data = random_bytes(max(EDGES) + 64)
+    places = [(8 * (number % 8), 8 * (number % 8) + size) for number, size in enumerate(EDGES)]
+    assert found_of(data, places) == [xxhash.xxh3_128_digest(data[begin:end]) for begin, end in places]
+
+
+@given(st.data())
+@example(None)
+def test_digests_of_any_bytes(data: Any) -> None:
+    if data is None:
+        content, seed = b"\xff" * (2 * BLOCK + 100), 0
+    else:
+        seed = data.draw(st.integers(0, 1 << 20))
+        content = data.draw(st.one_of(st.binary(min_size=LEAST, max_size=LEAST + 40), st.integers(LEAST, 3 * BLOCK).map(random_bytes)))
+    other = random_bytes(LEAST + seed % BLOCK, seed)
+    begin = len(content) + -len(content) % 8
+    places = [(0, len(content)), (begin, begin + len(other))]
+    assert found_of(content + bytes(begin - len(content)) + other, places) == [xxhash.xxh3_128_digest(part) for part in (content, other)]
+
+
+def test_a_large_tensor() -> None:
+    """As many blocks as a program of the second launch takes at a time, and more, and several programs of the first."""
+    data = random_bytes(200 * BLOCK + 777)
+    assert found_of(data, [(0, len(data))]) == [xxhash.xxh3_128_digest(data)]
+
+
+def load(path: Path) -> kvpack.Cache:
+    return files.read_to(HostBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
+
+
+def outcome(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except KvpackError as error:
+        return type(error).__name__, str(error)
+    return "loaded", ""
+
+
+def on_the_cpu(path: Path) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(dispatch.VARIABLE, raising=False)
+        return outcome(lambda: kvpack.load(path))
+
+
+def hashed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of tensors whose digests the host checks from now on."""
+    names: list[str] = []
+
+    def counted(check: Any) -> Any:
+        return lambda name, *rest: (names.append(name), check(name, *rest))
+
+    for module, check in ((payload, "check_digest"), (payload, "check_hash"), (container, "check_digest")):
+        monkeypatch.setattr(module, check, counted(getattr(module, check)))
+    return names
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 21])
+@pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2"])
+def test_damage_is_refused_with_the_words_of_the_cpu(
+    recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of the first, the last and another byte of every tensor, and of the pads between them; the host hashes nothing."""
+    monkeypatch.setattr(staged_load, "READ_BYTES", piece_bytes)
+    path = tmp_path / "a"
+    kvpack.save(kvpack.pack(random_pairs(2, 85, batch=1, dims=(64, 96)), recipe), path)
+    data = path.read_bytes()
+    with container.open_file(path) as file:
+        start, places = len(file.front.text), file.front.places
+        pads = [start + place.pad for place in places.values() if place.pad < place.begin]
+        assert pads
+        assert all(file.tensors[name].stored_bytes >= LEAST for name in places)
+    ends = [at for place in places.values() for at in (start + place.begin, start + place.end - 1)]
+    names = hashed_by_the_host(monkeypatch)
+    assert load(path).tokens == 85
+    assert not names
+    for at in (*ends, *pads, *(a + (b - a) // 3 for a, b in pairwise(ends))):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        names.clear()
+        found = outcome(lambda: load(path))
+        assert not names
+        assert found == on_the_cpu(path)
+        assert found[0] in ("DigestMismatch", "InvalidPayload")
+
+
+def test_damage_is_refused_whoever_checks_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that the device checks beside layers that the host checks, in reads smaller than a tensor."""
+    monkeypatch.setattr(staged_load, "READ_BYTES", 1 << 10)
+    path = tmp_path / "a"
+    recipe = "kv=group:b=2,g=32;layers=1:kv=group:b=2,g=32,scales=u8;layers=3:k=octahedral:b=3"
+    kvpack.save(kvpack.pack(random_pairs(4, 85, batch=1, dims=(64, 64)), recipe), path)
+    data = path.read_bytes()
+    with container.open_file(path) as file:
+        start, places = len(file.front.text), file.front.places
+    names = hashed_by_the_host(monkeypatch)
+    load(path)
+    assert {name.partition(".")[0] for name in names} == {"1"}
+    for place in places.values():
+        at = start + (place.begin + place.end) // 2
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        found = outcome(lambda: load(path))
+        assert found == on_the_cpu(path)
+        assert found[0] == "DigestMismatch"
+
+
+def test_the_first_digest_of_the_file_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    kvpack.save(kvpack.pack(random_pairs(5, 40), "kivi-2"), path)
+    with container.open_file(path) as file:
+        start, places = len(file.front.text), file.front.places
+    data = bytearray(path.read_bytes())
+    for name in ("4.k.scales", "3.k.codes.0", "1.v.codes.0"):
+        data[start + places[name].begin] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0: damaged"):
+        load(path)
+
+
+@pytest.mark.parametrize("options", [{"compress": True}, {"tokens": 2}, {"recipe": "kivi-2-u8"}, {"recipe": "bf16"}], ids=str)
+def test_the_host_hashes_what_a_device_does_not_check(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zstd frames, tensors of few bytes, and bytes whose rules the host checks: these must have their digests before."""
+    recipe, tokens, path = options.get("recipe", "octopus-3"), options.get("tokens", 70), tmp_path / "a"
+    kvpack.save(kvpack.pack(random_pairs(2, tokens, batch=1), recipe), path, compress="compress" in options)
+    names = hashed_by_the_host(monkeypatch)
+    load(path)
+    assert not dispatch.checks_digests(LEAST - 1, torch.device(DEVICE))
+    with container.open_file(path) as file:
+        compressed = [name for name, tensor in file.tensors.items() if tensor.filter != "none"]
+        assert bool(compressed) == ("compress" in options)
+        assert sorted(names) == sorted(file.tensors)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_load, "READ_BYTES", 1 << 10)
+    kvpack.save(kvpack.pack(random_pairs(3, 70), "octopus-3"), tmp_path / "a")
+    file = container.open_file(tmp_path / "a")
+    os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size // 2)
+    with pytest.raises(KvpackError, match="it was cut meanwhile"):
+        files.read_to(HostBus(), file)
+
+
+def stored(cache: kvpack.Cache) -> dict[str, bytes]:
+    contents, arrays = files.stored(cache.to("cpu"))
+    return {"": repr(contents).encode(), **{name: bytes(array) for name, array in arrays.items()}}
+
+
+@pytest.mark.parametrize(("layers", "least"), [(None, 2), ([0, 1, 3], 2), (slice(2, 4), 1)], ids=str)
+@pytest.mark.parametrize(("copy_bytes", "read_bytes"), [(1 << 10, 1 << 10), (1 << 14, 1 << 12), (1 << 25, 1 << 22)])
+def test_copies_of_any_size_are_what_the_cpu_loads(
+    layers: Any, least: int, copy_bytes: int, read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that follow each other in the file are copied together, but not across a layer that is left out or has states."""
+    monkeypatch.setattr(staged_load, "COPY_BYTES", copy_bytes)
+    monkeypatch.setattr(staged_load, "READ_BYTES", read_bytes)
+    cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "octopus-3")
+    states = MappingProxyType({"conv.0": torch.arange(6.0)[None]})
+    cache = replace(cache, layers=(cache.layers[0], replace(cache.layers[1], states=states), *cache.layers[2:]))
+    kvpack.save(cache, tmp_path / "a")
+    begun: list[int] = []
+
+    class Counting(HostBus):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            begun.append(len(source))
+            super().copy(target, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(dispatch.VARIABLE, raising=False)
+        expected = stored(kvpack.load(tmp_path / "a", layers=layers))
+    if INTERPRETED:
+        assert stored(files.read_to(Counting(), container.open_file(tmp_path / "a"), layers)) == expected
+        assert len(begun) == least if copy_bytes > sum(begun) else len(begun) > least
+    else:
+        assert stored(kvpack.load(tmp_path / "a", device=DEVICE, layers=layers)) == expected

@@ -27,6 +27,12 @@ QUERIES_AT_A_TIME = 1024
 MOST_PAGES = 1 << 14
 """The most pages of a side that the kernels plan for: a plan takes about a kilobyte per page, too much for one run per token."""
 
+MOST_KINDS = 64
+"""Kinds of layers and calls that are known at most."""
+
+_kinds: dict[Any, Any] = {}
+"""The options of calls over layers that lie alike, by all that their checks depend on."""
+
 _launched: WeakKeyDictionary[Layer, dict[Any, Callable[[torch.Tensor], torch.Tensor]]] = WeakKeyDictionary()
 """The prepared calls of a layer that were made once, by all that their checks depend on."""
 
@@ -64,10 +70,11 @@ def attend(
     their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
     """
     # What the checks have let through once is launched without them: they take longer than the kernels.
-    call = (scale, causal, softcap, sliding_window)
-    known = lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and _launched.get(layer)
-    if known and not q.requires_grad and (prepared := known.get((q.shape, q.dtype, q.device, call, dispatch.choice()))) is not None:
-        return prepared(q)
+    asked: Any = None
+    if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
+        asked = (q.shape, q.dtype, q.device, (scale, causal, softcap, sliding_window), dispatch.choice())
+        if (prepared := _launched.get(layer, {}).get(asked) or _of_one_alike(q, layer, asked)) is not None:
+            return prepared(q)
     k, v = check_call(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)
     lengths, starts = _checked_tokens("lengths", lengths, layer), _checked_tokens("starts", starts, layer)
     scale = k.dim**-0.5 if scale is None else scale
@@ -77,8 +84,9 @@ def attend(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
             )
             prepared = kernels.prepare(q, layer, options)
-            if prepared.plain and lengths is starts is sink_logits is None:
-                _launched.setdefault(layer, {})[q.shape, q.dtype, q.device, call, dispatch.choice()] = prepared
+            if prepared.plain and asked is not None:
+                _launched.setdefault(layer, {})[asked] = prepared
+                _note_kind(layer, asked, options, kernels)
             return prepared(q, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         if (cpu := cpu_kernels(q, layer)) is not None:
             return cpu.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
@@ -90,6 +98,31 @@ def attend(
                 chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths, starts
             )
     return out
+
+
+def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The prepared call over a layer, where one over another that lies as it does was checked and prepared; else None."""
+    if not _kinds or layer.k is None or layer.v is None:
+        return None
+    from kvpack.kernels.attend import alike, many_queries
+
+    kind = alike.kind_of(layer)
+    options = None if kind is None else _kinds.get((asked, layer.skipped, kind))
+    if options is None:
+        return None
+    prepared: Callable[[torch.Tensor], torch.Tensor] = many_queries.call_of(q, layer, options, kind)
+    _launched.setdefault(layer, {})[asked] = prepared
+    return prepared
+
+
+def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:
+    """Let layers that lie as ``layer`` does go without its checks, for many queries: of few, each layer has its own launches."""
+    from kvpack.kernels.attend import alike, many_queries
+
+    if kernels is many_queries and (kind := alike.kind_of(layer)) is not None:
+        if len(_kinds) >= MOST_KINDS:
+            _kinds.clear()
+        _kinds[asked, layer.skipped, kind] = options
 
 
 def check_call(

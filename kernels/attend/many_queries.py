@@ -6,6 +6,7 @@ merged by their log-sum-exp. What no fused kernel decodes, torch decodes.
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import nullcontext
 from functools import lru_cache
@@ -17,11 +18,11 @@ import torch
 
 from kvpack.formats.columns import next_power_of_two
 
-from . import flash, plan, scratch
+from . import alike, flash, plan, scratch
 from .prepared import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from .layers import Layer, Side
 
@@ -57,6 +58,8 @@ MOST_CALLS = 64
 
 _peers: dict[Any, str | None] = {}
 _calls: WeakKeyDictionary[Layer, dict[Any, Call]] = WeakKeyDictionary()
+_alike: dict[Any, Call | None] = {}
+"""Calls without a layer, by what is equal for all layers that they are for (``alike``)."""
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
@@ -94,8 +97,23 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
     if asked not in kept:
         if len(kept) >= MOST_CALLS:
             kept.clear()
-        kept[asked] = Call(q, layer, options)
+        kept[asked] = call_of(q, layer, options, alike.kind_of(layer))
     return kept[asked]
+
+
+def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> Call:
+    """A new call over a layer, made by one over another of its ``kind`` (``alike.kind_of``) where there is one."""
+    if kind is None:
+        return Call(q, layer, options)
+    asked = (kind, q.shape, q.dtype, options, os.environ.get(plan.VARIABLE))
+    if (found := _alike.get(asked)) is not None:
+        return found.over(layer)
+    call = Call(q, layer, options)
+    if asked not in _alike:
+        if len(_alike) >= MOST_CALLS:
+            _alike.clear()
+        _alike[asked] = call.without_layer()
+    return call
 
 
 class _Part(NamedTuple):
@@ -141,6 +159,28 @@ class Call:
         self._block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
         self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MOST_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for one in self._passes for part in one.parts)
+
+    def without_layer(self) -> Call | None:
+        """The call for any layer that lies as its own does; None where there may be no other."""
+        blocks = {id(block): block.without_side() for one in self._passes for part in one.parts for block in (part.keys, part.values)}
+        if None in blocks.values():
+            return None
+        return self._changed(lambda block, _: blocks[id(block)])
+
+    def over(self, layer: Layer) -> Call:
+        """What ``without_layer`` gave, for ``layer``."""
+        k, v = layer.k, layer.v
+        assert k is not None
+        assert v is not None
+        return self._changed(lambda block, values: block.over(v if values else k))
+
+    def _changed(self, change: Callable[[scratch.Block, bool], Any]) -> Call:
+        made = copy.copy(self)
+        made._passes = [
+            one._replace(parts=[part._replace(keys=change(part.keys, False), values=change(part.values, True)) for part in one.parts])
+            for one in self._passes
+        ]
+        return made
 
     @property
     def plain(self) -> bool:

@@ -6,8 +6,9 @@ go through a kept matrix once, and the tokens through none (OCTOPUS Eq. 13).
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,12 +16,13 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import sides, tiles
 from kvpack.kernels.decode.rows import Packed
 
-from . import plan, rotation, segments
+from . import alike, plan, rotation, segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpack.formats.base import Codec
+    from kvpack.kernels.loaders.tiles import Tiles
 
     from .layers import Page, Side
 
@@ -142,7 +144,8 @@ class Block:
     """
 
     def __init__(self, side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> None:
-        self._side, self._frame, self._dtype, self._stop = side, frame, dtype, stop
+        self._side: Side | None = side
+        self._frame, self._dtype, self._stop = frame, dtype, stop
         self._first = _group_start(side, start)
         self._skipped, tokens, width = start - self._first, stop - self._first, frame.columns(side.dim)
         self._packed = side.tokens - side.tail.shape[2]
@@ -150,13 +153,44 @@ class Block:
         self._strides = tokens * width, side.batch * tokens * width, width, 1
         # What lies behind it in a scratch is aligned as it is.
         self.elements = -(-side.heads * self._strides[1] // ALIGNED) * ALIGNED
+        self._tiles: Tiles | None = None
+        self._pages: Any = None
         self._decoding = None
         if frame.codec is not None and self._first < self._packed:
             work = _work(side, frame.codec, self._first, min(stop, self._packed))
             self._decoding = tiles.prepare(frame.codec, work, self._shape, self._strides, dtype)
 
+    def without_side(self) -> Block | None:
+        """The block for any side that lies as its own does, which ``over`` gives it; None where there may be no other."""
+        made, side = copy.copy(self), self._side
+        assert side is not None
+        made._side = None
+        if self._decoding is not None:
+            work = self._decoding.work
+            if work.copied or not alike.is_plain(side):
+                return None
+            made._tiles = tiles.loader_of(side.pages[0].codec)
+            assert made._tiles is not None
+            made._pages = alike.pages_of(side, self._first + work.rows[:, 2])
+            rows = alike.moved(work.rows, -alike.bases_of(side, made._tiles)[made._pages])
+            made._decoding = self._decoding._replace(work=work._replace(rows=rows, table=work.table[:0], held=()))
+        return made
+
+    def over(self, side: Side) -> Block:
+        """What ``without_side`` gave, for ``side``."""
+        made = copy.copy(self)
+        made._side = side
+        if self._decoding is not None:
+            assert self._tiles is not None
+            work = self._decoding.work
+            rows = alike.moved(work.rows, alike.bases_of(side, self._tiles)[self._pages])
+            table = torch.from_numpy(rows).to(side.device, non_blocking=True)
+            made._decoding = self._decoding._replace(work=work._replace(rows=rows, table=table))
+        return made
+
     def decode(self, scratch: torch.Tensor, at: int) -> None:
         """Decode to ``scratch`` ``[element]`` from element ``at`` on."""
+        assert self._side is not None
         if self._decoding is not None:
             self._decoding(scratch, at)
             if self._stop <= self._packed:

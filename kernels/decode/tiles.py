@@ -60,6 +60,7 @@ class Work(NamedTuple):
 
     ``firsts`` are the first block of each page and the token of the output that it begins at, ``end`` the one behind the last page,
     ``streams`` the streams of all pages, and ``held`` the tensors that the addresses refer to; ``copied``: some are copies of streams.
+    ``rows`` are those of ``table``, on the host.
     """
 
     table: torch.Tensor
@@ -70,6 +71,7 @@ class Work(NamedTuple):
     streams: tuple[RowStream, ...]
     held: tuple[torch.Tensor, ...]
     copied: bool
+    rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
         """The first token of ``block``; ``end`` behind the last."""
@@ -117,7 +119,7 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     end = packed[-1].first + packed[-1].tokens
     given = [part.streams[stream.name] for part in packed for stream in tiles.streams]
     copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))
-    return Work(table, blocks, block, firsts, end, plan.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held), copied)
+    return Work(table, blocks, block, firsts, end, plan.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held), copied, rows)
 
 
 def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:

@@ -246,7 +246,11 @@ class Pages(Sequence[Page]):
         return shown if len(self) <= _SHOWN else f"{shown[:-1]}, ... {len(self)} in all)"
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return self._count
+
+    @cached_property
+    def _count(self) -> int:
+        return sum(len(stretch.ends) for stretch in self.stretches)
 
     @overload
     def __getitem__(self, index: int) -> Page: ...

@@ -5,6 +5,8 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import kvpack
 from kvpack.attention import many_queries_kernels
 from kvpack.cache.layer import Layer
 from kvpack.coding import dispatch
+from kvpack.coding.recipes import parse_recipe
 
 from caches import random_pairs  # isort: skip
 from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
@@ -200,3 +203,130 @@ def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, mon
         scores = scores.masked_fill(torch.ones(192, 192, dtype=torch.bool, device="cuda").triu(1), -torch.inf)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(found.double(), torch.softmax(scores, -1) @ v.double().repeat_interleave(4, 1), rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("recipe", "shared"),
+    [("octopus-3", True), ("kv=group:b=4,g=32", True), ("bf16", True), ("fp8", False), ("octopus-3-scaled", False), ("oscar-2-u8", False)],
+)
+def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And layers of other pages, or of another tail, share nothing with them."""
+    from kvpack.kernels.attend import many_queries
+
+    def layer(seed: int, *runs: int, tail: int = 5) -> Layer:
+        torch.manual_seed(seed)
+        tokens = sum(runs) + tail
+        k, v = (torch.randn(1, 2, tokens, 64).to(torch.bfloat16) for _ in "kv")
+        cache = kvpack.pack([(k[:, :, : runs[0]], v[:, :, : runs[0]])], f"{recipe};tail=32")
+        for start, stop in pairwise([runs[0], *(runs[0] + total for total in accumulate(runs[1:])), tokens]):
+            cache = cache.append([(k[:, :, start:stop], v[:, :, start:stop])])
+        return cache.to(DEVICE)[0]
+
+    made: list[Layer] = []
+    call = many_queries.Call.__init__
+    monkeypatch.setattr(
+        many_queries.Call, "__init__", lambda self, q, layer, options: (made.append(layer), call(self, q, layer, options))[1]
+    )
+    monkeypatch.setattr(many_queries, "_alike", {})
+    q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
+    layers = [layer(1, 64, 32), layer(2, 64, 32), layer(3, 96), layer(4, 64, 32, tail=6), layer(5, 64, 32)]
+    found = [many_queries.attend(q, each, 0.125) for each in layers]
+    assert len(made) == (3 if shared else 5)
+    monkeypatch.setattr(many_queries, "_calls", {})
+    for each, out in zip(layers, found, strict=True):
+        many_queries._alike.clear()
+        assert torch.equal(many_queries.attend(q, each, 0.125), out)
+
+
+@pytest.mark.kernels
+def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack import attention
+    from kvpack.kernels.attend import many_queries
+
+    monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    monkeypatch.setattr(attention, "_kinds", {})
+    checked: list[Layer] = []
+    check = attention.check_call
+    monkeypatch.setattr(attention, "check_call", lambda q, layer, *options: (checked.append(layer), check(q, layer, *options))[1])
+    torch.manual_seed(0)
+    # As many rows of queries as the kernels for few do not take.
+    q = torch.randn(1, 4, 300, 64).to(torch.bfloat16).to(DEVICE)
+    pairs = [[torch.randn(1, 2, 320, 64).to(torch.bfloat16) for _ in "kv"] for _ in range(3)]
+    layers = list(kvpack.pack([tuple(pair) for pair in pairs], "octopus-3").to(DEVICE))
+    found = [kvpack.attend(q, layer) for layer in layers]
+    assert len(checked) == 1
+    for layer, out in zip(layers, found, strict=True):
+        many_queries._alike.clear()
+        assert torch.equal(many_queries.Call(q, layer, many_queries.Options(64**-0.5))(q), out)
+    with pytest.raises(kvpack.InvalidShape):
+        kvpack.attend(q[:, :3], layers[1])
+    with pytest.raises(kvpack.InvalidShape, match="the layer holds tokens"):
+        kvpack.attend(q, replace(layers[1], skipped=5))
+    with pytest.raises(kvpack.InvalidShape):
+        kvpack.attend(q, replace(layers[1], v=None))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a window": {"sliding_window": 9},
+    "a soft cap": {"softcap": 2.0},
+    "a scale": {"scale": 0.5},
+    "all tokens": {"causal": False},
+    "sinks": {"sink_logits": [0.5, 1.0, -1.0, 2.0]},
+    "lengths": {"lengths": [61]},
+    "padding": {"starts": [30]},
+    "fp16 queries": {"dtype": torch.float16},
+    "fewer queries": {"queries": 39},
+    "more query heads": {"q_heads": 8},
+    "another cache": {"seed": 5},
+    "an fp16 tail": {"tail_dtype": torch.float16},
+    "a longer tail": {"tail": 7},
+    "other pages": {"runs": (32, 32)},
+    "other codes": {"recipe": "octopus-4"},
+    "another rotation": {"recipe": "k=octahedral:b=3,rotation=none;v=octahedral:b=3"},
+    "more heads": {"heads": 4},
+    "two sequences": {"batch": 2},
+    "dropped tokens": {"skipped": 5, "sliding_window": 9},
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", OTHERS)
+def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither after the usual call, nor before it."""
+    from kvpack import attention
+    from kvpack.kernels.attend import many_queries
+
+    monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    monkeypatch.setattr(attention, "attention_kernels", lambda *_: None)
+    usual: dict[str, Any] = {
+        **{"recipe": "octopus-3", "runs": (64,), "tail": 5, "heads": 2, "batch": 1, "seed": 0, "skipped": 0},
+        **{"tail_dtype": torch.bfloat16, "dtype": torch.bfloat16, "queries": 40, "q_heads": 4},
+    }
+
+    def call(given: dict[str, Any]) -> torch.Tensor:
+        """The result over a layer of its own."""
+        own = {**usual, **given}
+        sides, recipe = [], parse_recipe(own["recipe"])
+        for side in "kv":
+            held = random_side(
+                recipe.codec(0, 1, side, 64), own["heads"], own["runs"], own["tail"], 2 * own["seed"] + (side == "v"), own["batch"]
+            )
+            sides.append(replace(held, tail=held.tail.to(own["tail_dtype"])).to(DEVICE))
+        q = torch.randn(own["batch"], own["q_heads"], own["queries"], 64, generator=torch.Generator().manual_seed(7))
+        options = {key: value for key, value in given.items() if key not in usual}
+        for key in {"sink_logits", "lengths", "starts"} & options.keys():
+            options[key] = torch.tensor(options[key], device=DEVICE)
+        return attention.attend(q.to(own["dtype"]).to(DEVICE), Layer(*sides, skipped=own["skipped"]), **options)
+
+    def forget() -> None:
+        for kept in (attention._kinds, attention._launched, many_queries._alike, many_queries._calls):
+            kept.clear()  # type: ignore[attr-defined]
+
+    found = []
+    for first in ({}, OTHERS[name]):
+        forget()
+        found.append(call(first))
+        found.append(call({} if first else OTHERS[name]))
+    assert torch.equal(found[0], found[3])
+    assert torch.equal(found[1], found[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
@@ -132,22 +133,29 @@ def _module(part: Part) -> list[Any]:
 
 def _attributes(where: str, found: Mapping[str, Any]) -> Any:
     """The plain attributes that are settings, by name."""
-    own = [[name, value] for name, value in found.items() if not name.startswith("_") and _is_setting(name, value)]
-    return plain(where, sorted(own))
+    own = [
+        # Most are scalars, which are as they are.
+        [name, value if type(value) in SCALARS else plain(where, value)]
+        for name, value in found.items()
+        if not name.startswith("_") and (type(value) in SCALARS or _is_plain(value)) and _is_setting(name)
+    ]
+    return sorted(own, key=itemgetter(0))
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    return name != "training" and name not in _INCIDENTAL_ATTRIBUTES and not name.endswith(_NOTED_LENGTH) and _is_plain(value)
+def _is_setting(name: str) -> bool:
+    return name != "training" and name not in _INCIDENTAL_ATTRIBUTES and not name.endswith(_NOTED_LENGTH)
 
 
 def _is_plain(value: Any) -> bool:
-    if type(value) in SCALARS:
+    kind = type(value)
+    if kind in SCALARS:
         return True
-    if isinstance(value, (list, tuple)):
+    # Instances of transformers' configurations answer for their class slowly.
+    if issubclass(kind, (list, tuple)):
         return all(map(_is_plain, value))
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return all(map(_is_plain, value.values())) and all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return issubclass(kind, (int, float, str))
 
 
 def _kind(where: str, tensor: torch.Tensor) -> list[Any]:

@@ -27,7 +27,7 @@ from .layer import Layer, sliced
 from .stored import side_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvpack.file.container import File, SidePlaces
@@ -100,8 +100,7 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
     )
     groups = _groups(file, places.values(), ruled, bus.device)
     copies = [copy for number, group in enumerate(groups) for copy in _copies(number, group)]
-    staged = _staged(copies, file, bus, staging_bytes, ruled, chunked)
-    with contextlib.closing(bus), contextlib.closing(staged):
+    with contextlib.closing(bus), contextlib.closing(_staged(copies, file, bus, staging_bytes, ruled, chunked)) as staged:
         # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
         targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
@@ -113,33 +112,49 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
             else:
                 found[copy.side.layer][copy.side.side] = _rows(file, copy.side, memory, part, bus)
         states = {number: _states(file, number, part, bus) for number in places}
+        bus.order(bus.mark())
+        # The threads sleep meanwhile: when they end, they and this one wait for each other.
+        for place, side in _checked(file, list(zip(groups, targets, strict=False)), ruled, chunked):
+            found[place.layer][place.side] = side
+    layers = {}
+    for number, sides in found.items():
+        skipped = header.starts[number] - header.start if part.has_all_tokens else 0
+        layers[number] = Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(states[number]))
+    return layers
+
+
+def _checked(
+    file: File, groups: Sequence[tuple[_Group, torch.Tensor]], ruled: AbstractSet[int], chunked: AbstractSet[int]
+) -> list[tuple[SidePlaces, Side]]:
+    """The sides of ``groups``, each with its memory on the device, which checks them; the host waits for it.
+
+    Sides are made while it looks for digests. Raises DigestMismatch and InvalidPayload.
+    """
     hashed = [
-        (f"{side.layer}.{side.side}.{stream}", (target, start + begin, start + end))
-        for group, target in zip(groups, targets, strict=part.has_all_tokens)
+        (f"{side.layer}.{side.side}.{stream}", (memory, start + begin, start + end))
+        for group, memory in groups
         if group.span
         for side, start in group.sides
         for stream, (begin, end) in side.streams.items()
     ]
     digests = dispatch.digests([place for _, place in hashed])
-    # Made when nothing is read any more: threads that read wait for each operation of this one.
-    stored: list[tuple[int, Mapping[str, torch.Tensor], str]] = []
-    for group, target in zip(groups, targets, strict=part.has_all_tokens):
+    made: list[tuple[SidePlaces, Side]] = []
+    for group, memory in groups:
         views: dict[str, torch.Tensor] = {}
-        for side, start in group.sides:
-            made = found[side.layer][side.side] = _side(file, side, target, start, views)
-            where = f"{file.where}: {side.layer}.{side.side}"
-            stored += [(_entry(file, side).codec, streams, where) for streams in made.stored_streams()]
-    layers = {}
-    for number, sides in found.items():
-        skipped = header.starts[number] - header.start if part.has_all_tokens else 0
-        layers[number] = Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(states[number]))
-    check_values = dispatch.check_values([(header.codecs[codec], streams, where) for codec, streams, where in stored if codec in ruled])
+        made += [(side, _side(file, side, memory, start, views)) for side, start in group.sides]
+    stored = [
+        (_entry(file, place).codec, streams, f"{file.where}: {place.layer}.{place.side}")
+        for place, side in made
+        for streams in side.stored_streams()
+    ]
+    codecs = file.header.codecs
+    check_values = dispatch.check_values([(codecs[codec], streams, where) for codec, streams, where in stored if codec in ruled])
     file.check_digests((name, digest) for (name, _), digest in zip(hashed, digests(), strict=True))
     check_values()
     for codec, streams, where in stored:
         if codec in chunked:
-            dispatch.check_chunks(header.codecs[codec], streams, where)
-    return layers
+            dispatch.check_chunks(codecs[codec], streams, where)
+    return made
 
 
 def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:

@@ -31,47 +31,13 @@ from kvpack.formats.errors import (
 )
 
 from caches import RECIPES, dense, random_pairs  # isort: skip
+from late_bus import LateBus  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from kvpack.cache.cache import Cache
-
-PATTERN = 0xA5
-
-
-class LateBus(HostBus):
-    """A device whose copies are made as late as they may be: when the host waits for them, or when the bus closes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._made = 0
-        self.begun = 0
-        self.closed = False
-        self._lock = threading.Lock()
-
-    def staging(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), PATTERN, dtype=torch.uint8)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._waiting.append((target, source))
-        self.begun += 1
-
-    def mark(self) -> Any:
-        return self.begun
-
-    def wait(self, mark: Any) -> None:
-        with self._lock:
-            while self._made < mark:
-                target, source = self._waiting.pop(0)
-                target.copy_(source)
-                self._made += 1
-
-    def close(self) -> None:
-        self.wait(self.begun)
-        self.closed = True
 
 
 def cache_of(recipe: str = "octopus-3", layers: int = 6) -> Cache:

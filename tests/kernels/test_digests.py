@@ -28,6 +28,7 @@ from kvpack.kernels.words import digests
 
 from caches import random_pairs  # isort: skip
 from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
+from late_bus import LateBus  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +95,7 @@ def test_a_large_tensor() -> None:
 
 
 def load(path: Path) -> kvpack.Cache:
-    return files.read_to(HostBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
+    return files.read_to(LateBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
 
 
 def outcome(call: Any) -> tuple[str, str]:

@@ -1,0 +1,48 @@
+"""A bus without a device that copies as late as a device may."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from kvpack.cache.bus import HostBus
+
+PATTERN = 0xA5
+
+
+class LateBus(HostBus):
+    """A device whose copies are made as late as they may be: when the host or the caller waits for them, or when the bus closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made = 0
+        self.begun = 0
+        self.closed = False
+        self._lock = threading.Lock()
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), PATTERN, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._waiting.append((target, source))
+        self.begun += 1
+
+    def mark(self) -> Any:
+        return self.begun
+
+    def wait(self, mark: Any) -> None:
+        with self._lock:
+            while self._made < mark:
+                target, source = self._waiting.pop(0)
+                target.copy_(source)
+                self._made += 1
+
+    def order(self, mark: Any) -> None:
+        self.wait(mark)
+
+    def close(self) -> None:
+        self.wait(self.begun)
+        self.closed = True

@@ -25,8 +25,8 @@ typedef struct {
     /* And for encoding, whose item is 0 where a value is refused. */
     int64_t (*encode_bytes)(const Encode *call);
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
-    /* One chunk. */
-    void (*rans)(const Rans *call, int64_t chunk);
+    /* One chunk, or two. */
+    void (*rans)(const Rans *call, int64_t first, int count);
     void (*rans_encode)(const RansEncode *call, int64_t chunk);
     /* Tokens [start, stop) of one head of one sequence. */
     void (*join)(const Join *call, int64_t head, int64_t start, int64_t stop);

@@ -1,9 +1,9 @@
 /* lossless: exponents in chunks of rANS, signs and fractions in words (formats/lossless.py). Every tile takes those chunks that it needs. */
 
-/* The chunk whose exponents are in memory, [token][channel], and the slots of its run. Two bytes behind them may be read. */
+/* Two chunks whose exponents are in memory, [token][channel], the number of their pair in a segment, and the slots of its run. */
 struct Chunk {
     const Segment *segment;
-    int64_t number, tokens;
+    int64_t number;
     uint32_t *slots;
     uint8_t *exponents;
     uint16_t *pairs; /* [pair of channels][TILE]: the exponents of a tile's tokens */
@@ -14,7 +14,7 @@ enum { FREQUENCIES, STATES, CHUNK_PLACES, CHUNK_WORDS };
 
 static int64_t chunk_bytes(const Codec *codec) {
     if (codec->family != LOSSLESS) return 0;
-    return (int64_t)sizeof(Chunk) + 4 * RANS_SLOTS + codec->token_group * codec->dim + 128 + (codec->dim + 1) / 2 * 2 * TILE;
+    return (int64_t)sizeof(Chunk) + 4 * RANS_SLOTS + 2 * codec->token_group * codec->dim + 128 + (codec->dim + 1) / 2 * 2 * TILE;
 }
 
 /* A chunk without exponents, in memory of `chunk_bytes`. */
@@ -37,32 +37,38 @@ static void fill_slots(const uint16_t *frequencies, int64_t symbols, uint32_t *s
     memset(slots + at, 0, 4 * (RANS_SLOTS - at));
 }
 
-/* Brings the exponents of chunk `number` of a segment into memory. */
-static void load_chunk(const Codec *codec, const Loaded *in, const Segment *segment, int64_t number) {
+/* Brings the exponents of a segment's chunks 2 * number and the next into memory. */
+static void load_chunks(const Codec *codec, const Loaded *in, const Segment *segment, int64_t number) {
     Chunk *chunk = in->chunk;
     const Stream *streams = segment->streams + codec->chunk_stream;
     if (chunk->segment == segment && chunk->number == number) return;
     if (chunk->segment != segment)
         fill_slots((const uint16_t *)row_of(&streams[FREQUENCIES], in->batch, in->head, 0), 1 << (15 - codec->fraction_bits), chunk->slots);
-    int64_t left = segment->tokens - number * codec->token_group, place[2];
-    uint32_t states[RANS_LANES];
-    memcpy(place, row_of(&streams[CHUNK_PLACES], in->batch, in->head, number), sizeof place);
-    memcpy(states, row_of(&streams[STATES], in->batch, in->head, number), sizeof states);
     chunk->segment = segment;
     chunk->number = number;
-    chunk->tokens = left < codec->token_group ? left : codec->token_group;
-    RansWords words = {(const uint16_t *)streams[CHUNK_WORDS].data, place[1], place[0]};
-    rans_decode(&words, chunk->slots, NULL, states, chunk->tokens * codec->dim, chunk->exponents);
+    RansRun runs[2];
+    int count = 0;
+    for (int64_t first = 2 * number; first < 2 * number + 2; first++) {
+        int64_t left = segment->tokens - first * codec->token_group, place[2];
+        if (left <= 0) break;
+        memcpy(place, row_of(&streams[CHUNK_PLACES], in->batch, in->head, first), sizeof place);
+        RansRun *run = &runs[count];
+        *run = (RansRun){(const uint16_t *)streams[CHUNK_WORDS].data, place[1], place[0], .slots = chunk->slots};
+        run->length = (left < codec->token_group ? left : codec->token_group) * codec->dim;
+        run->symbols = chunk->exponents + count++ * codec->token_group * codec->dim;
+        memcpy(run->states, row_of(&streams[STATES], in->batch, in->head, first), sizeof run->states);
+    }
+    rans_decode(runs, count);
 }
 
 static void lossless_decode(const Codec *codec, const Loaded *in, float *tile) {
     Chunk *chunk = in->chunk;
-    int64_t pairs = (codec->dim + 1) / 2, group = codec->token_group;
+    int64_t pairs = (codec->dim + 1) / 2, group = 2 * codec->token_group;
     for (int64_t p = 0; p < in->pieces; p++)
         for (int64_t t = 0, count; t < in->piece[p].count; t += count) {
             int64_t token = in->piece[p].token + t, left = group - token % group;
             count = left < in->piece[p].count - t ? left : in->piece[p].count - t;
-            load_chunk(codec, in, in->piece[p].segment, token / group);
+            load_chunks(codec, in, in->piece[p].segment, token / group);
             transpose((const char *)chunk->exponents + token % group * codec->dim, codec->dim, count, pairs, chunk->pairs + in->piece[p].at + t);
         }
     for (int64_t i = 0; i < pairs; i++) memset(chunk->pairs + i * TILE + in->tokens, 0, 2 * (TILE - in->tokens));

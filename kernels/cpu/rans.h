@@ -2,38 +2,44 @@
 
 enum { RANS_LANES = 32, RANS_BITS = 12, RANS_SLOTS = 1 << RANS_BITS, RANS_LEAST = 1 << 16 };
 
-/* An array of words, and the next of them. */
+/* A chunk on its way to `length` symbols: an array of words, the next of them, and the slots of one table, or of those in `tables`, one for
+   each symbol. */
 typedef struct {
     const uint16_t *words;
     int64_t count, at;
-} RansWords;
+    const uint32_t *slots;
+    const uint8_t *tables;
+    uint32_t states[RANS_LANES];
+    int64_t length;
+    uint8_t *symbols;
+} RansRun;
 
-/* One symbol of one lane; 0 stands for words behind the end of the array. */
-INLINE uint8_t rans_symbol(RansWords *words, const uint32_t *slots, uint32_t *state) {
-    uint32_t x = *state, slot = x & (RANS_SLOTS - 1), found = slots[slot];
+/* Symbol `i`, of one lane; 0 stands for words behind the end of the array. */
+INLINE void rans_symbol(RansRun *run, int64_t i) {
+    uint32_t x = run->states[i % RANS_LANES], slot = x & (RANS_SLOTS - 1);
+    uint32_t found = run->slots[(run->tables ? run->tables[i] * RANS_SLOTS : 0) + slot];
     x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
     if (x < RANS_LEAST) {
-        x = x << 16 | (words->at < words->count ? words->words[words->at] : 0);
-        ++words->at;
+        x = x << 16 | (run->at < run->count ? run->words[run->at] : 0);
+        ++run->at;
     }
-    *state = x;
-    return (uint8_t)found;
+    run->states[i % RANS_LANES] = x;
+    run->symbols[i] = (uint8_t)found;
 }
 
 #if LEVEL == 4
-/* One symbol of every lane. Loads 16 words where it may take fewer: they are in the array, if not of the chunk. */
-INLINE void rans_step(const uint16_t *words, const uint32_t *slots, const uint8_t *tables, uint32_t *states, int64_t *at, uint8_t *symbols) {
-    for (int part = 0; part < RANS_LANES; part += 16) {
-        vu x = (vu)load_int((int32_t *)states + part), slot = x & (RANS_SLOTS - 1), place = slot;
-        if (tables) place |= (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(tables + part))) << RANS_BITS;
-        vu found = (vu)_mm512_i32gather_epi32((__m512i)place, slots, 4);
+/* Symbols `i` on, one of every lane. Loads 16 words where it may take fewer: they are in the array, if not of the chunk. */
+INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, int64_t *at) {
+    UNROLLED for (int part = 0; part < 2; part++) {
+        vu x = state[part], slot = x & (RANS_SLOTS - 1), place = slot;
+        if (by_symbol) place |= (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(run->tables + i + 16 * part))) << RANS_BITS;
+        vu found = (vu)_mm512_i32gather_epi32((__m512i)place, run->slots, 4);
         x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
         __mmask16 low = _mm512_cmplt_epu32_mask((__m512i)x, _mm512_set1_epi32(RANS_LEAST));
-        __m512i next = _mm512_maskz_expand_epi32(low, (__m512i)load_words(words + *at));
-        x = (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
+        __m512i next = _mm512_maskz_expand_epi32(low, (__m512i)load_words(run->words + *at));
+        state[part] = (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
         *at += __builtin_popcount(low);
-        store_int((int32_t *)states + part, (vi)x);
-        _mm_storeu_si128((__m128i *)(symbols + part), _mm512_cvtepi32_epi8((__m512i)found));
+        _mm_storeu_si128((__m128i *)(run->symbols + i + 16 * part), _mm512_cvtepi32_epi8((__m512i)found));
     }
 }
 #elif LEVEL == 3
@@ -46,60 +52,89 @@ INLINE void rans_step(const uint16_t *words, const uint32_t *slots, const uint8_
 #define PLACES_64(mask) PLACES_16(mask), PLACES_16(mask + 16), PLACES_16(mask + 32), PLACES_16(mask + 48)
 static const uint8_t rans_places[256][8] = {PLACES_64(0), PLACES_64(64), PLACES_64(128), PLACES_64(192)};
 
-/* One symbol of every lane. Loads 8 words where it may take fewer: they are in the array, if not of the chunk. */
-INLINE void rans_step(const uint16_t *words, const uint32_t *slots, const uint8_t *tables, uint32_t *states, int64_t *at, uint8_t *symbols) {
+/* Symbols `i` on, one of every lane. Loads 8 words where it may take fewer: they are in the array, if not of the chunk. */
+INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, int64_t *at) {
     const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                            0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-    for (int part = 0; part < RANS_LANES; part += 8) {
-        __m256i x = _mm256_loadu_si256((const __m256i *)(states + part)), slot = _mm256_and_si256(x, _mm256_set1_epi32(RANS_SLOTS - 1));
+    UNROLLED for (int part = 0; part < 4; part++) {
+        uint8_t *symbols = run->symbols + i + 8 * part;
+        __m256i x = (__m256i)state[part], slot = _mm256_and_si256(x, _mm256_set1_epi32(RANS_SLOTS - 1));
         __m256i place = slot;
-        if (tables) {
-            __m256i own = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(tables + part)));
+        if (by_symbol) {
+            __m256i own = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(run->tables + i + 8 * part)));
             place = _mm256_or_si256(slot, _mm256_slli_epi32(own, RANS_BITS));
         }
-        __m256i found = _mm256_i32gather_epi32((const int *)slots, place, 4);
+        __m256i found = _mm256_i32gather_epi32((const int *)run->slots, place, 4);
         __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(found, 8), _mm256_set1_epi32(RANS_SLOTS - 1));
         x = _mm256_mullo_epi32(_mm256_add_epi32(frequency, _mm256_set1_epi32(1)), _mm256_srli_epi32(x, RANS_BITS));
         x = _mm256_add_epi32(x, _mm256_sub_epi32(slot, _mm256_srli_epi32(found, 20)));
         __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
         int mask = _mm256_movemask_ps(_mm256_castsi256_ps(low));
-        __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(words + *at)));
+        __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(run->words + *at)));
         next = _mm256_permutevar8x32_epi32(next, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)rans_places[mask])));
-        x = _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), next), low);
+        state[part] = (vu)_mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), next), low);
         *at += __builtin_popcount(mask);
-        _mm256_storeu_si256((__m256i *)(states + part), x);
         __m256i packed = _mm256_shuffle_epi8(found, bytes);
         uint32_t first = (uint32_t)_mm256_extract_epi32(packed, 0), second = (uint32_t)_mm256_extract_epi32(packed, 4);
-        memcpy(symbols + part, &first, 4);
-        memcpy(symbols + part + 4, &second, 4);
+        memcpy(symbols, &first, 4);
+        memcpy(symbols + 4, &second, 4);
     }
 }
 #endif
 
-/* `length` symbols, by the slots of one table, or of those in `tables`, one for each symbol. */
-static void rans_decode(RansWords *words, const uint32_t *slots, const uint8_t *tables, uint32_t *states, int64_t length, uint8_t *symbols) {
-    int64_t i = 0;
 #if LEVEL >= 3
-    if (tables) {
-        for (; i + RANS_LANES <= length && words->at + RANS_LANES <= words->count; i += RANS_LANES)
-            rans_step(words->words, slots, tables + i, states, &words->at, symbols + i);
-    } else {
-        for (; i + RANS_LANES <= length && words->at + RANS_LANES <= words->count; i += RANS_LANES)
-            rans_step(words->words, slots, NULL, states, &words->at, symbols + i);
+/* The whole steps from symbol `i` on that all of `count` chunks have, while their words last; returns the first symbol that is left. */
+INLINE int64_t rans_steps(RansRun *runs, int count, int by_symbol, int64_t i) {
+    vu state[2][RANS_LANES / LANES];
+    int64_t at[2], length = INT64_MAX;
+    for (int r = 0; r < count; r++) {
+        memcpy(state[r], runs[r].states, sizeof state[r]);
+        at[r] = runs[r].at;
+        length = runs[r].length < length ? runs[r].length : length;
     }
+    for (; i + RANS_LANES <= length; i += RANS_LANES) {
+        if (at[0] + RANS_LANES > runs[0].count || (count == 2 && at[1] + RANS_LANES > runs[1].count)) break;
+        UNROLLED for (int r = 0; r < count; r++) rans_step(&runs[r], i, by_symbol, state[r], &at[r]);
+    }
+    for (int r = 0; r < count; r++) {
+        memcpy(runs[r].states, state[r], sizeof state[r]);
+        runs[r].at = at[r];
+    }
+    return i;
+}
 #endif
-    for (; i < length; i++) symbols[i] = rans_symbol(words, tables ? slots + tables[i] * RANS_SLOTS : slots, &states[i % RANS_LANES]);
+
+/* All symbols of one chunk or two: a step of one waits for its own last, and that of another goes on meanwhile. */
+static void rans_decode(RansRun *runs, int count) {
+    int64_t both = 0;
+#if LEVEL >= 3
+    if (count == 2 && !runs[0].tables && !runs[1].tables) both = rans_steps(runs, 2, 0, 0);
+#endif
+    for (RansRun *run = runs; run < runs + count; run++) {
+        int64_t i = both;
+#if LEVEL >= 3
+        i = run->tables ? rans_steps(run, 1, 1, i) : rans_steps(run, 1, 0, i);
+#endif
+        for (; i < run->length; i++) rans_symbol(run, i);
+    }
 }
 
-static void rans_chunk(const Rans *call, int64_t chunk) {
-    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
-    uint32_t states[RANS_LANES];
-    memcpy(states, call->states + chunk * RANS_LANES, sizeof states);
-    RansWords words = {call->words, call->word_count, call->first_word[chunk]};
-    rans_decode(&words, tables ? call->slots : call->slots + call->table[chunk] * RANS_SLOTS, tables, states, call->lengths[chunk],
-                call->symbols + chunk * call->stride);
-    call->read[chunk] = words.at - call->first_word[chunk];
-    memcpy(call->last + chunk * RANS_LANES, states, sizeof states);
+/* Chunks `first` and, if `count` is 2, the next. */
+static void rans_chunks(const Rans *call, int64_t first, int count) {
+    RansRun runs[2];
+    for (int r = 0; r < count; r++) {
+        int64_t chunk = first + r;
+        const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
+        runs[r] = (RansRun){call->words, call->word_count, call->first_word[chunk], .tables = tables, .length = call->lengths[chunk]};
+        runs[r].slots = tables ? call->slots : call->slots + call->table[chunk] * RANS_SLOTS;
+        runs[r].symbols = call->symbols + chunk * call->stride;
+        memcpy(runs[r].states, call->states + chunk * RANS_LANES, sizeof runs[r].states);
+    }
+    rans_decode(runs, count);
+    for (int r = 0; r < count; r++) {
+        call->read[first + r] = runs[r].at - call->first_word[first + r];
+        memcpy(call->last + (first + r) * RANS_LANES, runs[r].states, sizeof runs[r].states);
+    }
 }
 
 #if LEVEL == 4

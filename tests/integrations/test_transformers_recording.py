@@ -392,6 +392,58 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
     assert undetermined(cache) == ()
 
 
+def scale(model: Any, by: float, name: str = "") -> None:
+    """Multiply the weights whose names hold ``name`` in place, as training changes them."""
+    for key, parameter in model.named_parameters():
+        if name in key:
+            parameter.mul_(by)
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["its own", "loaded"])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: scale(model, 2), "adapter"),
+        (lambda model: scale(model.unload(), 2), "adapter"),
+        (lambda model: scale(model, 2, "lora_B"), "adapter"),
+        (lambda model: model.to(torch.bfloat16), "dtype"),
+    ],
+    ids=["all", "unloaded", "adapters", "dtype"],
+)
+def test_weights_that_changed_between_passes_are_named(change: Any, named: str, tokens: int, loaded: bool) -> None:
+    model = with_adapters()
+    cache = KvpackCache(model, FP32)
+    model(PROMPT, past_key_values=cache)
+    if loaded:
+        cache = KvpackCache(cache.packed, model)
+    change(model)
+    model(FOLLOWING[:, :tokens], past_key_values=cache)
+    last = "token 20" if tokens == 1 else "tokens 20 to 23"
+    assert f"{last} were computed after the model's {named} changed" in undetermined(copy.deepcopy(cache))
+    assert cache.packed.model == KvpackCache(with_adapters(), FP32).packed.model
+    cache.reset()
+    model(PROMPT, past_key_values=cache)
+    assert undetermined(cache) == ()
+    assert cache.packed.model == KvpackCache(model, FP32).packed.model
+
+
+def test_weights_that_moved_or_changed_back_are_the_same() -> None:
+    model = model_of()
+    cache = KvpackCache(model, FP32)
+    model(PROMPT, past_key_values=cache)
+    scale(model, 2)
+    model(FOLLOWING, past_key_values=cache)
+    assert undetermined(cache) == ("tokens 20 to 23 were computed after the model's weights changed",)
+    cache.crop(-len(FOLLOWING[0]))
+    scale(model, 0.5)
+    model(FOLLOWING, past_key_values=cache)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    model(FOLLOWING, past_key_values=cache)
+    assert undetermined(cache) == ()
+
+
 def test_adapters_of_a_plain_prefill_are_named() -> None:
     model = with_adapters()
     with recording(model) as record:

@@ -91,6 +91,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         inside = models_in(model) if model is not None and hasattr(model, "modules") else []
         known = None if model is None else Model(model, inside)
         inputs: Inputs | None = None
+        identity: dict[str, str] = {}
         if isinstance(contents, Cache):
             if contents.start:
                 raise InvalidParameter(
@@ -99,7 +100,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             contents.check_ends()
             if known is not None:
                 known.check(contents)
-                check_identity(contents, model)
+                identity = check_identity(contents, model)
             inputs = contents.inputs
             present = [bool(layer.sides) for layer in contents]
             windows = [None] * len(present) if known is None else known.windows(len(present))
@@ -108,7 +109,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             assert known is not None
             present = known.layers_with_tokens()
             windows = known.windows(len(present))
-            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity_of(model), basis=basis)
+            identity = identity_of(model)
+            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity, basis=basis)
             inputs = Inputs()
         decoding = Decoding(bool(dense))
         states = [0] * len(present) if known is None else known.states(len(present))
@@ -131,7 +133,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
             decoding.tell(known.name)
-        self.passes = Tracking(Record(inputs, tokens, adapters), positions, known, not self._dense, model if inside else None)
+        self.passes = Tracking(Record(inputs, tokens, adapters), positions, known, not self._dense, model if inside else None, identity)
         self.passes.states = any(states)
         self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.on(model, inside)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+
+FEW = 4
+"""The parameters that are looked at in each decode step: training changes all that have gradients, and ``to`` all."""
 
 
 def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
@@ -23,9 +27,22 @@ def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
     return any(hooks for *_, hooks in adapters)
 
 
-def model_state(model: torch.nn.Module) -> tuple[Any, ...]:
-    """What differs after a model's adapters, weights, dtype or mode changed, in place or not; its values are not read."""
-    return adapters_in_effect(model), model.training, [_version(parameter) for parameter in model.parameters()]
+class ModelState:
+    """What differs after a model's adapters, weights, dtype or mode changed, in place or not; values are not read, nor weights kept."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modes = adapters_in_effect(model), model.training
+        trained_first = sorted(model.parameters(), key=lambda parameter: not parameter.requires_grad)
+        self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether ``model`` is as it was."""
+        return self._modes == (adapters_in_effect(model), model.training) and not self.has_other_weights()
+
+    def has_other_weights(self, few: bool = False) -> bool:
+        """Whether parameters changed; with ``few``, the first ``FEW``."""
+        versions = self._versions[:FEW] if few else self._versions
+        return any((parameter := kept()) is None or _version(parameter) != version for kept, version in versions)
 
 
 def _layer_state(layer: Any) -> tuple[Any, ...]:

@@ -108,7 +108,7 @@ class StepGraphs:
                 return None
             starts = padding.starts
         shape = None if positions is None else positions.shape
-        modes = torch.is_inference_mode_enabled(), adapters_in_effect(model), tuple(sorted(settings.items()))
+        modes = torch.is_inference_mode_enabled(), adapters_in_effect(model), tuple(sorted(settings.items())), cache.passes.changes
         return _Step((ids.shape, ids.dtype, device, shape, starts is None, modes), ids, positions, starts)
 
     def _capture(

@@ -134,17 +134,18 @@ class Model:
         return layers
 
 
-def check_identity(cache: Cache, model: Any) -> None:
+def check_identity(cache: Cache, model: Any) -> dict[str, str]:
     """Raise InvalidParameter, naming what differs, when the cache names a model by ``Identity.of`` and this is another.
 
     Where both know a sample of the weights, it is compared, and the name is not: the same model may lie in another folder.
+    Returns ``identity_of(model)``, empty where the cache names none.
     """
     named = cache.model
     if not named.get("config"):
-        return
+        return {}
     found = identity_of(model)
     if not found:
-        return
+        return {}
     sampled = all(one.get("weights", "").startswith(SAMPLE) for one in (named, found))
     # What a user changed comes before the digests that change with it.
     for field in ("dtype", "rope", "adapter", "weights" if sampled else "name", "config"):
@@ -160,6 +161,7 @@ def check_identity(cache: Cache, model: Any) -> None:
                 f"the cache was computed by a model whose {field} {verb} {mine!r}, and this one's {verb} {theirs!r}; "
                 "if both compute the same, write KvpackCache(dataclasses.replace(cache, model={}), model)"
             )
+    return found
 
 
 def identity_of(model: Any) -> dict[str, str]:

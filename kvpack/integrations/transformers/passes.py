@@ -75,6 +75,10 @@ class Pass:
             self._check_mask(arguments.get("attention_mask"))
         self.check_positions(arguments)
 
+    def note(self, text: str) -> None:
+        """Say of the pass's tokens what their ids do not tell."""
+        self._found.append(text)
+
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
         """Note whether positions given to the model, or by it to a part of it, are those that follow the cache."""
         for name in _POSITIONS:

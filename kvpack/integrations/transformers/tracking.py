@@ -11,7 +11,7 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter
 
-from .changes import model_state
+from .changes import ModelState
 from .hooks import Passes, models_in, outermost
 from .models import identity_of
 from .turns import Turns
@@ -25,31 +25,48 @@ if TYPE_CHECKING:
     from .record import Record
 
 
+_FIELDS = ("dtype", "rope", "adapter", "weights", "config")
+"""What ``identity_of`` may tell apart in one model, what a user changed before the digests that change with it."""
+
+
 class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
     ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` says whether
     the cache keeps states, which are of no use once a pass has failed. ``identity`` is what the cache says of its model, where that
-    changed between the cache's construction and its first token; else None. A pass has the cache's ``turns`` from its beginning to its end.
+    changed between the cache's construction and its first token; else None. ``first`` is what ``watched`` was called at construction,
+    empty where it was not. A pass has the cache's ``turns`` from its beginning to its end.
     """
 
     def __init__(
-        self, record: Record, positions: RotaryPositions | None, model: Model | None, packed: bool, watched: torch.nn.Module | None
+        self,
+        record: Record,
+        positions: RotaryPositions | None,
+        model: Model | None,
+        packed: bool,
+        watched: torch.nn.Module | None,
+        first: dict[str, str],
     ) -> None:
         self.record, self._positions, self._model, self._packed = record, positions, model, packed
         self.identity: dict[str, str] | None = None
         self._watched = None if watched is None else weakref.ref(watched)
-        self._state = None if watched is None else model_state(outermost(watched))
+        self._first, self._state = first, None if watched is None else ModelState(outermost(watched))
+        self._changed = ""
+        self.changes = 0
+        """How often the model's weights were found changed after the first token."""
         self._passes, self.turns = Passes(), Turns()
         self.assisted = self.states = False
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = type(self)(copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed, None)
+        made = type(self)(
+            copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed, None, self._first
+        )
         made.states, made._failed = self.states, self._failed
         made._left = self._left
         made.identity, made._watched, made._state = self.identity, self._watched, self._state
+        made._changed, made.changes = self._changed, self.changes
         return made
 
     # Compilers do not look into the record: it changes with every pass.
@@ -78,7 +95,9 @@ class Tracking:
                 "attention over packed layers computes no attention weights, and output_attentions is set: leave it out, or write "
                 "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
             )
-        if self._passes.outermost and not self.record.tokens:
+        if self._passes.outermost and self.record.tokens:
+            self._compare_model()
+        elif self._passes.outermost:
             self._name_model()
         if self._positions is not None:
             if self._passes.outermost:
@@ -119,9 +138,21 @@ class Tracking:
         model = None if self._watched is None else self._watched()
         if model is None:
             return
-        state = model_state(outermost(model))
-        if state != self._state:
-            self.identity, self._state = identity_of(model), state
+        if self._changed or (self._state is not None and not self._state.is_of(outermost(model))):
+            self.identity = self._first = identity_of(model)
+            self._state, self._changed = ModelState(outermost(model)), ""
+
+    def _compare_model(self) -> None:
+        """Note what differs from the model of the first token, if weights are not what they were."""
+        model, seen = None if self._watched is None else self._watched(), self._passes.current
+        if model is None or seen is None or self._state is None or not self._first.get("weights"):
+            return
+        if self._state.has_other_weights(few=seen.ids is not None and seen.ids.shape[1] == 1) and (found := identity_of(model)):
+            self._state = ModelState(outermost(model))
+            self._changed = next((name for name in _FIELDS if found.get(name) != self._first.get(name)), "")
+            self.changes += 1
+        if self._changed:
+            seen.note(f"were computed after the model's {self._changed} changed")
 
     def _note_failed(self, failed: Pass) -> None:
         self._failed = True

@@ -6,14 +6,14 @@ import errno
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .locks import Lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 log = logging.getLogger("kvpack.store")
 
@@ -46,6 +46,9 @@ NAMES = {
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """The upper bounds of the classes of a latency histogram."""
 
+MOST_RECENT = 4096
+"""Latencies that are kept for an engine's own histograms, which take them one by one."""
+
 
 class Counters:
     """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
@@ -59,6 +62,7 @@ class Counters:
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str, str]] = Counter()
         self._latencies: dict[str, Latency] = {}
+        self._recent: deque[tuple[str, float]] = deque(maxlen=MOST_RECENT)
         self._lock = Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -76,6 +80,7 @@ class Counters:
             seconds = time.perf_counter() - begun
             with self._lock:
                 self._latencies.setdefault(operation, Latency()).add(seconds)
+                self._recent.append((operation, seconds))
 
     def fault(self, operation: str, error: BaseException) -> None:
         """Count a fault, and report the first of its kind."""
@@ -88,6 +93,13 @@ class Counters:
         if first and self._whole is None:
             self._tell(operation, error)
 
+    def recent(self) -> list[tuple[str, float]]:
+        """The operations that were timed since the last call, at most ``MOST_RECENT``, and their seconds."""
+        with self._lock:
+            found = list(self._recent)
+            self._recent.clear()
+        return found
+
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         """Every counter by name; ``faults`` by "operation reason"."""
         with self._lock:
@@ -95,8 +107,8 @@ class Counters:
             counts["faults"] = {f"{operation} {reason}": count for (operation, reason), count in sorted(self._faults.items())}
         return counts
 
-    def prometheus(self, gauges: Mapping[str, tuple[str, int]]) -> str:
-        """Prometheus' text format, version 0.0.4; ``gauges`` maps names to (meaning, value)."""
+    def prometheus(self, gauges: Mapping[str, tuple[str, int]], tiers: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Prometheus' text format, version 0.0.4: ``gauges`` maps names to (meaning, value), and ``tiers`` are those of ``Tiers.stats``."""
         lines = []
         counts = self.as_dict()
         faults = counts.pop("faults")
@@ -113,7 +125,27 @@ class Counters:
         lines += ["# HELP kvpack_store_seconds Seconds of a call, by operation.", "# TYPE kvpack_store_seconds histogram", *latencies]
         for name, (meaning, value) in gauges.items():
             lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
+        lines += _of_tiers(tiers)
         return "\n".join(lines) + "\n"
+
+
+def _of_tiers(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The counters and sizes of each tier, which the label tier numbers, the fastest 0."""
+    if not tiers:
+        return []
+    lines = []
+    for name, meaning in [*NAMES.items(), ("entries", "Entries in the tier."), ("bytes", "Bytes of those entries.")]:
+        gauge = name not in NAMES
+        shown = f"kvpack_store_tier_{name}" + ("" if gauge else "_total")
+        lines += [f"# HELP {shown} {meaning}", f"# TYPE {shown} {'gauge' if gauge else 'counter'}"]
+        for number, tier in enumerate(tiers):
+            if name != "faults":
+                lines.append(f'{shown}{{tier="{number}"}} {tier[name]}')
+                continue
+            for both, count in tier[name].items():
+                operation, _, reason = both.partition(" ")
+                lines.append(f'{shown}{{tier="{number}",operation="{operation}",reason="{reason}"}} {count}')
+    return lines
 
 
 class Latency:

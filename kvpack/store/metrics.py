@@ -1,13 +1,15 @@
-"""A store's metrics in the registry of prometheus_client, where that is installed."""
+"""Metrics of stores in the registry of prometheus_client, where that is installed."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 class Measured(Protocol):
@@ -17,27 +19,58 @@ class Measured(Protocol):
 
 
 class Collector:
-    """What prometheus_client asks for metrics at each scrape."""
+    """What prometheus_client asks for metrics at each scrape: those of every store that was added, with its labels."""
 
-    def __init__(self, store: Measured) -> None:
-        self._store = store
+    def __init__(self) -> None:
+        self._stores: list[tuple[Measured, dict[str, str]]] = []
+        self._lock = Lock()
+
+    def add(self, store: Measured, labels: Mapping[str, str] | None = None) -> None:
+        """Collect the metrics of ``store`` with ``labels``, which tell it from the other stores."""
+        with self._lock:
+            self._stores.append((store, dict(labels or {})))
+
+    def remove(self, store: Measured) -> None:
+        """Forget ``store``."""
+        with self._lock:
+            self._stores = [(one, labels) for one, labels in self._stores if one is not store]
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.parser import text_string_to_metric_families
 
-        yield from text_string_to_metric_families(self._store.prometheus())
+        with self._lock:
+            stores = list(self._stores)
+        families: dict[str, Any] = {}
+        for store, labels in stores:
+            for family in text_string_to_metric_families(store.prometheus()):
+                samples = [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
+                known = families.setdefault(family.name, family)
+                known.samples = samples if known is family else known.samples + samples
+        yield from families.values()
 
 
-def register_metrics(store: Measured, registry: Any = None) -> Collector:
+def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
     """Have ``registry`` (default: prometheus_client's own) collect what ``store.prometheus()`` tells; unregister what is returned.
 
-    One registry takes one store: give the metrics of further stores to registries of their own. Raises InvalidParameter without
-    prometheus_client.
+    ``add`` of what is returned takes further stores, whose ``labels`` differ. Raises InvalidParameter without prometheus_client.
     """
     try:
         from prometheus_client import REGISTRY
     except ImportError:
         raise InvalidParameter("the metrics of a store are registered with prometheus_client, which is not installed") from None
-    collector = Collector(store)
+    collector = Collector()
+    collector.add(store, labels)
     (REGISTRY if registry is None else registry).register(collector)
+    return collector
+
+
+@lru_cache(maxsize=1)
+def shared_collector() -> Collector | None:
+    """The collector of an engine's process, in prometheus_client's own registry; None without prometheus_client."""
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        return None
+    collector = Collector()
+    REGISTRY.register(collector)
     return collector

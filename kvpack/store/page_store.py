@@ -237,7 +237,7 @@ class PageStore:
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
     def prometheus(self) -> str:
-        """``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row."""
+        """``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, which are the ratio."""
         entries, size = self._backend.size()
         gauges = {
             "entries": ("Entries at the location.", entries),
@@ -245,7 +245,11 @@ class PageStore:
             "page_bytes": ("Bytes of a page in the engine's memory.", self.codec.geometry.raw_bytes),
             "row_bytes": ("Bytes of a page as a row.", self.codec.nbytes),
         }
-        return self._counters.prometheus(gauges)
+        return self._counters.prometheus(gauges, self._backend.stats() if isinstance(self._backend, Tiers) else ())
+
+    def recent(self) -> list[tuple[str, float]]:
+        """The loads and saves since the last call, as ("load" or "save", seconds): for histograms of an engine's own."""
+        return self._counters.recent()
 
     def _put(self, chain: list[bytes], row: memoryview, now: int) -> bool:
         try:

@@ -310,7 +310,8 @@ class Store:
     def prometheus(self) -> str:
         """``stats`` in Prometheus' text format."""
         entries, size = self._backend.size()
-        return self._counters.prometheus({"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)})
+        gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)}
+        return self._counters.prometheus(gauges, self._backend.stats() if isinstance(self._backend, Tiers) else ())
 
     def _readable(self, keys: Sequence[bytes]) -> bool:
         """Whether there is an entry to begin with, and the basis to decode it, which is read from the store if need be."""

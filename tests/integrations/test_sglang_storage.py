@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 
 import kvpack
 from kvpack.errors import InvalidParameter, MissingBasis
+from kvpack.integrations import sglang as integration
 
-from engine_stubs import import_over  # isort: skip
+from engine_stubs import Metric, import_over  # isort: skip
 from klt_bases import random_basis  # isort: skip
 
 LAYERS, PAGES, TOKENS, HEADS, DIM = 2, 6, 16, 2, 32
@@ -43,6 +45,14 @@ class PoolTransferResult:
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
     restorable_prefix_pages: list[int] | None = None
+
+
+@dataclass
+class StorageMetrics:
+    prefetch_pgs: list[int] = field(default_factory=list)
+    backup_pgs: list[int] = field(default_factory=list)
+    prefetch_bandwidth: list[float] = field(default_factory=list)
+    backup_bandwidth: list[float] = field(default_factory=list)
 
 
 class Policy(Enum):
@@ -87,6 +97,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Any:
     stubs = {
         "sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage, "PoolTransferResult": PoolTransferResult},
         "sglang.srt.runtime_context": {"get_server_args": get_server_args},
+        "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
     }
     return import_over(monkeypatch, stubs, "kvpack.integrations.sglang.storage")
 
@@ -146,8 +157,83 @@ def test_pages_written_in_one_layout_are_read_into_all(storage: Any, tmp_path: P
         for page, source in ((1, 3), (5, 4)):
             assert all(torch.equal(x, y) for x, y in zip(plain(target, page), plain(given, source), strict=True)), layout
         assert not any(x.any() for x in plain(target, 2))
-        assert backend.get_stats()["loads"] == 1
+        assert backend.store.counters()["loads"] == 1
         backend.close()
+
+
+def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's collector takes its own class alone, and sets an attribute of it."""
+    from kvpack.integrations.sglang import metrics
+
+    shown: dict[str, Metric] = {}
+
+    def made(name: str, meaning: str, labels: list[str], **options: Any) -> Metric:
+        assert name not in shown, "prometheus_client takes a name once"
+        shown[name] = Metric(name, meaning, labels)
+        return shown[name]
+
+    client = types.ModuleType("prometheus_client")
+    vars(client).update(Counter=made, Gauge=made, Histogram=made)
+    monkeypatch.setitem(sys.modules, "prometheus_client", client)
+    metrics._metrics.cache_clear()
+    backends = [opened(storage, pool("page_first", 1), tmp_path, recipe="octopus-4") for _ in range(2)]
+    backends[0].batch_set_v1(["a", "b"], indices(4, 0))
+    backends[0].register_mem_host_pool_v2(pool("page_first", 2), "swa")
+    backends[0].batch_set_v2([types.SimpleNamespace(name="swa", keys=["a"], host_indices=indices(3))])
+    backends[1].batch_get_v1(["a", "none", "b"], indices(1, 2, 3))
+    with pytest.raises(InvalidParameter):
+        backends[1].batch_get_v1(["a"], indices(1, 2))
+    found = [backend.get_stats() for backend in backends]
+    found[0].prefetch_stats = {}
+    assert [(one.backup_pgs, one.prefetch_pgs) for one in found] == [([2, 1], []), ([], [3])]
+    assert all(speed > 0 for one in found for speed in one.backup_bandwidth + one.prefetch_bandwidth)
+    again = backends[0].get_stats()
+    assert not again.backup_pgs
+    kv, swa = ("kv", "0", "0"), ("swa", "0", "0")
+    assert shown["sglang:kvpack_saved_chunks"].values == {kv: 2, swa: 1}
+    assert shown["sglang:kvpack_hit_tokens"].values == {kv: 2 * TOKENS}
+    assert shown["sglang:kvpack_load_tokens"].values == {kv: 3 * TOKENS}
+    assert set(shown["sglang:kvpack_seconds"].values) == {(*kv, "save"), (*kv, "load"), (*swa, "save")}
+    codec = backends[0].store.codec
+    assert (
+        shown["sglang:kvpack_page_bytes"].values[kv] / shown["sglang:kvpack_row_bytes"].values[kv]
+        == codec.geometry.raw_bytes / codec.nbytes
+    )
+    for backend in backends:
+        backend.close()
+    # Without it there are SGLang's own numbers alone.
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    metrics._metrics.cache_clear()
+    backend = opened(storage, pool("page_first", 1), tmp_path)
+    assert backend.get_stats() == StorageMetrics()
+    backend.close()
+    metrics._metrics.cache_clear()
+
+
+def test_the_entry_point_names_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's names of backends are fixed, and its hooks come before its factory."""
+    integration.register()
+    registered: list[Any] = []
+    registry = types.SimpleNamespace(register=lambda *given: registered.append(given))
+    hooks = {"HookRegistry": registry, "HookType": types.SimpleNamespace(BEFORE="before")}
+    import_over(monkeypatch, {"sglang.srt.plugins.hook_registry": hooks}, "kvpack.integrations.changes")
+    integration.register()
+    assert registered == [(integration.FACTORY, integration.name_class, "before")]
+    found = []
+    for name, settings in (
+        ("dynamic", {"backend_name": "kvpack"}),
+        ("dynamic", {"backend_name": "other"}),
+        ("file", {"backend_name": "kvpack"}),
+    ):
+        config = types.SimpleNamespace(extra_config=settings)
+        assert integration.name_class(object, name, config, None) is None
+        found.append(config.extra_config)
+    assert found[0] == {"backend_name": "kvpack", **integration.CLASS}
+    assert found[1:] == [{"backend_name": "other"}, {"backend_name": "kvpack"}]
+    config = types.SimpleNamespace(extra_config={"backend_name": "kvpack", "class_name": "Mine"})
+    integration.name_class(object, "dynamic", storage_config=config, mem_pool_host=None)
+    assert config.extra_config["class_name"] == "Mine"
+    integration.name_class(object, "file", types.SimpleNamespace(extra_config=None), None)
 
 
 def test_latents_are_two_sides(storage: Any, tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import torch
 
 from kvpack import PageCodec
 from kvpack.errors import InvalidParameter, InvalidShape, MissingBasis, MissingFile
+from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import settings_of
 
-from engine_stubs import import_over  # isort: skip
+from engine_stubs import METADATA, STATS, Stats, check_defined, import_over  # isort: skip
 from klt_bases import random_basis  # isort: skip
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class TieringOffloadingSpec:
         self._engine_id = config.engine_id
         self.secondary_tier_configs = self.extra_config.get("secondary_tiers", [])
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
+        return {"vllm's": None}
+
 
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
@@ -79,7 +84,9 @@ MODULES: dict[str, dict[str, Any]] = {
         "OffloadingWorker": object,
         "TransferResult": TransferResult,
         "get_offload_group_idx": lambda key: int.from_bytes(key[-4:], "big"),
+        **METADATA,
     },
+    STATS: {"OffloadingConnectorStats": Stats},
     "vllm.v1.kv_offload.cpu.gpu_worker": {"pin_mmap_region": None},
     "vllm.v1.kv_offload.cpu.shared_offload_region": {"SharedOffloadRegion": None},
     "vllm.v1.kv_offload.tiering.async_lookup": {"AsyncLookupManager": AsyncLookupManager},
@@ -163,15 +170,47 @@ def test_a_damaged_row_is_a_block_that_was_not_loaded(monkeypatch: pytest.Monkey
     engine.layers[0][1][3].view(torch.bfloat16)[5] = float("nan")
     engine.worker.submit_store(1, gpu([[1, 2, 3], []], [0, 0]), cpu([0, 1]))
     assert engine.worker.get_finished()[0].success
-    assert (engine.worker.encoded, engine.worker.refused) == (2, 1)
+    assert (engine.worker.count("encoded"), engine.worker.count("refused")) == (2, 1)
     engine.memory[0, 500] ^= 4
     before = engine.bytes_of(0, 7) + engine.bytes_of(0, 9)
     engine.worker.submit_load(2, cpu([0, 1]), gpu([[7, 8, 9], []], [0, 0]))
     assert engine.worker.get_finished()[0].success
     assert engine.worker.failed_blocks() == {7, 9}
     assert engine.worker.failed_blocks() == set()
-    assert (engine.worker.decoded, engine.worker.damaged) == (1, 2)
+    assert (engine.worker.count("decoded"), engine.worker.count("damaged")) == (1, 2)
     assert all(torch.equal(one, old) for one, old in zip(engine.bytes_of(0, 7) + engine.bytes_of(0, 9), before, strict=True))
+
+
+def test_vllm_shows_what_workers_and_tiers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, "octopus-4")
+    definitions = module(monkeypatch, "spec").KvpackSpec.build_metric_definitions({})
+    assert "vllm's" in definitions
+    assert metrics.worker_stats(engine.worker) is None
+    engine.layers[0][1][3].view(torch.bfloat16)[5] = float("nan")
+    engine.worker.submit_store(1, gpu([[1, 2, 3], []], [0, 0]), cpu([0, 1]))
+    engine.worker.get_finished()
+    engine.memory[0, 500] ^= 4
+    engine.worker.submit_load(2, cpu([0, 1]), gpu([[7, 8, 9], []], [0, 0]))
+    engine.worker.get_finished()
+    stats = metrics.worker_stats(engine.worker)
+    check_defined(stats, definitions)
+    assert {name.removeprefix(metrics.PACKED): of_name for name, of_name in stats.values.items()} == {
+        "encoded_blocks": {(): 2},
+        "refused_blocks": {("NonFinite",): 1},
+        "decoded_blocks": {(): 1},
+        "damaged_blocks": {("DigestMismatch",): 1, ("NotKvpack",): 1},
+    }
+    assert metrics.worker_stats(engine.worker) is None
+    tier = types.SimpleNamespace(damaged_chunks=0, tier_type="fs")
+    manager = types.SimpleNamespace(secondary_tiers=[tier], kvpack_ratio=3.2)
+    assert metrics.add_scheduler_stats(None, manager) is None
+    tier.damaged_chunks = 2
+    stats = metrics.add_scheduler_stats(None, manager)
+    check_defined(stats, definitions)
+    assert stats.values == {metrics.PACKED + "damaged_chunks": {("fs",): 2}, metrics.PACKED + "ratio": {(): 3.2}}
+    other = Stats()
+    other.set_gauge("vllm's", 1)
+    assert metrics.add_scheduler_stats(other, manager).values == {"vllm's": {(): 1}, metrics.PACKED + "ratio": {(): 3.2}}
 
 
 def test_what_a_tier_brings_back_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,9 +549,13 @@ def test_the_connector_tells_its_spec_of_the_model(one_group: Any, monkeypatch: 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
             self.options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
             self.connector_worker: Any = None
+            self.connector_scheduler: Any = None
 
         def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
             registered.append(kv_caches)
+
+        def get_kv_connector_stats(self) -> Any:
+            return None
 
         @classmethod
         def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
@@ -544,5 +587,11 @@ def test_the_connector_tells_its_spec_of_the_model(one_group: Any, monkeypatch: 
         made.register_kv_caches(caches | {"layers.1.attn": blocks.view(-1, HEADS, TOKENS // 2, 2 * DIM)})
     assert registered == [caches]
     assert made.get_block_ids_with_load_errors() == set()
-    made.connector_worker = types.SimpleNamespace(worker=types.SimpleNamespace(failed_blocks=lambda: {7}))
+    assert made.get_kv_connector_stats() is None
+    worker = types.SimpleNamespace(failed_blocks=lambda: {7}, take_counts=lambda: {("encoded",): 3})
+    made.connector_worker = types.SimpleNamespace(worker=worker)
     assert made.get_block_ids_with_load_errors() == {7}
+    assert made.get_kv_connector_stats().values == {metrics.PACKED + "encoded_blocks": {(): 3}}
+    tier = types.SimpleNamespace(damaged_chunks=1, tier_type="fs")
+    made.connector_scheduler = types.SimpleNamespace(manager=types.SimpleNamespace(secondary_tiers=[tier], kvpack_ratio=2.0))
+    assert set(made.get_kv_connector_stats().values) == {metrics.PACKED + "damaged_chunks", metrics.PACKED + "ratio"}

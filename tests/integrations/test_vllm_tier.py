@@ -22,7 +22,10 @@ import torch
 from kvpack import PageGeometry, PageLayout
 from kvpack.errors import InvalidParameter
 from kvpack.integrations import vllm as integration
+from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.layouts import Rows, arrangement
+
+from engine_stubs import METADATA, STATS, Stats, check_defined  # isort: skip
 
 HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
 
@@ -138,6 +141,7 @@ def tier_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         "vllm.distributed": {},
         "vllm.distributed.kv_transfer": {},
         "vllm.distributed.kv_transfer.kv_connector": {},
+        STATS: {"OffloadingConnectorStats": Stats},
         "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": ConnectorFactory},
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
@@ -145,6 +149,7 @@ def tier_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             "LookupResult": LookupResult,
             "Medium": types.SimpleNamespace(STORAGE="STORAGE"),
             "RequestOffloadingContext": types.SimpleNamespace,
+            **METADATA,
         },
         "vllm.v1.kv_offload.tiering": {},
         "vllm.v1.kv_offload.tiering.async_lookup": {"AsyncLookupManager": AsyncLookupManager},
@@ -251,6 +256,38 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
     assert not loaded.success
     assert len(loaded.successful_keys) == 3
     assert tier.store.counters()["damaged_entries"] == 1
+    tier.shutdown()
+
+
+def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    config = Config("model")
+    memory = rows_of(config, 4)
+    fill(memory, 1)
+    memory[3, :2] = numpy.array([0x80, 0x7F]).astype(numpy.int8)
+    tier = opened(tier_class, config, memory, tmp_path, recipe="octopus-4")
+    definitions = tier_class.build_metric_definitions({})
+    keys = [bytes([n]) * 36 for n in range(3)]
+    tier.submit_store(TransferJob(1, keys, numpy.array([0, 1, 3]), False))
+    finished(tier, 1)
+    tier.submit_load(TransferJob(2, [*keys, b"none" * 9], numpy.array([0, 1, 2, 3]), True))
+    finished(tier, 1)
+    stats = tier.get_stats()
+    check_defined(stats, definitions)
+    values = {name.removeprefix(metrics.TIER): of_name for name, of_name in stats.values.items()}
+    assert values["saved_chunks"] == {("kvpack",): 2}
+    assert values["faults"] == {("kvpack", "encode", "NonFinite"): 1}
+    assert values["hit_tokens"][("kvpack",)] * 2 == values["load_tokens"][("kvpack",)]
+    assert {labels: len(found) for labels, found in values["seconds"].items()} == {("kvpack", "save"): 1, ("kvpack", "load"): 1}
+    codec = tier.store.codec
+    assert values["page_bytes"][("kvpack",)] / values["row_bytes"][("kvpack",)] == codec.geometry.raw_bytes / codec.nbytes
+    # Sizes are looked up beside the scheduler, and what was told is not told again.
+    end, sizes = time.monotonic() + 20, None
+    while sizes is None:
+        assert time.monotonic() < end
+        sizes = tier.get_stats()
+    check_defined(sizes, definitions)
+    assert sizes.values == {metrics.TIER + "entries": {("kvpack",): 2}, metrics.TIER + "bytes": {("kvpack",): 2 * codec.nbytes}}
+    assert tier.get_stats() is None
     tier.shutdown()
 
 

@@ -26,6 +26,7 @@ from kvpack.store.counters import NAMES, Latency
 from kvpack.store.metrics import register_metrics
 
 from caches import dense, random_pairs  # isort: skip
+from engine_stubs import parsed  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
 
 RECIPES = ["bf16", "octopus-3", "kivi-2", "oscar-2", "hqmq-s24-r3", "kivi-4;tail=32"]
@@ -385,13 +386,36 @@ def test_metrics_are_registered_with_prometheus_client(tmp_path: Path, monkeypat
     client: Any = types.ModuleType("prometheus_client")
     parser: Any = types.ModuleType("prometheus_client.parser")
     client.REGISTRY = types.SimpleNamespace(register=registered.append)
-    parser.text_string_to_metric_families = str.splitlines
+    parser.text_string_to_metric_families = parsed
     monkeypatch.setitem(sys.modules, "prometheus_client", client)
     monkeypatch.setitem(sys.modules, "prometheus_client.parser", parser)
     collector = register_metrics(store)
     assert registered == [collector]
     store.load(prompt(1))
-    assert "kvpack_store_loads_total 1" in list(collector.collect())
+
+    def loads() -> list[tuple[dict[str, str], float]]:
+        (family,) = [one for one in collector.collect() if one.name == "kvpack_store_loads_total"]
+        return [(sample.labels, sample.value) for sample in family.samples]
+
+    assert loads() == [({}, 1)]
+    # Two stores in one registry are told apart by their labels.
+    other = open_store(tmp_path)
+    collector.add(other, {"pool": "swa"})
+    assert loads() == [({}, 1), ({"pool": "swa"}, 0)]
+    collector.remove(store)
+    assert loads() == [({"pool": "swa"}, 0)]
+
+
+def test_every_tier_has_metrics(tmp_path: Path) -> None:
+    store = open_store([tmp_path / "fast", tmp_path / "slow"])
+    ids = prompt(3)
+    save(store, ids)
+    store.load(ids)
+    values = dict(re.findall(r"^(kvpack_store_tier_\w+\{[^}]*\}) (\d+)$", store.prometheus(), re.MULTILINE))
+    for tier in "01":
+        assert values[f'kvpack_store_tier_entries{{tier="{tier}"}}'] == "3"
+        assert values[f'kvpack_store_tier_saved_chunks_total{{tier="{tier}"}}'] == "3"
+    assert (values['kvpack_store_tier_hit_chunks_total{tier="0"}'], values['kvpack_store_tier_hit_chunks_total{tier="1"}']) == ("3", "0")
 
 
 def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:
@@ -430,11 +454,11 @@ def test_entries_that_match_a_template_are_parsed_once(tmp_path: Path, monkeypat
     opened: list[str] = []
     real = entries_module.container.open_bytes
     monkeypatch.setattr(entries_module.container, "open_bytes", lambda data, where: opened.append(where) or real(data, where=where))
-    for parsed in (3, 0):
+    for decoded in (3, 0):
         opened.clear()
         assert same(store.load(ids)[1], whole)
         # Positions from 0, 128 and 256 on take different numbers of bytes.
-        assert len(opened) == parsed
+        assert len(opened) == decoded
     checking = open_store(tmp_path, check_values=True)
     opened.clear()
     assert same(checking.load(ids)[1], whole)

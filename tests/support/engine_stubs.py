@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import pytest
 
@@ -28,3 +29,77 @@ def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[s
     # What was imported over stubs goes with them.
     monkeypatch.setitem(sys.modules, name, module)
     return module
+
+
+class Stats:
+    """vLLM's OffloadingConnectorStats."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[tuple[str, ...], Any]] = {}
+
+    def is_empty(self) -> bool:
+        return not self.values
+
+    def increase_counter(self, name: str, added: float, labels: tuple[str, ...] = ()) -> None:
+        of_name = self.values.setdefault(name, {})
+        of_name[labels] = of_name.get(labels, 0) + added
+
+    def set_gauge(self, name: str, value: float, labels: tuple[str, ...] = ()) -> None:
+        self.values.setdefault(name, {})[labels] = value
+
+    def observe_histogram(self, name: str, value: float, labels: tuple[str, ...] = ()) -> None:
+        self.values.setdefault(name, {}).setdefault(labels, []).append(value)
+
+    def aggregate(self, other: Stats) -> Stats:
+        for name, of_name in other.values.items():
+            self.values.setdefault(name, {}).update(of_name)
+        return self
+
+
+def _metadata(kind: str) -> Any:
+    def make(documentation: str, labelnames: tuple[str, ...] = (), buckets: tuple[float, ...] | None = None) -> Any:
+        return types.SimpleNamespace(kind=kind, documentation=documentation, labelnames=labelnames, buckets=buckets)
+
+    return make
+
+
+METADATA = {f"Offloading{kind}Metadata": _metadata(kind) for kind in ("Counter", "Gauge", "Histogram")}
+STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
+
+
+def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
+    """vLLM takes no metric that was not defined, nor with other labels."""
+    for name, of_name in stats.values.items():
+        assert definitions[name].documentation
+        assert all(len(labels) == len(definitions[name].labelnames) for labels in of_name)
+        assert (definitions[name].kind == "Histogram") == any(isinstance(value, list) for value in of_name.values())
+
+
+class Metric:
+    """A metric of prometheus_client, which holds the values of each label."""
+
+    def __init__(self, name: str, meaning: str, labels: list[str], **options: Any) -> None:
+        self.name, self.names, self.values = name, labels, {}
+
+    def labels(self, *values: str) -> Any:
+        assert len(values) == len(self.names)
+
+        def add(amount: float) -> None:
+            self.values[values] = self.values.get(values, 0) + amount
+
+        return types.SimpleNamespace(inc=add, observe=add, set=lambda value: self.values.__setitem__(values, value))
+
+
+def parsed(text: str) -> Iterator[Any]:
+    """prometheus_client's families of ``text``: of their names and samples, each of a name, labels and a value."""
+    families: dict[str, Any] = {}
+    for name, labels, value in re.findall(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", text, re.MULTILINE):
+        family = families.setdefault(name, types.SimpleNamespace(name=name, samples=[]))
+        family.samples.append(Sample(name, dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)))
+    yield from families.values()
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: dict[str, str]
+    value: float

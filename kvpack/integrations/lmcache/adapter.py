@@ -16,6 +16,7 @@ from lmcache.v1.platform import create_event_notifier
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
+from kvpack.store.metrics import shared_collector
 from kvpack.store.page_store import PageStore
 
 from .layouts import check_recipe, geometry_of, key_bytes, pages_of
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"threads", "max_bytes", "encryption_key_file", "kv_dtype"}
+_ADAPTERS = count()
+"""The numbers of the adapters of this process, which are labels of their metrics."""
 
 
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
@@ -55,7 +58,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             extra=f"head_dim={self._head_dim}",
         )
         self._stores: dict[Any, PageStore] = {}
-        self._lock, self._numbers = Lock(), count()
+        self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")
         self._events = {kind: create_event_notifier() for kind in ("store", "lookup", "load")}
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._events}
@@ -111,6 +114,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         self._pool.shutdown()
         for store in self._stores.values():
+            if (collector := shared_collector()) is not None:
+                collector.remove(store)
             store.close()
         for event in self._events.values():
             event.close()
@@ -142,9 +147,11 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype)
         with self._lock:
             if geometry not in self._stores:
-                self._stores[geometry] = PageStore(
-                    self._location, self._identity, geometry, max_bytes=self._max_bytes, encryption=self._encryption
-                )
+                store = PageStore(self._location, self._identity, geometry, max_bytes=self._max_bytes, encryption=self._encryption)
+                self._stores[geometry] = store
+                if (collector := shared_collector()) is not None:
+                    shape_text = f"{geometry.dtype} {'x'.join(map(str, shape))}"
+                    collector.add(store, {"adapter": str(self._number), "shape": shape_text})
             return self._stores[geometry]
 
     def _stored(self, keys: list[Any], objects: list[Any]) -> Any:

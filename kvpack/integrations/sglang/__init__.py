@@ -1,9 +1,36 @@
 """A compressed, checked and bounded storage tier for SGLang's HiCache::
 
     python -m sglang.launch_server --enable-hierarchical-cache --page-size 64 --hicache-storage-backend dynamic \\
-        --hicache-storage-backend-extra-config '{"backend_name": "kvpack", "module_path": "kvpack.integrations.sglang.storage",
-        "class_name": "KvpackHiCache", "interface_v1": 1, "location": "/var/cache/kvpack", "recipe": "octopus-4", "revision": "COMMIT"}'
+        --hicache-storage-backend-extra-config '{"backend_name": "kvpack", "location": "/var/cache/kvpack", "recipe": "octopus-4",
+        "revision": "COMMIT"}'
 
+SGLang's names of backends are fixed: ``dynamic`` is that of all others. ``register`` is the entry point of ``sglang.srt.plugins`` that
+has it find kvpack's class by ``backend_name``.
 Experimental: it was run with the factory and the host pools of SGLang 0.5.23 on the CPU, and in no server. Importing this package needs
 no SGLang.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend"
+"""What makes SGLang's backends, in each of its schedulers."""
+CLASS = {"module_path": "kvpack.integrations.sglang.storage", "class_name": "KvpackHiCache", "interface_v1": 1}
+
+
+def register() -> None:
+    """Have SGLang's factory find kvpack's backend by its name; an SGLang without hooks is left alone."""
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except ImportError:
+        return
+    HookRegistry.register(FACTORY, name_class, HookType.BEFORE)
+
+
+def name_class(factory: Any, backend_name: str, storage_config: Any, *arguments: Any, **options: Any) -> None:
+    """Add kvpack's class to the settings of a ``dynamic`` backend named kvpack, where the operator has not."""
+    settings = storage_config.extra_config
+    if backend_name == "dynamic" and isinstance(settings, dict) and settings.get("backend_name") == "kvpack":
+        for name, value in CLASS.items():
+            settings.setdefault(name, value)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+from collections import deque
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,11 +18,14 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
+from kvpack.store.counters import MOST_RECENT
 from kvpack.store.identity import Identity
 from kvpack.store.page_store import PageStore
 
+from .metrics import StoreMetrics
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OPTIONS = {"location", "recipe", "basis", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
@@ -56,7 +62,8 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         """Open the store for the pages of this pool."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools: dict[str, Pool] = {}
-        self._kv = Pool(self._store_of(mem_pool_host, buffer_of(mem_pool_host).geometry, ""), mem_pool_host, buffer_of(mem_pool_host))
+        pages = buffer_of(mem_pool_host)
+        self._kv = self._pool_of(self._store_of(mem_pool_host, pages.geometry, ""), mem_pool_host, pages, "kv")
         self.store = self._kv.store
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -69,7 +76,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         pages = buffer_of(host_pool) if name in _PACKED and hasattr(host_pool, "k_buffer") else None
         geometry = PageGeometry.of_bytes(host_pool.get_dummy_flat_data_page().nbytes) if pages is None else pages.geometry
         recipe = "raw" if pages is None else None
-        self._pools[name] = Pool(self._store_of(host_pool, geometry, name, recipe), host_pool, pages)
+        self._pools[name] = self._pool_of(self._store_of(host_pool, geometry, name, recipe), host_pool, pages, name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """The longest prefix whose pages every pool has as far as it needs them. Raises InvalidParameter for an unknown policy."""
@@ -132,12 +139,30 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> NoReturn:
         _copying()
 
-    def get_stats(self) -> dict[str, Any]:
-        return self.store.counters()
+    def get_stats(self) -> Any:
+        """What SGLang's collector of storage metrics takes, pages and GB/s of each call; kvpack's own counters are told beside it."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        found = StorageMetrics()
+        for pool in self._every_pool():
+            pool.metrics.tell()
+            loads, saves = pool.take_calls()
+            for calls, pages, speeds in (
+                (loads, found.prefetch_pgs, found.prefetch_bandwidth), (saves, found.backup_pgs, found.backup_bandwidth),
+            ):  # fmt: skip
+                pages += [count for count, _ in calls]
+                speeds += [speed for _, speed in calls]
+        return found
 
     def close(self) -> None:
-        for store in {id(pool.store): pool.store for pool in (self._kv, *self._pools.values())}.values():
-            store.close()
+        for pool in self._every_pool():
+            pool.store.close()
+
+    def _every_pool(self) -> list[Pool]:
+        return list({id(pool): pool for pool in (self._kv, *self._pools.values())}.values())
+
+    def _pool_of(self, store: PageStore, pool: Any, pages: PageBuffer | None, name: str) -> Pool:
+        return Pool(store, pool, pages, StoreMetrics(store, name, (self._config.tp_rank, self._config.pp_rank)))
 
     def _store_of(self, pool: Any, geometry: PageGeometry, name: str, recipe: str | None = None) -> PageStore:
         if name or self._config.pp_size > 1:
@@ -158,11 +183,37 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 class Pool:
     """One host pool over its store: ``pages`` are its memory, None where its own flat pages are kept byte for byte."""
 
-    def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None) -> None:
-        self.store, self._pool, self._pages = store, pool, pages
+    def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
+        self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages
         self._size = getattr(pool, "page_size", 1) or 1
+        self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MOST_RECENT) for kind in ("load", "save")}
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        """Load pages to the pool: for each key whether it was loaded."""
+        with self._timed("load", len(keys)):
+            return self._get(keys, host_indices)
+
+    def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
+        """Store pages of the pool: for each key whether it is stored."""
+        with self._timed("save", len(keys)):
+            return self._set(keys, host_indices, ancestors)
+
+    def take_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """The loads and the saves since the last call, at most ``MOST_RECENT``: pages, and GB/s of the pool's bytes."""
+        found = []
+        for calls in self._calls.values():
+            found.append([calls.popleft() for _ in range(len(calls))])
+        return found[0], found[1]
+
+    @contextmanager
+    def _timed(self, kind: str, pages: int) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        if pages:
+            seconds = max(time.perf_counter() - begun, 1e-9)
+            self._calls[kind].append((pages, pages * self.store.codec.geometry.raw_bytes / seconds / 1e9))
+
+    def _get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
         starts = self._starts(keys, host_indices)
         if self._pages is not None:
             return self.store.get_into(_bytes(keys), self._pages, [start // self._size for start in starts])
@@ -173,7 +224,7 @@ class Pool:
                 self._pool.set_from_flat_data_page(start, page)
         return loaded
 
-    def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
+    def _set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
         starts = self._starts(keys, host_indices)
         if self._pages is not None:
             return self.store.put(_bytes(keys), self._pages, [start // self._size for start in starts], ancestors=ancestors)

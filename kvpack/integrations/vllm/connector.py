@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from .groups import check_blocks, groups_of
 from .identities import settings_of
+from .metrics import add_scheduler_stats, worker_stats
 from .spec import GROUPS, SETTINGS
 
 
@@ -34,6 +35,14 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
             return set()
         failed: set[int] = self.connector_worker.worker.failed_blocks()
         return failed
+
+    def get_kv_connector_stats(self) -> Any:
+        """What vLLM counts, and what rows are: in a worker the blocks, in the scheduler the chunks that tiers bring back."""
+        if self.connector_scheduler is not None:
+            return add_scheduler_stats(super().get_kv_connector_stats(), self.connector_scheduler.manager)
+        if self.connector_worker is None or self.connector_worker.worker is None:
+            return None
+        return worker_stats(self.connector_worker.worker)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:

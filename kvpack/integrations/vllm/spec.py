@@ -23,6 +23,7 @@ from kvpack.pages.codec import PageCodec
 from .chunk_keys import tell_keys
 from .identities import identity_of
 from .layouts import Rows
+from .metrics import packed_definitions
 from .promotions import check_promotions
 from .versions import check_version
 from .worker import PackedWorker
@@ -92,6 +93,10 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if not self.num_chunks:
             raise InvalidParameter(f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, and one chunk takes {self.kv_bytes_per_chunk}")
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
+        return {**super().build_metric_definitions(extra_config), **packed_definitions()}
+
     def get_manager(self) -> Any:
         """vLLM's manager, whose secondary tiers bring back checked rows alone."""
         made = self._manager is None
@@ -101,6 +106,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             for tier in manager.secondary_tiers:
                 check_promotions(tier, view, self.codecs, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             tell_keys(manager)
+            manager.kvpack_ratio = self.ratio
         return manager
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:

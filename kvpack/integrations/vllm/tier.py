@@ -19,6 +19,7 @@ from kvpack.store.page_store import PageStore
 
 from .identities import identity_of
 from .layouts import DTYPES, Rows
+from .metrics import TierMetrics, tier_definitions
 from .versions import check_version
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
         self._pages = rows.buffer(memory)
         self._running: dict[int, Any] = {}
-        self._lookups = _Lookups(self)
+        self._lookups, self._metrics = _Lookups(self), TierMetrics(self.store, tier_type)
 
     def on_new_request(self, req_context: Any) -> Any:
         return RequestOffloadingContext()
@@ -131,8 +132,17 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     def drain_jobs(self) -> None:
         self.store.drain()
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
+        return tier_definitions()
+
+    def get_stats(self) -> Any:
+        """What the store has counted since the last call, for vLLM's own metrics."""
+        return self._metrics.take()
+
     def shutdown(self) -> None:
         self._lookups.shutdown()
+        self._metrics.close()
         self.store.close()
         del self._pages
 

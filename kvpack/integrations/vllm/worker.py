@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvpack.pages.buffer import PageBuffer
     from kvpack.pages.codec import PageCodec
     from kvpack.pages.device import PageJob
+    from kvpack.pages.host import Outcome
 
 
 class Part(NamedTuple):
@@ -89,7 +90,8 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._running: deque[_Transfer] = deque()
         self._failed: set[int] = set()
-        self.encoded = self.decoded = self.refused = self.damaged = 0
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._told: Counter[tuple[str, ...]] = Counter()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Begin to encode device blocks to chunks."""
@@ -132,6 +134,15 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         failed, self._failed = self._failed, set()
         return failed
 
+    def count(self, name: str) -> int:
+        """The blocks that were "encoded", "refused", "decoded" or "damaged"."""
+        return sum(count for labels, count in self._counts.items() if labels[0] == name)
+
+    def take_counts(self) -> Counter[tuple[str, ...]]:
+        """The blocks since the last call, by name and, of those that were refused and damaged, the reason."""
+        added, self._told = self._counts - self._told, self._counts.copy()
+        return added
+
     def shutdown(self) -> None:
         self.wait({transfer.number for transfer in self._running})
         self._running.clear()
@@ -157,14 +168,16 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
             outcomes = job.outcomes()
             for row, target in zip(rows, part.rows, strict=True):
                 target.copy_(row, non_blocking=True)
-        self.encoded += outcomes.count(None)
-        self.refused += len(outcomes) - outcomes.count(None)
+        self._count("encoded", "refused", outcomes)
 
     def _loaded(self, part: Part, rows: torch.Tensor, job: PageJob) -> None:
         outcomes = job.outcomes()
-        self.decoded += outcomes.count(None)
-        self.damaged += len(outcomes) - outcomes.count(None)
+        self._count("decoded", "damaged", outcomes)
         self._failed |= {block for block, outcome in zip(part.blocks, outcomes, strict=True) if outcome is not None}
+
+    def _count(self, good: str, bad: str, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            self._counts[(good,) if outcome is None else (bad, type(outcome).__name__)] += 1
 
     def _parts(self, on_device: Any, on_host: Any) -> list[Part]:
         """The blocks of each group with their rows: the first chunk of a group may be used from its middle on, the last in part."""

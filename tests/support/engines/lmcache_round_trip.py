@@ -18,6 +18,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.distributed.serde import SerdeConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
+from prometheus_client import REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +84,12 @@ def files(folder: Path, data: bytes = b"kvpack-row 1") -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
+def metrics() -> dict[str, float]:
+    """The metrics of the stores that are open, at LMCache's own endpoint."""
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return {name: sum(sample.value for sample in samples if sample.name == name) for name in {sample.name for sample in samples}}
+
+
 def run(kind: str, recipe: str) -> bool:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -102,11 +109,14 @@ def run(kind: str, recipe: str) -> bool:
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
         damaged = loaded(manager)
+        shown = metrics()
         released = waited(lambda: manager.report_status()["l1_manager"]["memory_used_bytes"] == 0)
         manager.close()
+    # LMCache serves the registry of prometheus_client.
+    told = shown.get("kvpack_store_damaged_entries_total") == 1 and shown.get("kvpack_store_hit_tokens_total", 0) >= 3 * SHAPE[2]
     errors = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(whole, given, strict=False)]
     # LMCache takes a task through a serde all or nothing.
-    good = (
+    good = (told or kind == "serde") and (
         len(whole) == 3 and len(damaged) == (1 if kind == "adapter" else 0) and released and max(errors) <= (0 if recipe == "raw" else 0.1)
     )
     print(

@@ -106,6 +106,22 @@ def fp8_is_kept(python: Path, model: Path) -> bool:
     return good
 
 
+def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
+    """Whether vLLM's own metrics tell what a process has done."""
+    prefix = "vllm:kv_offload_kvpack_"
+    if "memory" in run:
+        found = (
+            metrics[prefix + "packed_ratio"],
+            metrics[prefix + "packed_encoded_blocks"],
+            metrics.get(prefix + "packed_damaged_chunks", 0),
+        )
+        return found == (run["ratio"], run["encoded"], run["damaged"])
+    ratio = metrics[prefix + "page_bytes"] / metrics[prefix + "row_bytes"]
+    # vLLM drops what follows a damaged chunk.
+    enough = metrics.get(prefix + "hit_tokens", 0) >= run["cached"]
+    return enough and (ratio, metrics.get(prefix + "damaged_entries", 0)) == (run["ratio"], run["damaged"])
+
+
 def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool:
     """Run five processes, print what they did, and return whether it is right."""
     with tempfile.TemporaryDirectory() as folder:
@@ -119,8 +135,11 @@ def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool
         victim.write_bytes(data)
         third = process(python, script, model, store, recipe)
         after = process(python, script, model, left, recipe)
+    # At vLLM's own endpoint: what rows are there, what came back, and what was damaged.
+    told = [run["metrics"] for run in (first, second, third)]
     same = [run["tokens"] == first["tokens"] for run in (second, third, after)]
     good = not killed and second["cached"] == LOADED and second["damaged"] == 0 and third["damaged"] == 1
+    good &= all(shown(*one) for one in zip(told, (first, second, third), strict=True))
     if "memory" in first:
         # Rows in the memory of the host, then one of them with a flipped bit, which the worker finds.
         same += [first["memory"]["tokens"] == first["tokens"], first["flipped"]["tokens"] == first["tokens"]]

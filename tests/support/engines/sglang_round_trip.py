@@ -41,6 +41,8 @@ from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHA
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
+from sglang.srt.observability.metrics_collector import StorageMetricsCollector  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
 
 LAYERS, HEADS, DIM, TOKENS, PAGES = 4, 2, 128, 64, 8
 KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(4)]
@@ -76,15 +78,14 @@ def pool(layout: str, seed: int | None = None) -> Any:
 
 
 def backend(folder: str, recipe: str, kv: Any, others: dict[Any, Any]) -> Any:
-    extra = {
-        "backend_name": "kvpack", "module_path": "kvpack.integrations.sglang.storage", "class_name": "KvpackHiCache", "interface_v1": 1,
-        "location": folder, "recipe": recipe, "revision": "abc",
-    }  # fmt: skip
+    # The rest is kvpack's entry point's.
+    extra = {"backend_name": "kvpack", "location": folder, "recipe": recipe, "revision": "abc"}
     config = HiCacheStorageConfig(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False, enable_storage_metrics=False,
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False, enable_storage_metrics=True,
         is_page_first_layout=True, model_name="a-model", extra_config=extra,
     )  # fmt: skip
     made = StorageBackendFactory.create_backend("dynamic", config, kv)
+    assert config.extra_config["interface_v1"] == 1
     made.register_mem_pool_host(kv)
     for name, other in {PoolName.KV: kv, **others}.items():
         made.register_mem_host_pool_v2(other, name)
@@ -105,7 +106,17 @@ def page(made: Any, number: int) -> torch.Tensor:
     return x[:, 0].permute(0, 3, 2, 1, 4).clone()
 
 
-def run(recipe: str) -> bool:
+def metrics(collector: Any, made: Any) -> dict[str, float]:
+    """What SGLang shows of a backend: its own metrics of storage, and kvpack's."""
+    from prometheus_client import REGISTRY
+
+    collector.log_storage_metrics(made.get_stats())
+    names = ("sglang:prefetch_pgs_sum", "sglang:kvpack_hit_tokens_total", "sglang:kvpack_damaged_entries_total", "sglang:kvpack_row_bytes")
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return {name: sum(sample.value for sample in samples if sample.name == name) for name in names}
+
+
+def run(recipe: str, collector: Any) -> bool:
     good, worst = True, 0.0
     indices = torch.arange(4 * TOKENS)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,6 +139,7 @@ def run(recipe: str) -> bool:
             pairs = [(page(targets[0], number + 2), page(kv, number)) for number in range(4)]
             pairs += [(page(targets[1], number), page(windows, number)) for number in (2, 3)]
             worst = max(worst, *(((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in pairs))
+            shown = metrics(collector, other)
         size = other.store.codec.geometry.raw_bytes / other.store.codec.nbytes
         entries = [path for path in Path(folder).rglob("*") if path.is_file() and path.read_bytes()[:10] == b"kvpack-row"]
         victims = [path for path in entries if path.stat().st_size == other.store.codec.nbytes]
@@ -136,6 +148,10 @@ def run(recipe: str) -> bool:
         victims[0].write_bytes(data)
         pools = (*other.batch_get_v1(KEYS, indices), *(one for found in other.batch_get_v2(extra).values() for one in found))
         good &= pools.count(False) == 1
+        after = metrics(collector, other)
+        good &= after["sglang:kvpack_damaged_entries_total"] - shown["sglang:kvpack_damaged_entries_total"] == 1
+        good &= after["sglang:kvpack_hit_tokens_total"] > shown["sglang:kvpack_hit_tokens_total"] > 0
+        good &= after["sglang:prefetch_pgs_sum"] > 0 and after["sglang:kvpack_row_bytes"] > 0
     good &= worst <= (0 if recipe == "bf16" else 0.1)
     print(
         f"SGLang, {recipe}: {size:.2f} times smaller; pages of three pools come back in four layouts, errors at most {worst:.4f}; "
@@ -146,4 +162,6 @@ def run(recipe: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(sum(not run(recipe) for recipe in ("bf16", "octopus-4")))
+    load_plugins()
+    shared = StorageMetricsCollector(labels={"storage_backend": "dynamic", "tp_rank": 0, "dp_rank": 0, "pp_rank": 0, "pp_size": 1})
+    sys.exit(sum(not run(recipe, shared) for recipe in ("bf16", "octopus-4")))

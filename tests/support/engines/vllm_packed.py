@@ -46,6 +46,7 @@ def main(model: str, folder: str, recipe: str, cache_dtype: str = "auto") -> Non
         dtype="bfloat16",
         kv_cache_dtype=cache_dtype,
         max_num_seqs=2,
+        disable_log_stats=False,
         kv_transfer_config={
             "kv_connector": "KvpackConnector",
             "kv_role": "kv_both",
@@ -76,7 +77,7 @@ def main(model: str, folder: str, recipe: str, cache_dtype: str = "auto") -> Non
     rows[3][len(rows[3]) // 3] ^= 4
     llm.reset_prefix_cache()
     found = run(prompt)
-    flipped = {"tokens": list(found.outputs[0].token_ids), "damaged": worker.damaged}
+    flipped = {"tokens": list(found.outputs[0].token_ids), "damaged": worker.count("damaged")}
     for tier in scheduler._manager.secondary_tiers:
         tier.drain_jobs()
     print("RESULT " + json.dumps({
@@ -85,7 +86,8 @@ def main(model: str, folder: str, recipe: str, cache_dtype: str = "auto") -> Non
         "flipped": flipped,
         "ratio": scheduler.ratio,
         "damaged": sum(tier.damaged_chunks for tier in scheduler._manager.secondary_tiers),
-        "encoded": worker.encoded,
+        "encoded": worker.count("encoded"),
+        "metrics": {one.name: one.value for one in llm.get_metrics() if "kvpack" in one.name and hasattr(one, "value")},
     }))  # fmt: skip
 
 

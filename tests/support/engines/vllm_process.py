@@ -48,21 +48,24 @@ def main(model: str, store: str, recipe: str) -> None:
         max_model_len=1024,
         dtype="bfloat16",
         max_num_seqs=2,
+        disable_log_stats=False,
         kv_transfer_config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
     )
     text = Path(__file__).parents[3].joinpath("README.md").read_bytes()
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
     (out,) = llm.generate([{"prompt_token_ids": [256, *text[: TOKENS - 1]]}], sampling, use_tqdm=False)
     tiers[0].drain_jobs()
-    # One more step lets vLLM collect what is done.
-    llm.generate([{"prompt_token_ids": [256, 65, 66]}], sampling, use_tqdm=False)
-    tiers[0].drain_jobs()
+    # Steps in which vLLM collects what is done, and what was counted.
+    for word in range(2):
+        llm.generate([{"prompt_token_ids": [256, 65, 66 + word]}], sampling, use_tqdm=False)
+        tiers[0].drain_jobs()
     store_ = tiers[0].store
     print("RESULT " + json.dumps({
         "cached": out.num_cached_tokens,
         "tokens": list(out.outputs[0].token_ids),
         "ratio": store_.codec.geometry.raw_bytes / store_.codec.nbytes,
         "damaged": store_.counters()["damaged_entries"],
+        "metrics": {one.name: one.value for one in llm.get_metrics() if "kvpack" in one.name and hasattr(one, "value")},
     }))  # fmt: skip
 
 

@@ -1,0 +1,28 @@
+"""What a store has counted since an engine asked last: engines' counters take what is added."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpack.store.page_store import PageStore
+
+
+class Changes:
+    """The counters of ``store`` since the last call of ``take``."""
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+        self._before: Counter[tuple[str, ...]] = Counter()
+
+    def take(self) -> Counter[tuple[str, ...]]:
+        """What was added, by (name,), and by ("faults", operation, reason)."""
+        now: Counter[tuple[str, ...]] = Counter()
+        for name, count in self._store.counters().items():
+            if isinstance(count, dict):
+                now.update({(name, *both.partition(" ")[::2]): of_kind for both, of_kind in count.items()})
+            else:
+                now[(name,)] = count
+        added, self._before = now - self._before, now
+        return added

@@ -1,0 +1,130 @@
+"""What vLLM shows of kvpack at its own /metrics, beside the bytes, seconds and hits that it counts of every tier itself."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from kvpack.integrations.changes import Changes
+from kvpack.store.counters import NAMES, SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.store.page_store import PageStore
+
+    from .worker import PackedWorker
+
+TIER, PACKED = "vllm:kv_offload_kvpack_", "vllm:kv_offload_kvpack_packed_"
+GAUGES = {
+    "entries": "Entries at the location.",
+    "bytes": "Bytes of those entries.",
+    "page_bytes": "Bytes of a chunk in vLLM's memory.",
+    "row_bytes": "Bytes of a chunk as a row.",
+}
+BLOCKS = {
+    "encoded": "Blocks of the device that were packed.",
+    "decoded": "Blocks that were unpacked to the device.",
+    "refused": "Blocks that were not packed, by reason.",
+    "damaged": "Blocks that were not unpacked, by reason: vLLM computes them again, or fails their requests.",
+}
+SIZES_EVERY = 30.0
+"""Seconds between two looks at the size of a store, which may ask a server."""
+
+
+def tier_definitions() -> dict[str, Any]:
+    """vLLM's definitions of what a tier tells: the counters of a store, its sizes, and the seconds of its loads and saves."""
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
+
+    found: dict[str, Any] = {}
+    for name, meaning in NAMES.items():
+        labels = ("tier", "operation", "reason") if name == "faults" else ("tier",)
+        found[TIER + name] = OffloadingCounterMetadata(documentation=meaning, labelnames=labels)
+    for name, meaning in GAUGES.items():
+        found[TIER + name] = OffloadingGaugeMetadata(documentation=meaning, labelnames=("tier",))
+    found[TIER + "seconds"] = OffloadingHistogramMetadata(
+        documentation="Seconds of a load or a save of chunks, by operation.", labelnames=("tier", "operation"), buckets=SECONDS
+    )
+    return found
+
+
+def packed_definitions() -> dict[str, Any]:
+    """vLLM's definitions of what workers that pack tell, and the scheduler of the rows that tiers bring back."""
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+    found: dict[str, Any] = {
+        f"{PACKED}{name}_blocks": OffloadingCounterMetadata(
+            documentation=meaning, labelnames=("reason",) if name in ("refused", "damaged") else ()
+        )
+        for name, meaning in BLOCKS.items()
+    }
+    damaged = "Chunks that a tier brought back and that were damaged or of another key: each is a miss."
+    found[PACKED + "damaged_chunks"] = OffloadingCounterMetadata(documentation=damaged, labelnames=("tier",))
+    ratio = "Bytes of a chunk on the device, by those of its rows."
+    found[PACKED + "ratio"] = OffloadingGaugeMetadata(documentation=ratio)
+    return found
+
+
+def _empty_stats() -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+    return OffloadingConnectorStats()
+
+
+class TierMetrics:
+    """What a tier's store has counted since vLLM asked last."""
+
+    def __init__(self, store: PageStore, tier: str) -> None:
+        self._store, self._tier, self._changes = store, tier, Changes(store)
+        self._sizing = ThreadPoolExecutor(1, thread_name_prefix="kvpack-vllm-size")
+        self._sizes: Future[Mapping[str, Any]] | None = None
+        self._asked = float("-inf")
+
+    def close(self) -> None:
+        self._sizing.shutdown()
+
+    def take(self) -> Any:
+        """vLLM's stats; None where nothing happened."""
+        stats = _empty_stats()
+        for labels, added in self._changes.take().items():
+            stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))
+        for operation, seconds in self._store.recent():
+            stats.observe_histogram(TIER + "seconds", seconds, (self._tier, operation))
+        if not stats.is_empty():
+            for name, size in (("page_bytes", self._store.codec.geometry.raw_bytes), ("row_bytes", self._store.codec.nbytes)):
+                stats.set_gauge(TIER + name, size, (self._tier,))
+        self._add_sizes(stats)
+        return None if stats.is_empty() else stats
+
+    def _add_sizes(self, stats: Any) -> None:
+        """The size of the store, at which a thread looks: a folder or a server would hold the scheduler."""
+        if self._sizes is not None and self._sizes.done():
+            if self._sizes.exception() is None:
+                for name in ("entries", "bytes"):
+                    stats.set_gauge(TIER + name, self._sizes.result()[name], (self._tier,))
+            self._sizes = None
+        if self._sizes is None and time.monotonic() - self._asked > SIZES_EVERY:
+            self._asked = time.monotonic()
+            self._sizes = self._sizing.submit(self._store.stats)
+
+
+def worker_stats(worker: PackedWorker) -> Any:
+    """What a worker has packed and unpacked since the last call, as vLLM's stats; None where that is nothing."""
+    stats = _empty_stats()
+    for labels, added in worker.take_counts().items():
+        stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])
+    return None if stats.is_empty() else stats
+
+
+def add_scheduler_stats(stats: Any, manager: Any) -> Any:
+    """``stats`` of vLLM's scheduler, None for none, with the damaged chunks of each tier since the last call and the ratio of rows."""
+    found = _empty_stats()
+    for tier in manager.secondary_tiers:
+        added, tier.damaged_told = tier.damaged_chunks - getattr(tier, "damaged_told", 0), tier.damaged_chunks
+        if added:
+            found.increase_counter(PACKED + "damaged_chunks", added, (str(tier.tier_type),))
+    if stats is None and found.is_empty():
+        return None
+    found.set_gauge(PACKED + "ratio", manager.kvpack_ratio)
+    return found if stats is None else stats.aggregate(found)

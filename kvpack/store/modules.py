@@ -1,4 +1,4 @@
-"""The modules of a transformers model: its own, and those of adapters around them.
+"""The modules of a transformers model: its own, and those of adapters and of PyTorch's wrappers around them.
 
 PEFT is recognised by its class names, so it need not be installed.
 """
@@ -24,6 +24,8 @@ _AROUND = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 """PEFT classes that hold the whole model."""
 _UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
 """PEFT classes whose output depends on arguments of a call, or on later tokens."""
+_OF_TORCH = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+"""PyTorch's wrappers, which change no value, and the attribute in which each keeps what it wraps."""
 _BASES = ("base_layer", "original_module")
 """Attributes in which a PEFT layer keeps the module that it replaces."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
@@ -42,6 +44,7 @@ class Part:
 def parts(model: torch.nn.Module) -> Iterator[Part]:
     """Every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
 
+    PyTorch's wrappers are left out: what they hold has the name that it has without them.
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
     seen: set[int] = set()
@@ -52,6 +55,9 @@ def parts(model: torch.nn.Module) -> Iterator[Part]:
             return
         seen.add(id(module))
         kind = type(module)
+        if kind.__module__.startswith("torch.") and kind.__name__ in _OF_TORCH:
+            yield from walk(name, getattr(module, _OF_TORCH[kind.__name__]))
+            return
         if kind not in known:
             known[kind] = _adapter(name, kind)
         adapter = known[kind]
@@ -73,8 +79,11 @@ def parts(model: torch.nn.Module) -> Iterator[Part]:
 
 
 def base_model(found: Iterable[Part]) -> Any:
-    """The transformers model inside its adapters' wrappers."""
-    return next(part.module for part in found if not part.adapter)
+    """The transformers model inside its wrappers. Raises InvalidParameter for any other module."""
+    base = next(part.module for part in found if not part.adapter)
+    if not hasattr(base, "config") or not hasattr(base, "dtype"):
+        raise InvalidParameter(f"a {class_name(type(base))} is no transformers model: give the one inside it")
+    return base
 
 
 def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

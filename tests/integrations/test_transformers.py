@@ -160,6 +160,10 @@ def test_crop_and_rows() -> None:
             assert torch.equal(found, expected[[2, 0], :, :65])
     with pytest.raises(OutOfBounds, match=r"crop\(-66\)"):
         cache.crop(-66)
+    with pytest.raises(
+        OutOfBounds, match=r"crop\(30\): expected the number of tokens to drop, as a negative number; crop\(30 - cache.get_seq"
+    ):
+        cache.crop(30)
     cache.reset()
     assert cache.get_seq_length() == 0
 

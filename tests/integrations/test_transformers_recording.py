@@ -329,6 +329,7 @@ def test_a_wrapper_that_calls_the_inner_forward_is_recorded_once(given: str) -> 
     cache = KvpackCache(recorded(inner), wrapper if given == "wrapper" else inner)
     wrapper(FOLLOWING, past_key_values=cache)
     assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING], 1)))
+    assert KvpackCache(wrapper, FP32).packed.model == KvpackCache(inner, FP32).packed.model != {}
 
 
 def test_other_ids_than_the_caches_are_refused() -> None:

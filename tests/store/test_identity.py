@@ -103,6 +103,25 @@ def test_running_a_model_and_adding_what_changes_nothing_keeps_its_identity() ->
     assert kvpack.Identity.of(model, "octopus-3") == mine
 
 
+def compiled(module: Any) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def with_a_compiled_layer(model: Any) -> Any:
+    model.model.layers[1] = compiled(model.model.layers[1])
+    return model
+
+
+@pytest.mark.parametrize("wrapped", [compiled, nn.DataParallel, lambda model: nn.DataParallel(compiled(model)), with_a_compiled_layer])
+def test_wrappers_of_torch_change_nothing(wrapped: Any) -> None:
+    assert identity(wrapped(small_llama())) == identity(small_llama())
+
+
+def test_a_module_that_is_no_transformers_model_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match=r"a .*ModuleList is no transformers model: give the one inside it"):
+        identity(nn.ModuleList([small_llama()]))
+
+
 def test_the_same_model_has_the_same_identity_in_another_process() -> None:
     model = small_llama()
     mine = kvpack.Identity.of(model, "octopus-3", name="m").digest.hex()

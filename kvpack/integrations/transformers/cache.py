@@ -334,6 +334,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         They are counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
         with self.passes.turns.taken():
+            if tokens_to_remove > 0:
+                raise OutOfBounds(
+                    f"crop({tokens_to_remove}): expected the number of tokens to drop, as a negative number; "
+                    f"crop({tokens_to_remove} - cache.get_seq_length()) keeps the first {tokens_to_remove}"
+                )
             self._crop(tokens_to_remove)
 
     def _crop(self, tokens_to_remove: int) -> None:

@@ -23,7 +23,7 @@ from kvpack.store.fingerprint import SAMPLE, weights_sample
 from kvpack.store.identity import Identity
 from kvpack.store.modules import parts
 
-from .hooks import models_in
+from .hooks import models_in, outermost
 from .plain import NAMES
 
 if TYPE_CHECKING:
@@ -171,6 +171,9 @@ def identity_of(model: Any) -> dict[str, str]:
     """
     try:
         found = list(parts(model))
+        if not isinstance(next(part.module for part in found if not part.adapter), PreTrainedModel):
+            # A module of the caller's, such as one with a value head.
+            found = list(parts(outermost(model)))
         try:
             weights = weights_sample(found)
         except InvalidParameter:

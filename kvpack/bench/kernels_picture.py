@@ -56,7 +56,7 @@ def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):
-        colour, marker = picture.STYLES[family]
+        colour, marker = picture.STYLES.get(family, picture.OTHER)
         before, count = families[:number].count(family), families.count(family)
         pale = _PALEST * before / max(1, count - 1)
         channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))

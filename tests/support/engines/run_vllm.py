@@ -1,7 +1,7 @@
 """Run kvpack in vLLM for CPU, in a virtual environment of its own: ``make engines``.
 
 Once as a tier below vLLM's memory of the host, and once in the worker, so that this memory and vLLM's own fs tier hold rows.
-Once more with two workers and a model with sliding windows.
+Once more with models of sliding windows, by two workers, of latents, and of recurrent states.
 Processes fill a store, load from it, load after one flipped bit, and load what a killed process has left; tokens must be the same, but
 for those of the demo's small model from pages that lose precision.
 """
@@ -79,19 +79,22 @@ def main() -> int:
     for script, kind in (("vllm_process.py", "the tier"), ("vllm_packed.py", "packed by the worker, vLLM's fs tier")):
         for recipe in ("bf16", "octopus-4"):
             failed += not runs(python, script, kind, options.model, recipe)
-    return failed + (not fp8_is_kept(python, options.model)) + (not workers_agree(python))
+    for kind, loaded in (("windows", LOADED_OF_CHUNKS), ("latents", LOADED), ("states", LOADED)):
+        failed += not groups_agree(python, kind, loaded)
+    return failed + (not fp8_is_kept(python, options.model))
 
 
-def workers_agree(python: Path) -> bool:
-    """Run two processes of two workers each; what they load gives the same log probabilities to the bit."""
+def groups_agree(python: Path, kind: str, loaded: int) -> bool:
+    """Run two processes of a model of ``kind``; what they load gives the same log probabilities to the bit."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [python, HERE / "vllm_workers.py", folder, "octopus-4"]
+        command = [python, HERE / "vllm_groups.py", kind, folder, "octopus-4"]
         first, second = (result_of(command, Path(folder)) for _ in range(2))
-    good = (first["first"], first["cached"], second["first"], second["cached"]) == (0, *[LOADED_OF_CHUNKS] * 3)
+    good = (first["first"], first["cached"], second["first"], second["cached"]) == (0, *[loaded] * 3)
     good &= first["scores"] == second["scores"] and first["damaged"] == second["damaged"] == 0
     print(
-        f"packed by two workers, groups {', '.join(first['groups'])}: the second process loads {second['first']} of 900 tokens, "
-        f"the same log probabilities: {first['scores'] == second['scores']} {'good' if good else 'WRONG'}"
+        f"packed by {first['workers']} workers, {kind}, groups of {', '.join(first['groups'])}: the second process loads "
+        f"{second['first']} of 900 tokens, the same log probabilities: {first['scores'] == second['scores']} {'good' if good else 'WRONG'}",
+        flush=True,
     )
     return good
 

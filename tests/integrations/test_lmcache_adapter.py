@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import types
@@ -14,7 +15,8 @@ import torch
 
 from kvpack.errors import InvalidParameter
 
-from engine_stubs import import_over  # isort: skip
+from engine_stubs import import_over, parsed  # isort: skip
+from host_settings import Watched, unusual_host  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,6 +161,60 @@ def test_other_weights_and_shapes_are_missing(opened: Callable[..., Any]) -> Non
     number = other.submit_load_task(KEYS[:1], objects(1))
     assert waited(lambda: other.query_load_result(number)).bits == [False]
     other.close()
+
+
+def test_every_call_leaves_the_hosts_settings(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = objects(3)
+    given[1].tensor[0, 0, 0, 0] = float("nan")
+    with unusual_host(monkeypatch):
+        made = Watched(None).call("made", opened)(recipe="octopus-4")
+        adapter, kind = Watched(made), type(made)
+        adapter.submit_store_task(KEYS[:3], given)
+        assert list(waited(adapter.pop_completed_store_tasks).values()) == [-1]
+        number = adapter.submit_lookup_and_lock_task(KEYS, LAYOUTS)
+        assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [True, False, True, False]
+        number = adapter.submit_load_task(KEYS[:3], given)
+        assert waited(lambda: adapter.query_load_result(number)).bits == [True, False, True]
+        number = adapter.submit_load_task(KEYS[:1], [types.SimpleNamespace(tensor=None)])
+        assert waited(lambda: adapter.query_load_result(number)).bits == [False]
+        adapter.submit_unlock(KEYS)
+        adapter.report_status()
+        for event in ("store", "lookup_and_lock", "load"):
+            getattr(adapter, f"get_{event}_event_fd")()
+        adapter.delete(KEYS)
+        adapter.close()
+    assert adapter.called >= {name for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
+
+
+def test_lmcaches_registry_has_the_metrics_of_every_store(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.store import metrics
+
+    registered: list[Any] = []
+    client, parser = types.ModuleType("prometheus_client"), types.ModuleType("prometheus_client.parser")
+    vars(client).update(REGISTRY=types.SimpleNamespace(register=registered.append))
+    vars(parser).update(text_string_to_metric_families=parsed)
+    monkeypatch.setitem(sys.modules, "prometheus_client", client)
+    monkeypatch.setitem(sys.modules, "prometheus_client.parser", parser)
+    metrics.shared_collector.cache_clear()
+    adapters = [opened(), opened(revision="other")]
+    longer = types.SimpleNamespace(tensor=torch.randn(2, 2, 32, 64).bfloat16())
+    adapters[0].submit_store_task(KEYS[:2], [*objects(1), longer])
+    waited(adapters[0].pop_completed_store_tasks)
+    adapters[1].submit_store_task(KEYS[:1], objects(1))
+    waited(adapters[1].pop_completed_store_tasks)
+    (collector,) = registered
+
+    def saved() -> dict[tuple[str, ...], float]:
+        (family,) = [one for one in collector.collect() if one.name == "kvpack_store_saved_chunks_total"]
+        return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+    first, second = (str(adapter._number) for adapter in adapters)
+    assert saved() == {(first, "bf16 2x2x16x64"): 1, (first, "bf16 2x2x32x64"): 1, (second, "bf16 2x2x16x64"): 1}
+    adapters[0].close()
+    assert set(saved()) == {(second, "bf16 2x2x16x64")}
+    adapters[1].close()
+    assert not list(collector.collect())
+    metrics.shared_collector.cache_clear()
 
 
 def test_options_are_checked(opened: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, InvalidShape, NonFinite
 
 from engine_stubs import import_over  # isort: skip
+from host_settings import Watched, unusual_host  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,25 @@ def test_damage_and_other_keys_raise_before_anything_is_written(create: Any) -> 
     x[0, 0, 0, 0] = float("nan")
     with pytest.raises(NonFinite):
         create(OPTIONS).serializer.serialize(memory(x), memory(torch.zeros(10**5, dtype=torch.uint8)), ObjectKey(b"hash"))
+
+
+def test_every_call_leaves_the_hosts_settings(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3, 32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bad, found, row = x.clone(), torch.zeros_like(x), torch.zeros(10**5, dtype=torch.uint8)
+    bad[0, 0, 0, 0] = float("nan")
+    with unusual_host(monkeypatch):
+        made = Watched(None).call("made", create)(OPTIONS)
+        serializer, deserializer = Watched(made.serializer), Watched(made.deserializer)
+        assert serializer.estimate_serialized_size(layout_of(x)) <= len(row)
+        serializer.serialize(memory(x), memory(row), ObjectKey(b"a"))
+        deserializer.deserialize(memory(row), memory(found), ObjectKey(b"a"))
+        with pytest.raises(NonFinite):
+            serializer.serialize(memory(bad), memory(row.clone()), ObjectKey(b"a"))
+        with pytest.raises(InvalidHeader):
+            deserializer.deserialize(memory(row), memory(found), ObjectKey(b"b"))
+        with pytest.raises(InvalidShape):
+            serializer.estimate_serialized_size(layout_of(x[0]))
+    assert found.any()
 
 
 def test_a_row_is_never_written_to_a_copy(create: Any) -> None:

@@ -17,6 +17,7 @@ from kvpack.errors import InvalidParameter, MissingBasis
 from kvpack.integrations import sglang as integration
 
 from engine_stubs import Metric, import_over  # isort: skip
+from host_settings import Watched, unusual_host  # isort: skip
 from klt_bases import random_basis  # isort: skip
 
 LAYERS, PAGES, TOKENS, HEADS, DIM = 2, 6, 16, 2, 32
@@ -75,7 +76,7 @@ class StatePool:
         return self.state[index].flatten()
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        return torch.zeros(150)
+        return torch.zeros(150, dtype=self.dtype, device="cpu")
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
         self.state[index] = data_page.view(3, 50)
@@ -159,6 +160,40 @@ def test_pages_written_in_one_layout_are_read_into_all(storage: Any, tmp_path: P
         assert not any(x.any() for x in plain(target, 2))
         assert backend.store.counters()["loads"] == 1
         backend.close()
+
+
+def test_every_call_leaves_the_hosts_settings(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = pool("page_first", 1), pool("layer_first", 2), StatePool(3)
+    pools[0].k_buffer[0, 0, 0, 0] = float("nan")
+    make = Watched(None).call("made", lambda **options: opened(storage, pools[0], tmp_path, recipe="octopus-4", **options))
+    transfers = [
+        types.SimpleNamespace(name=name, keys=["a"], host_indices=places, hit_policy=Policy.ALL)
+        for name, places in (("kv", indices(1)), ("swa", indices(1)), ("mamba", torch.tensor([1])))
+    ]
+    at = {pages: indices(*pages) for pages in ((0, 4), (2, 3), (0, 1))}
+    with unusual_host(monkeypatch):
+        with pytest.raises(InvalidParameter):
+            make(misspelled=1)
+        backend = Watched(make())
+        for name, other in zip(("kv", "swa", "mamba"), pools, strict=True):
+            backend.register_mem_host_pool_v2(other, name)
+        # The first page has a value that no codec takes.
+        assert backend.batch_set_v1(["nan", "b"], at[0, 4]) == [False, True]
+        assert backend.batch_get_v1(["nan", "b"], at[2, 3]) == [False, True]
+        assert all(all(found) for found in backend.batch_set_v2(transfers).values())
+        assert backend.batch_exists_v2(["a"], transfers).kv_hit_pages == 1
+        assert all(all(found) for found in backend.batch_get_v2(transfers).values())
+        assert backend.batch_exists(["b"]) == 1
+        assert backend.exists("b")
+        for call in (lambda: backend.get("a"), lambda: backend.set("a"), lambda: backend.batch_get([]), lambda: backend.batch_set([])):
+            with pytest.raises(InvalidParameter):
+                call()
+        with pytest.raises(InvalidParameter):
+            backend.batch_get_v1(["a"], at[0, 1])
+        backend.get_stats()
+        backend.close()
+    public = {name for name, value in vars(storage.KvpackHiCache).items() if not name.startswith("_") and callable(value)}
+    assert backend.called >= public - {"register_mem_pool_host"}
 
 
 def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

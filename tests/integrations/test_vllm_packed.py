@@ -22,6 +22,7 @@ from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import settings_of
 
 from engine_stubs import METADATA, STATS, Stats, check_defined, import_over  # isort: skip
+from host_settings import Watched, unusual_host  # isort: skip
 from klt_bases import random_basis  # isort: skip
 
 if TYPE_CHECKING:
@@ -179,6 +180,33 @@ def test_a_damaged_row_is_a_block_that_was_not_loaded(monkeypatch: pytest.Monkey
     assert engine.worker.failed_blocks() == set()
     assert (engine.worker.count("decoded"), engine.worker.count("damaged")) == (1, 2)
     assert all(torch.equal(one, old) for one, old in zip(engine.bytes_of(0, 7) + engine.bytes_of(0, 9), before, strict=True))
+
+
+def test_every_call_leaves_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, "octopus-4")
+    engine.layers[0][1][3].view(torch.bfloat16)[5] = float("nan")
+    kind, worker = type(engine.worker), Watched(engine.worker)
+    tier = types.SimpleNamespace(submit_load=lambda _: None, get_finished_jobs=lambda: [JobResult(1, True)])
+    check_promotions = module(monkeypatch, "promotions").check_promotions
+    with unusual_host(monkeypatch):
+        worker.submit_store(1, gpu([[1, 2, 3], [4]], [0, 0]), cpu([0, 1, 2]))
+        worker.get_finished()
+        engine.memory[0, 500] ^= 4
+        worker.submit_load(2, cpu([0, 1, 2]), gpu([[7, 8, 9], [5]], [0, 0]))
+        worker.wait({2})
+        worker.get_finished()
+        assert worker.failed_blocks() == {7, 9}
+        with pytest.raises(IndexError):
+            worker.submit_load(3, cpu([99]), gpu([[7], []], [0, 0]))
+        codecs = [[codec] for codec in engine.codecs]
+        worker.call("promotions", check_promotions)(tier, memoryview(engine.memory.numpy()), codecs, engine.cell, PER_CHUNK)
+        worker.call("promoted", tier.submit_load)(types.SimpleNamespace(job_id=1, keys=[key(0), key(1)], chunk_ids=numpy.array([0, 1])))
+        worker.call("promoted", tier.get_finished_jobs)()
+        assert worker.count("damaged") == 2
+        worker.take_counts()
+        worker.shutdown()
+    assert tier.damaged_chunks == 2
+    assert worker.called >= {name for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
 
 
 def test_vllm_shows_what_workers_and_tiers_count(monkeypatch: pytest.MonkeyPatch) -> None:

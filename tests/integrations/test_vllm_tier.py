@@ -26,6 +26,7 @@ from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.layouts import Rows, arrangement
 
 from engine_stubs import METADATA, STATS, Stats, check_defined  # isort: skip
+from host_settings import Watched, unusual_host  # isort: skip
 
 HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
 
@@ -257,6 +258,40 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
     assert len(loaded.successful_keys) == 3
     assert tier.store.counters()["damaged_entries"] == 1
     tier.shutdown()
+
+
+def test_every_call_leaves_the_hosts_settings(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config("model")
+    memory = rows_of(config, 4)
+    fill(memory, 1)
+    memory[3, :2] = numpy.array([0x80, 0x7F]).astype(numpy.int8)
+    keys = [bytes([n]) * 36 for n in range(3)]
+    make = Watched(None).call("made", lambda **options: opened(tier_class, config, memory, tmp_path, recipe="octopus-4", **options))
+    with unusual_host(monkeypatch):
+        with pytest.raises(InvalidParameter):
+            make(heads=7)
+        tier = Watched(make())
+        tier.lookup(keys[0], None)
+        tier.on_schedule_end(None)
+        tier.submit_store(TransferJob(1, keys, numpy.array([0, 1, 3]), False))
+        finished(tier, 1)
+        for entry in tmp_path.rglob("*"):
+            if entry.is_file() and entry.read_bytes()[:10] == b"kvpack-row":
+                entry.write_bytes(entry.read_bytes()[:-1] + b"!")
+                break
+        tier.submit_load(TransferJob(2, [*keys, b"none" * 9], numpy.array([0, 1, 2, 3]), True))
+        assert not finished(tier, 1)[0].success
+        with pytest.raises(InvalidParameter):
+            tier.submit_load(TransferJob(2, keys, numpy.array([0, 0]), True))
+        tier.get_stats()
+        tier.touch(keys, None)
+        tier.on_new_request(None)
+        tier.on_request_finished(types.SimpleNamespace(req_id="r"))
+        tier.has_pending_work()
+        tier.drain_jobs()
+        tier.shutdown()
+    public = {name for name, value in vars(tier_class).items() if not name.startswith("_") and callable(value)}
+    assert tier.called >= public - {"build_metric_definitions"}
 
 
 def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path: Path) -> None:

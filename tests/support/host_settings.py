@@ -1,0 +1,67 @@
+"""What an adapter must leave as it was in its host: threads, random states, default dtype and device, modes and CUDA streams."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+
+def settings() -> tuple[Any, ...]:
+    """The settings of this thread, and of all."""
+    streams = [torch.cuda.current_stream()] if torch.cuda.is_available() else []
+    generators = torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy.random.get_state()[1].tobytes()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    threads = torch.get_num_threads(), torch.get_num_interop_threads()
+    return *generators, *modes, *threads, torch.get_default_dtype(), torch.get_default_device(), *streams
+
+
+@contextmanager
+def unusual_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A host as vLLM's worker is: models of 16 bits by default, in inference mode, and no call may set the number of threads."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("the host's threads are not ours")
+
+    dtype = torch.get_default_dtype()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "set_num_threads", forbidden)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
+                yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+class Watched:
+    """An adapter, each of whose calls must leave ``settings`` as they were, also one that fails."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        return self.call(name, found) if callable(found) else found
+
+    def call(self, name: str, function: Any) -> Any:
+        """``function``, watched."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            self.called.add(name)
+            before = settings()
+            try:
+                return function(*arguments, **options)
+            finally:
+                assert settings() == before, name
+
+        return run

@@ -198,7 +198,7 @@ def test_every_call_leaves_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -
         assert worker.failed_blocks() == {7, 9}
         with pytest.raises(IndexError):
             worker.submit_load(3, cpu([99]), gpu([[7], []], [0, 0]))
-        codecs = [[codec] for codec in engine.codecs]
+        codecs = dict(enumerate([codec] for codec in engine.codecs))
         worker.call("promotions", check_promotions)(tier, memoryview(engine.memory.numpy()), codecs, engine.cell, PER_CHUNK)
         worker.call("promoted", tier.submit_load)(types.SimpleNamespace(job_id=1, keys=[key(0), key(1)], chunk_ids=numpy.array([0, 1])))
         worker.call("promoted", tier.get_finished_jobs)()
@@ -253,7 +253,9 @@ def test_what_a_tier_brings_back_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     tier = types.SimpleNamespace(
         lookups=AsyncLookupManager(), submit_load=lambda one: submitted.append(one.job_id), get_finished_jobs=lambda: results
     )
-    module(monkeypatch, "promotions").check_promotions(tier, view, [[codec] for codec in engine.codecs], engine.cell, PER_CHUNK)
+    module(monkeypatch, "promotions").check_promotions(
+        tier, view, dict(enumerate([codec] for codec in engine.codecs)), engine.cell, PER_CHUNK
+    )
     for number, asked, chunks in ((1, keys, [0, 1, 2]), (2, [keys[0], keys[2]], [0, 0]), (3, keys, [0, 1, 2])):
         tier.submit_load(types.SimpleNamespace(job_id=number, keys=asked, chunk_ids=numpy.array(chunks)))
     assert submitted == [1, 2, 3]
@@ -281,7 +283,9 @@ def test_rows_name_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [key(2), key(1), key(1)]
     tier = types.SimpleNamespace(submit_load=lambda _: None, get_finished_jobs=lambda: [JobResult(1, True), JobResult(2, True)])
     view = memoryview(engine.memory.numpy())
-    module(monkeypatch, "promotions").check_promotions(tier, view, [[codec] for codec in engine.codecs], engine.cell, PER_CHUNK)
+    module(monkeypatch, "promotions").check_promotions(
+        tier, view, dict(enumerate([codec] for codec in engine.codecs)), engine.cell, PER_CHUNK
+    )
     for number, (keys, chunks) in enumerate([(asked[:2], [3, 4]), (asked[2:], [5])], 1):
         tier.submit_load(types.SimpleNamespace(job_id=number, keys=keys, chunk_ids=numpy.array(chunks)))
     first, second = tier.get_finished_jobs()
@@ -305,7 +309,9 @@ def test_chunks_may_be_filled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     results = [JobResult(1, True)]
     tier = types.SimpleNamespace(submit_load=lambda _: None, get_finished_jobs=lambda: results)
     view = memoryview(engine.memory.numpy())
-    module(monkeypatch, "promotions").check_promotions(tier, view, [[codec] for codec in engine.codecs], engine.cell, PER_CHUNK)
+    module(monkeypatch, "promotions").check_promotions(
+        tier, view, dict(enumerate([codec] for codec in engine.codecs)), engine.cell, PER_CHUNK
+    )
     loads = types.SimpleNamespace(job_id=1, keys=[key(0), key(1)], chunk_ids=numpy.array([0, 1]))
     tier.submit_load(loads)
     assert tier.get_finished_jobs() == results
@@ -350,7 +356,7 @@ def config(groups: tuple[Group, ...] = (ATTENTION, STATES), workers: int = 2, **
     parallel = {"rank": 1, "world_size": workers, "pp_size": 1, "pcp_size": 1, "dcp_size": 1} | changes.pop("parallel", {})
     values = {
         "extra_config": {name: value for name, value in options.items() if value is not None},
-        "groups": tuple(types.SimpleNamespace(layer_names=[str(n)], tokens_per_block=TOKENS) for n in range(len(groups))),
+        "groups": tuple(types.SimpleNamespace(group_id=n, layer_names=[str(n)], tokens_per_block=TOKENS) for n in range(len(groups))),
         "model": record(name="m", dtype="bfloat16"),
         "cache": types.SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=PER_CHUNK),
         "parallel": types.SimpleNamespace(**parallel),
@@ -378,6 +384,25 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [spec_class(config(options=options)).config.model.dtype for options in changed]
     assert len({*folders, "bfloat16"}) == 7
     assert spec_class(config()).config.model.dtype == folders[0]
+
+
+def test_groups_that_vllm_leaves_out_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys have the numbers of all groups, and a spec the groups that are offloaded."""
+    given = config()
+    for group, number in zip(given.groups, (1, 4), strict=True):
+        group.group_id = number
+    engine = Engine(monkeypatch, "octopus-4")
+    spec = module(monkeypatch, "spec").KvpackSpec(given)
+    assert spec.codecs_by_number == {1: spec.codecs[0], 4: spec.codecs[1]}
+    keys = [key(0, group=1), key(1, group=1), key(2, group=4)]
+    engine.worker.submit_store(1, gpu([[1, 2, 3, 4], [5, 6]], [0, 0]), cpu([0, 1, 2], keys))
+    engine.worker.get_finished()
+    engine.memory[1, 900] ^= 1
+    tier = types.SimpleNamespace(submit_load=lambda _: None, get_finished_jobs=lambda: [JobResult(1, True)])
+    codecs = {1: [engine.codecs[0]], 4: [engine.codecs[1]]}
+    module(monkeypatch, "promotions").check_promotions(tier, memoryview(engine.memory.numpy()), codecs, engine.cell, PER_CHUNK)
+    tier.submit_load(types.SimpleNamespace(job_id=1, keys=keys, chunk_ids=numpy.array([0, 1, 2])))
+    assert tier.get_finished_jobs()[0].successful_keys == [keys[0], keys[2]]
 
 
 def with_basis(tmp_path: Path, **changes: Any) -> Any:

@@ -104,10 +104,15 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if made:
             view = manager.primary_tier.get_kv_memoryview()
             for tier in manager.secondary_tiers:
-                check_promotions(tier, view, self.codecs, self.cpu_page_size_per_worker, self.blocks_per_chunk)
+                check_promotions(tier, view, self.codecs_by_number, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             tell_keys(manager)
             manager.kvpack_ratio = self.ratio
         return manager
+
+    @property
+    def codecs_by_number(self) -> dict[int, list[PageCodec]]:
+        """The codecs by the numbers that keys have: those of all groups, of which vLLM may not offload each."""
+        return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:
         if self._packed is None:

@@ -44,12 +44,35 @@ static __attribute__((noinline)) void all_tile_values(const float *weights, int6
     IN_BLOCKS(rows, tile_values(weights + row * TILE, QUERIES, dim, tile, sums + row * dim))
 }
 
+static __attribute__((noinline)) void all_row_scores(const Codec *codec, const Loaded *in, const float *q, int64_t count, float *scores) {
+    for (int64_t p = 0; p < in->pieces; p++)
+        for (int64_t t = 0; t < in->piece[p].count;) {
+            StoredRows rows = rows_from(codec, in, &in->piece[p], t);
+            BY_DTYPE(rows.dtype, IN_BLOCKS(count, scores_of_rows(&rows, DTYPE, q + row * codec->dim, QUERIES, scores + row * TILE)))
+            t += rows.count;
+        }
+}
+
+static __attribute__((noinline)) void all_row_values(const Codec *codec, const Loaded *in, const float *weights, int64_t count, float *sums) {
+    for (int64_t p = 0; p < in->pieces; p++)
+        for (int64_t t = 0; t < in->piece[p].count;) {
+            StoredRows rows = rows_from(codec, in, &in->piece[p], t);
+            BY_DTYPE(rows.dtype, IN_BLOCKS(count, values_of_rows(&rows, DTYPE, weights + row * TILE, QUERIES, sums + row * codec->dim)))
+            t += rows.count;
+        }
+}
+
 /* Above this number of rows a tile is decoded once for all of them. */
 enum { MOST_FUSED_ROWS = 4 };
 
-static void key_scores(const Item *item, const Scratch *scratch) {
+static void key_scores(const Item *item, Scratch *scratch) {
     const Codec *codec = item->span->k.codec;
-    const Loaded *in = &scratch->k;
+    Loaded *in = &scratch->k;
+    if (item->rows <= MOST_FUSED_ROWS && has_rows(codec)) {
+        all_row_scores(codec, in, scratch->queries, item->rows, scratch->scores);
+        return;
+    }
+    load_tile(codec, 1, in);
     if (item->rows <= MOST_FUSED_ROWS && has_fused_scores(codec, in)) {
         all_group_scores(codec, in, scratch->queries, item->rows, scratch->spare, scratch->scores);
         return;
@@ -58,13 +81,22 @@ static void key_scores(const Item *item, const Scratch *scratch) {
     all_tile_scores(scratch->queries, item->rows, codec->dim, scratch->tile, scratch->scores);
 }
 
-static void add_values(const Item *item, const Scratch *scratch, int fused, float *sums) {
+static void add_values(const Item *item, Scratch *scratch, float *sums) {
     const Codec *codec = item->span->v.codec;
-    if (fused) {
-        all_group_values(codec, &scratch->v, item, scratch->scores, scratch->spare, sums);
+    Loaded *in = &scratch->v;
+    if (item->rows <= MOST_FUSED_ROWS && has_rows(codec)) {
+        all_row_values(codec, in, scratch->scores, item->rows, sums);
         return;
     }
-    decode_tile(codec, &scratch->v, scratch->spare, scratch->tile);
+    if (item->rows <= MOST_FUSED_ROWS && has_fused_values(codec)) {
+        load_tile(codec, 0, in);
+        if (!in->patches) {
+            all_group_values(codec, in, item, scratch->scores, scratch->spare, sums);
+            return;
+        }
+    }
+    load_tile(codec, 1, in);
+    decode_tile(codec, in, scratch->spare, scratch->tile);
     all_tile_values(scratch->scores, item->rows, codec->dim, scratch->tile, sums);
 }
 
@@ -96,12 +128,12 @@ static void attend_item(const Attend *call, const Item *item, Scratch *scratch, 
     memcpy(scratch->queries, queries, sizeof(float) * item->rows * k_dim);
     /* Blocks of four may have a row too many. */
     memset(scratch->queries + item->rows * k_dim, 0, sizeof(float) * 3 * k_dim);
-    int fused_values = item->rows <= MOST_FUSED_ROWS && has_fused_values(v->codec);
+    scratch->k.batch = scratch->v.batch = item->batch;
+    scratch->k.head = scratch->v.head = item->head;
     int64_t start = aligned_start(item, begin), k_segment = find_segment(k, start), v_segment = find_segment(v, start);
     for (; start < end; start += TILE) {
         int64_t count = end - start < TILE ? end - start : TILE;
         find_pieces(k, start, count, &k_segment, &scratch->k);
-        load_tile(k->codec, item->batch, item->head, 1, &scratch->k);
         key_scores(item, scratch);
         for (int64_t r = 0; r < item->rows; r++) {
             int64_t first = row_begin[r] - start, last = row_end[r] - start;
@@ -112,9 +144,6 @@ static void attend_item(const Attend *call, const Item *item, Scratch *scratch, 
         }
         memset(scratch->scores + item->rows * TILE, 0, sizeof(float) * 3 * TILE);
         find_pieces(v, start, count, &v_segment, &scratch->v);
-        load_tile(v->codec, item->batch, item->head, !fused_values, &scratch->v);
-        int patched = scratch->v.patches > 0;
-        if (fused_values && patched) load_tile(v->codec, item->batch, item->head, 1, &scratch->v);
-        add_values(item, scratch, fused_values && !patched, sums);
+        add_values(item, scratch, sums);
     }
 }

@@ -40,6 +40,7 @@
 #include "group_fused.h"
 #include "klt_rows.h"
 #include "loops.h"
+#include "row_fused.h"
 #include "unpack.h"
 
 #include "attend.h"

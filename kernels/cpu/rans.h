@@ -32,7 +32,7 @@ INLINE void rans_symbol(RansRun *run, int64_t i) {
 INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, int64_t *at) {
     UNROLLED for (int part = 0; part < 2; part++) {
         vu x = state[part], slot = x & (RANS_SLOTS - 1), place = slot;
-        if (by_symbol) place |= (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(run->tables + i + 16 * part))) << RANS_BITS;
+        if (by_symbol) place |= (vu)load_octets(run->tables + i + 16 * part) << RANS_BITS;
         vu found = (vu)_mm512_i32gather_epi32((__m512i)place, run->slots, 4);
         x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
         __mmask16 low = _mm512_cmplt_epu32_mask((__m512i)x, _mm512_set1_epi32(RANS_LEAST));
@@ -60,10 +60,7 @@ INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, i
         uint8_t *symbols = run->symbols + i + 8 * part;
         __m256i x = (__m256i)state[part], slot = _mm256_and_si256(x, _mm256_set1_epi32(RANS_SLOTS - 1));
         __m256i place = slot;
-        if (by_symbol) {
-            __m256i own = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(run->tables + i + 8 * part)));
-            place = _mm256_or_si256(slot, _mm256_slli_epi32(own, RANS_BITS));
-        }
+        if (by_symbol) place = _mm256_or_si256(slot, (__m256i)((vu)load_octets(run->tables + i + 8 * part) << RANS_BITS));
         __m256i found = _mm256_i32gather_epi32((const int *)run->slots, place, 4);
         __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(found, 8), _mm256_set1_epi32(RANS_SLOTS - 1));
         x = _mm256_mullo_epi32(_mm256_add_epi32(frequency, _mm256_set1_epi32(1)), _mm256_srli_epi32(x, RANS_BITS));
@@ -143,7 +140,7 @@ enum { FREQUENCY_BITS = RANS_BITS + 1 };
 /* Codes one symbol of every lane, from the last to the first, by the frequency and first slot of each; returns where its words begin. */
 INLINE uint16_t *rans_encode_step(const uint32_t *frequencies, const uint8_t *symbols, vu *state, uint16_t *to) {
     UNROLLED for (int part = 1; part >= 0; part--) {
-        __m512i symbol = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(symbols + 16 * part)));
+        __m512i symbol = (__m512i)load_octets(symbols + 16 * part);
         vu x = state[part], own = (vu)_mm512_i32gather_epi32(symbol, frequencies, 4), frequency = own & ((1 << FREQUENCY_BITS) - 1);
         __mmask16 full = _mm512_cmpge_epu32_mask((__m512i)(x >> (32 - RANS_BITS)), (__m512i)frequency);
         int count = __builtin_popcount(full);

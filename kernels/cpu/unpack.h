@@ -13,10 +13,12 @@ static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t
     Rows rows = {to, call->out.row, call->dtype, call->past_caches};
     int64_t segment = find_segment(&call->side, start);
     int as_rows = has_group_rows(call);
+    in->batch = batch;
+    in->head = head;
     for (; start < stop; start += TILE, rows.to += TILE * rows.stride) {
         int64_t count = stop - start < TILE ? stop - start : TILE;
         find_pieces(&call->side, start, count, &segment, in);
-        load_tile(codec, batch, head, !as_rows, in);
+        load_tile(codec, !as_rows, in);
         if (as_rows) {
             write_group_rows(codec, batch, head, in, spare, &rows);
             continue;

@@ -49,6 +49,19 @@ INLINE vi load_words(const uint16_t *p) {
 #endif
 }
 
+/* The same of bytes. */
+INLINE vi load_octets(const uint8_t *p) {
+#if LEVEL == 4
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif LEVEL == 3
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    vb bytes;
+    memcpy(&bytes, p, LANES);
+    return __builtin_convertvector(bytes, vi);
+#endif
+}
+
 INLINE void store_words(uint16_t *p, vi x) {
 #if LEVEL == 4
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));

@@ -169,9 +169,8 @@ static void find_pieces(const Side *side, int64_t start, int64_t count, int64_t 
 }
 
 /* Words (unless the caller reads them as they are stored) and numbers of the tile's pieces. */
-static void load_tile(const Codec *codec, int64_t batch, int64_t head, int with_words, Loaded *tile) {
-    tile->batch = batch;
-    tile->head = head;
+static void load_tile(const Codec *codec, int with_words, Loaded *tile) {
+    int64_t batch = tile->batch, head = tile->head;
     tile->runs = tile->patches = 0;
     for (int64_t p = 0; p < tile->pieces; p++) {
         const Piece *piece = &tile->piece[p];

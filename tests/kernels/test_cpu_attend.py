@@ -139,7 +139,9 @@ RECIPES = (
     "k=octahedral:b=3,qjl=fp16,outliers=2,sinks=4;v=group:b=3,g=32,outliers=2,scales=u8",
     "bf16",
     "fp32;tail=64",
+    "fp16;tail=40",
     "lossless",
+    "kv=lossless:dtype=bf16,chunk=16",
     "kv=lossless:dtype=fp16,chunk=32",
 )
 

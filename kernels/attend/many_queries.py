@@ -6,7 +6,6 @@ merged by their log-sum-exp. What no fused kernel decodes, torch decodes.
 
 from __future__ import annotations
 
-import copy
 import os
 from contextlib import nullcontext
 from functools import lru_cache
@@ -49,6 +48,9 @@ MOST_PEERS = 256
 FEWEST_SPLIT_TOKENS, MOST_SPLITS = 1024, 16
 """Tokens of a part of a block, and parts, of which there are several where there are fewer programs than multiprocessors."""
 
+
+MOST_TOKENS_AT_ONCE, MOST_SCORES_AT_ONCE = 1 << 14, 1 << 28
+"""Tokens, and scores of all heads, up to which one call of FlashAttention attends all: what the host saves is more than what cuDNN does."""
 
 FEW_QUERIES = 128
 """Queries up to which ``flash`` attends their own tokens: as many as one of its programs takes."""
@@ -159,6 +161,8 @@ class Call:
         self._block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
         self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MOST_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for one in self._passes for part in one.parts)
+        self._at_once: dict[bool, bool] = {}
+        """Whether one call of FlashAttention attends all, by whether PyTorch may choose it."""
 
     def without_layer(self) -> Call | None:
         """The call for any layer that lies as its own does; None where there may be no other."""
@@ -175,7 +179,8 @@ class Call:
         return self._changed(lambda block, values: block.over(v if values else k))
 
     def _changed(self, change: Callable[[scratch.Block, bool], Any]) -> Call:
-        made = copy.copy(self)
+        made = object.__new__(Call)
+        made.__dict__.update(self.__dict__)
         made._passes = [
             one._replace(parts=[part._replace(keys=change(part.keys, False), values=change(part.values, True)) for part in one.parts])
             for one in self._passes
@@ -246,6 +251,11 @@ class Call:
         """The result for the queries of one pass."""
         turned = self._queries(q)
         memory = torch.empty(self._elements, dtype=self._dtype, device=self._device)
+        if self._attends_at_once(turned, one, memory):
+            (part,) = one.parts
+            part.keys.decode(memory, 0)
+            part.values.decode(memory, part.keys.elements)
+            return lower_right(turned, *_held(part, memory, 0, part.stop), self._scale)
         sums = torch.empty(*q.shape[:3], self._columns, dtype=torch.float32, device=self._device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=self._device)
         empty = True
@@ -275,6 +285,16 @@ class Call:
             sink = sink_logits.to(self._device, torch.float32)[None, :, None]
             sums *= torch.where(lse > -torch.inf, torch.sigmoid(lse - sink), 0.0)[..., None]
         return self._originals(sums)
+
+    def _attends_at_once(self, q: torch.Tensor, one: _Pass, memory: torch.Tensor) -> bool:
+        """Whether one library call takes these queries and all tokens, which are decoded in ``memory``, and gives the result."""
+        allowed = torch.backends.cuda.flash_sdp_enabled()
+        if allowed not in self._at_once:
+            whole = self._uncut and self._options.causal and not self._options.sink_logits and self._frames[1].is_original
+            few = self._tokens <= MOST_TOKENS_AT_ONCE and self._shape[:3].numel() * self._tokens <= MOST_SCORES_AT_ONCE
+            one_block = len(self._passes) == len(one.parts) == 1
+            self._at_once[allowed] = whole and few and one_block and takes_lower_right(q, *_held(one.parts[0], memory, 0, self._tokens))
+        return self._at_once[allowed]
 
     def _add_own(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int, empty: bool
@@ -331,6 +351,23 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causa
             lengths=None,
         )  # fmt: skip
     return found[0], found[1].reshape(q.shape[:3])
+
+
+def takes_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether ``lower_right`` takes these."""
+    if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8:
+        return False
+    # What PyTorch asks before it makes the same call for ``torch.nn.attention.bias.causal_lower_right``.
+    return torch.backends.cuda.can_use_flash_attention(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1]))
+
+
+def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of queries, which are the last tokens, over dense keys and values, by FlashAttention: each sees those up to its own.
+
+    That is what causal means to this operator of PyTorch (``torch.nn.attention.bias.CausalBias``).
+    """
+    found: Any = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True, False, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
 
 
 def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:

@@ -6,7 +6,6 @@ go through a kept matrix once, and the tokens through none (OCTOPUS Eq. 13).
 
 from __future__ import annotations
 
-import copy
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +39,11 @@ class Frame(NamedTuple):
 
     codec: Codec | None = None
     page: Page | None = None
+
+    @property
+    def is_original(self) -> bool:
+        """Whether its columns are the channels of the original frame."""
+        return self.codec is None or (self.page is None and _is_in_order(self.codec))
 
     def columns(self, dim: int) -> int:
         """Columns of values of ``dim`` channels."""
@@ -162,7 +166,7 @@ class Block:
 
     def without_side(self) -> Block | None:
         """The block for any side that lies as its own does, which ``over`` gives it; None where there may be no other."""
-        made, side = copy.copy(self), self._side
+        made, side = self._like(), self._side
         assert side is not None
         made._side = None
         if self._decoding is not None:
@@ -176,9 +180,15 @@ class Block:
             made._decoding = self._decoding._replace(work=work._replace(rows=rows, table=work.table[:0], held=()))
         return made
 
+    def _like(self) -> Block:
+        """A copy, in less time than ``copy.copy`` takes."""
+        made = object.__new__(Block)
+        made.__dict__.update(self.__dict__)
+        return made
+
     def over(self, side: Side) -> Block:
         """What ``without_side`` gave, for ``side``."""
-        made = copy.copy(self)
+        made = self._like()
         made._side = side
         if self._decoding is not None:
             assert self._tiles is not None
@@ -195,15 +205,16 @@ class Block:
             self._decoding(scratch, at)
             if self._stop <= self._packed:
                 return
-        out = scratch.as_strided(self._shape, self._strides, at)
         if self._frame.codec is None:
+            out = scratch.as_strided(self._shape, self._strides, at)
             for first, last in sides.unpack_into(self._side, self._first, self._stop, out):
                 for begin, end, source in _left(self._side, first, last):
                     out[:, :, begin - self._first : end - self._first] = source
         else:
             begin = max(self._first, self._packed)
-            tail = self._side.tail[:, :, begin - self._packed : self._stop - self._packed]
-            out[:, :, begin - self._first :] = self._frame.values(tail.to(self._dtype))
+            tail = self._side.tail[:, :, begin - self._packed : self._stop - self._packed].to(self._dtype)
+            shape = *self._shape[:2], self._stop - begin, self._shape[3]
+            scratch.as_strided(shape, self._strides, at + (begin - self._first) * self._strides[2]).copy_(self._frame.values(tail))
 
     def tokens(self, scratch: torch.Tensor, at: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
         """Tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.

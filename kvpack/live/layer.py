@@ -90,7 +90,7 @@ class LiveLayer:
         if self.raw_tokens + tokens > self.room:
             with own_modes(self.device):
                 # They wait for the next update, and the caller's memory is the caller's.
-                self._pending = {name: x.clone() for name, x in given.items()}
+                self._pending = {name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()}
             return
         with own_modes(self.device):
             for name, x in given.items():

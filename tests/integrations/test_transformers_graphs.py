@@ -7,6 +7,7 @@ a replay runs it again with what it was told.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,11 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "he
 RECIPE = "kv=group:b=8,g=32"
 WITHOUT_GRAPHS = {
     *("Qwen2-VL", "Qwen3-Next", "GPT-J", "Llama-4", "Falcon", "Falcon (ALiBi)", "Bloom", "MPT", "DeepSeek-V2", "DeepSeek-V3"),
-    *("Falcon-H1", "Jamba", "Bamba", "T5", "BART"),
+    *("Falcon-H1", "Jamba", "Bamba"),
 }
 """Several rotary positions, states, chunks, steps that wait for the device, and attention that takes only tensors."""
+ENCODED = {"T5", "BART"}
+"""What is given more than token ids."""
 
 
 class Device:
@@ -241,14 +244,18 @@ def test_without_a_device_there_are_none() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [architecture.name for architecture in ZOO if architecture.name not in WITHOUT_GRAPHS])
+@pytest.mark.parametrize("name", [architecture.name for architecture in ZOO if architecture.name not in ENCODED])
 def test_the_zoo_generates_the_same_tokens(name: str, device: Device) -> None:
     model = model_of(name).to("cuda")
-    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids(2, 20), past_key_values=KvpackCache(model, "raw"), **options)
-    found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
+    # MPT's configuration leaves caches out.
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    with warnings.catch_warnings():
+        # What decodes for each call, or gets no graph, says so.
+        warnings.simplefilter("ignore", KvpackWarning)
+        expected = model.generate(ids(2, 20), past_key_values=KvpackCache(model, "raw"), **options)
+        found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
     assert torch.equal(found, expected)
-    assert (device.captured, device.replayed) == (1, 39 - EAGER_STEPS)
+    assert device.replayed == (0 if name in WITHOUT_GRAPHS else 39 - EAGER_STEPS)
 
 
 @pytest.mark.cuda

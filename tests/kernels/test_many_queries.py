@@ -267,6 +267,46 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
         kvpack.attend(q, replace(layers[1], v=None))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("k", "v", "batch", "mode", "calls"),
+    [
+        ("octahedral:b=3", "group:b=3,g=32", 1, {}, 1),
+        ("raw:dtype=bf16", "minifloat:element=e4m3", 1, {"scale": 0.25}, 1),
+        ("octahedral:b=3", "scalar:b=3", 1, {}, 0),
+        ("octahedral:b=3", "group:b=3,g=32", 2, {}, 0),
+        *(("octahedral:b=3", "group:b=3,g=32", 1, mode, 0) for mode in ({"causal": False}, {"softcap": 5.0}, {"sliding_window": 20})),
+        *(("octahedral:b=3", "group:b=3,g=32", 1, {name: [7]}, 0) for name in ("lengths", "starts")),
+        ("octahedral:b=3", "group:b=3,g=32", 1, {"sink_logits": [0.5, 1.0, -1.0, 2.0]}, 0),
+    ],
+)
+def test_one_call_attends_all_where_it_gives_the_result(
+    k: str, v: str, batch: int, mode: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prefixes, of which the values are decoded to their own frame."""
+    from kvpack.kernels.attend import many_queries
+
+    counted = []
+    attend = many_queries.lower_right
+
+    def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        counted.append(k.shape[2])
+        if not INTERPRETED:
+            return attend(q, k, v, scale)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+
+    monkeypatch.setattr(many_queries, "lower_right", lower_right)
+    if INTERPRETED:
+        monkeypatch.setattr(many_queries, "takes_lower_right", lambda *_: True)
+    check(layer_of(k, v, (40, 30), 9, batch), 4, 17, torch.bfloat16, **mode)
+    assert counted == [79] * calls
+    monkeypatch.setattr(many_queries, "MOST_TOKENS_AT_ONCE", 78)
+    monkeypatch.setattr(many_queries, "_alike", {})
+    check(layer_of(k, v, (40, 30), 9, batch), 4, 17, torch.bfloat16, **mode)
+    assert len(counted) == calls
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "a window": {"sliding_window": 9},
     "a soft cap": {"softcap": 2.0},

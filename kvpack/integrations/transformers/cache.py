@@ -242,7 +242,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         self._check_states(key_states, value_states, layer_idx)
         self.passes.check_update()
-        if self.live.seen(layer_idx):
+        if self.passes.states and self.live.seen(layer_idx):
             check_kept(self.layers)
         self.live.update(layer_idx, key_states, value_states)
 

@@ -288,7 +288,8 @@ class Call:
 
     def _attends_at_once(self, q: torch.Tensor, one: _Pass, memory: torch.Tensor) -> bool:
         """Whether one library call takes these queries and all tokens, which are decoded in ``memory``, and gives the result."""
-        allowed = torch.backends.cuda.flash_sdp_enabled()
+        switches: Any = torch.backends.cuda
+        allowed = switches.flash_sdp_enabled()
         if allowed not in self._at_once:
             whole = self._uncut and self._options.causal and not self._options.sink_logits and self._frames[1].is_original
             few = self._tokens <= MOST_TOKENS_AT_ONCE and self._shape[:3].numel() * self._tokens <= MOST_SCORES_AT_ONCE

@@ -285,6 +285,21 @@ class LiveCache:
             if layer is not None:
                 layer.raw_tokens += tokens
 
+    def newest(self) -> Callable[[], None]:
+        """What puts the newest token of every layer's raw tail back as it is now, where another was written over it."""
+        places = []
+        for layer in self._chosen(None):
+            for side in layer.sides.values():
+                own = side.tail[:, :, layer.raw_tokens - 1]
+                with own_modes(layer.device):
+                    places.append((own, own.clone()))
+
+        def put_back() -> None:
+            for own, values in places:
+                own.copy_(values)
+
+        return put_back
+
     def recount(self, tokens: int) -> None:
         """Count ``tokens`` more of the values in the raw tails, or fewer: a step goes back before what it added, to add the same again."""
         self.replayed(tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -193,6 +194,147 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is(device: Device, what: str
     assert len(calls) == (5 if what == "hooks" else 0)
 
 
+def _other_values(x: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, x.numel(), device=x.device, dtype=x.dtype).view(x.shape)
+
+
+def _move_a_weight(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = _other_values(weight)
+
+
+def _replace_a_weight(model: Any) -> None:
+    own = model.model.layers[0].self_attn.o_proj
+    own.weight = torch.nn.Parameter(_other_values(own.weight))
+
+
+def _replace_a_module(model: Any) -> None:
+    own = model.model.layers[0].mlp
+    own.down_proj = torch.nn.Linear(64, 64, bias=False, device=DEVICE)
+
+
+def _replace_a_buffer(model: Any) -> None:
+    own = model.model.rotary_emb
+    own.inv_freq = own.inv_freq / 2
+
+
+def _add_a_hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out / 2)
+
+
+def _add_a_hook_before(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (args[0] / 2,))
+
+
+def _replace_a_forward(model: Any) -> None:
+    model.model.layers[1].mlp.forward = lambda x: x / 2
+
+
+def _train(model: Any) -> None:
+    own = model.model.layers[0].self_attn
+    own.training, own.attention_dropout = True, 0.0
+
+
+CHANGES = {
+    "a weight elsewhere": _move_a_weight,
+    "another weight": _replace_a_weight,
+    "another module": _replace_a_module,
+    "another buffer": _replace_a_buffer,
+    "a hook": _add_a_hook,
+    "a hook before": _add_a_hook_before,
+    "another forward": _replace_a_forward,
+    "training": _train,
+    "another dtype": lambda model: model.to(torch.bfloat16).to(torch.float32),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changed_between_steps_is_not_replayed(name: str, device: Device) -> None:
+    """Values that change in place are where they were."""
+    found = []
+    for replays in (False, True):
+        model = model_of("Llama", **SIZES).to(DEVICE)
+        cache = cache_of(model, device) if replays else KvpackCache(model, RECIPE)
+        logits = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1])]
+        model.lm_head.weight.mul_(2)
+        logits.append(model(ids(1, 1, 4), past_key_values=cache).logits)
+        replayed = device.replayed
+        torch.manual_seed(1)
+        CHANGES[name](model)
+        logits.append(model(ids(1, 1, 5), past_key_values=cache).logits)
+        assert device.replayed == replayed
+        found.append(logits)
+    assert replayed == 3
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.kernels
+def test_hooks_on_all_modules_are_called(device: Device) -> None:
+    model, calls = model_of("Llama", **SIZES).to(DEVICE), []
+    cache = cache_of(model, device)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module))
+    try:
+        with pytest.warns(KvpackWarning, match="run without CUDA graphs: every module has forward hooks"):
+            [model(ids(1, 1, step), past_key_values=cache) for step in range(5)]
+    finally:
+        handle.remove()
+    assert calls.count(model.model.layers[0]) == 5
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_replay_that_fails_leaves_the_step(error: type[BaseException], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    expected = KvpackCache(model, RECIPE)
+    logits = [model(ids(1, 1, step), past_key_values=expected).logits for step in range(5)]
+    cache, capture = cache_of(model, device), graphs.capture
+
+    def failing(call: Callable[[], Any], where: torch.device) -> tuple[Callable[[], None], Any]:
+        replay, result = capture(call, where)
+
+        def replayed() -> None:
+            replay()
+            for layer in cache.live._layers:
+                layer.sides["k"].tail[:, :, 1] = 7
+            raise error("no memory")
+
+        return replayed, result
+
+    monkeypatch.setattr(graphs, "capture", failing)
+    found = [model(ids(1, 1), past_key_values=cache).logits]
+    if error is RuntimeError:
+        with pytest.warns(KvpackWarning, match="run without CUDA graphs: no memory"):
+            found.append(model(ids(1, 1, 1), past_key_values=cache).logits)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            model(ids(1, 1, 1), past_key_values=cache)
+        # What an interrupted pass added is the caller's to keep.
+        cache.crop(0)
+        found.append(logits[1])
+        monkeypatch.setattr(graphs, "capture", capture)
+    found += [model(ids(1, 1, step), past_key_values=cache).logits for step in range(2, 5)]
+    assert all(torch.equal(one, other) for one, other in zip(found, logits, strict=True))
+    same(cache, expected)
+
+
+@pytest.mark.cuda
+def test_threads_capture_each_its_own(device: Device) -> None:
+    models = [model_of("Llama", **SIZES).to(DEVICE) for _ in range(4)]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = [model.generate(ids(1, 8, seed), past_key_values=KvpackCache(model, RECIPE), **options) for seed, model in enumerate(models)]
+
+    def generated(seed: int) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = models[seed].generate(ids(1, 8, seed), past_key_values=cache_of(models[seed], device), **options)
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(generated, range(4)))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert device.captured == 4
+
+
 @pytest.mark.kernels
 def test_only_steps_are_captured(device: Device) -> None:
     """Not with gradients, hidden states, tokens hidden on the right, or embeddings."""
@@ -235,6 +377,22 @@ def test_the_model_is_as_it_was(device: Device) -> None:
     assert kept() is None
 
 
+@pytest.mark.kernels
+def test_a_graph_keeps_no_weights(device: Device) -> None:
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    weight = weakref.ref(model.lm_head.weight)
+    cache = cache_of(model, device)
+    for step in range(4):
+        model(ids(1, 1, step), past_key_values=cache)
+    assert cache.graphs is not None
+    assert cache.graphs._graph is not None
+    # What stands in for a graph calls the model.
+    del cache.graphs._graph._replay
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 def test_without_a_device_there_are_none() -> None:
     model = model_of("Llama")
     with KvpackCache(model, "octopus-4", graphs=True) as cache:
@@ -260,9 +418,24 @@ def test_the_zoo_generates_the_same_tokens(name: str, device: Device) -> None:
 
 @pytest.mark.cuda
 def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
-    model = model_of("GPT-J").to("cuda")
+    model = model_of("Llama", **SIZES).to("cuda")
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(x) if x.abs().sum().item() >= 0 else x
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids(2, 20), past_key_values=KvpackCache(model, "raw"), **options)
-    with pytest.warns(KvpackWarning, match="decode steps of GPTJForCausalLM run without CUDA graphs"):
+    with pytest.warns(KvpackWarning, match="decode steps of LlamaForCausalLM run without CUDA graphs"):
         found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
     assert torch.equal(found, expected)
+    assert device.replayed == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("Falcon-H1", "it keeps states"), ("Qwen2-VL", "it has rotary positions of several"), ("Bloom", "keys and values are decoded")],
+)
+def test_a_cache_that_gets_no_graphs_says_so(name: str, reason: str) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        KvpackCache(model_of(name), "raw", graphs=True)
+    assert any(f"run without CUDA graphs: {reason}" in str(one.message) for one in told)

@@ -67,7 +67,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     token for each sequence, with token ids, positions and a mask of padding on the left at most, from the third on. Every other
     pass runs as it does without. The graph is captured anew in each row of steps, and its first replay must give what the model
     gives without it, bit for bit; where that fails, as for a model whose steps read values on the host, a KvpackWarning tells so and steps
-    run without. Within a row of steps the model must stay as it is: its weights may change in place, nothing else is seen.
+    run without. Values of weights may change in place; where modules, hooks, modes or the places of weights have changed, the graph is
+    captured anew. What else a forward of the model's own reads on the host, such as a counter of calls, must stay as it is.
 
     Raises InvalidDtype for what is neither a model nor a packed cache; InvalidRecipe; InvalidParameter, naming what differs, for a cache
     of another model and for one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape
@@ -143,6 +144,12 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         number = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
         # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
         self.graphs = StepGraphs(self, number) if graphs and not self._dense and not self._careful else None
+        if graphs and self.graphs is None:
+            reason = "keys and values are decoded for each call"
+            if self._careful:
+                reason = "it keeps states" if any(states) else "it has rotary positions of several dimensions"
+            name = "the model" if known is None else known.name
+            warnings.warn(f"decode steps of {name} run without CUDA graphs: {reason}", KvpackWarning, stacklevel=2)
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = dict(contents.metadata) if isinstance(contents, Cache) else {}
         if prompt is not None:

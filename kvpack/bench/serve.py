@@ -11,6 +11,8 @@ import json
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import transformers_library
 
-from .serve_graphs import StaticStates, graph_step
+from .serve_graphs import StaticStates, flash_attention, graph_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,12 +124,7 @@ def _decode_rows(
     model: Any, batch: int, tokens: int, recipes: Sequence[str], device: str, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
-    rows = []
-    try:
-        rows.append({**row, "cache": "DynamicCache, SDPA", **_dense_steps(model, batch, tokens, device)})
-    except torch.OutOfMemoryError:
-        nothing = dict.fromkeys(("eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes"))
-        rows.append({**row, "cache": "DynamicCache, SDPA", **nothing})
+    rows = [{**row, **found} for found in _dense_steps(model, batch, tokens, device)]
     _free(device)
     count()
     for recipe in recipes:
@@ -137,24 +134,34 @@ def _decode_rows(
     return rows
 
 
-def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> dict[str, Any]:
+def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
+    """Steps over a DynamicCache, with the attention that PyTorch chooses, and on a GPU with flash attention."""
     library = transformers_library()
-    states = _states(model, batch, tokens, device)
-    size = sum(x.nbytes for pair in states for x in pair)
-    graph = None
-    if device == "cuda":
-        with StaticStates(model, states) as static:
-            graph = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
-    _reset_peak(device)
-    past = library.DynamicCache(states, config=model.config)
-    eager, generated = _eager_steps(model, past, batch, device), _generated(model, past, batch, device)
-    return {
-        "eager_seconds": eager,
-        "generate_seconds": generated,
-        "graph_seconds": graph,
-        "cache_bytes": size,
-        "peak_bytes": _peak(device),
-    }
+    names = ["DynamicCache"] if device == "cpu" else ["DynamicCache", "DynamicCache, flash"]
+    rows: list[dict[str, Any]] = [{"cache": name, **dict.fromkeys(_DENSE)} for name in names]
+    try:
+        states = _states(model, batch, tokens, device)
+        for row in rows:
+            row["cache_bytes"] = sum(x.nbytes for pair in states for x in pair)
+        if device == "cuda":
+            with StaticStates(model, states) as static:
+                rows[0]["graph_seconds"] = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
+        for row in rows:
+            _reset_peak(device)
+            past = library.DynamicCache(states, config=model.config)
+            with flash_attention() if row["cache"].endswith("flash") else nullcontext():
+                row["eager_seconds"] = _eager_steps(model, past, batch, device)
+                row["generate_seconds"] = _generated(model, past, batch, device)
+            row["peak_bytes"] = _peak(device)
+            del past
+            _free(device)
+    except torch.OutOfMemoryError:
+        # What has been measured stays.
+        pass
+    return rows
+
+
+_DENSE = ("eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
 
 
 def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, Any]:
@@ -218,6 +225,7 @@ def _first_token_rows(
     from safetensors.torch import load_file, save_file
 
     from kvpack.integrations.transformers import KvpackCache
+    from kvpack.integrations.transformers.models import identity_of
 
     library = transformers_library()
     suffix = SUFFIX[device]
@@ -245,7 +253,8 @@ def _first_token_rows(
         count()
         for recipe in recipes:
             path = Path(place, "prefix.kvpack")
-            kvpack.save(kvpack.pack(states, recipe), path)
+            # It names its model, as a file of a KvpackCache does, which is checked.
+            kvpack.save(replace(kvpack.pack(states, recipe), model=identity_of(model)), path)
 
             def from_packed(path: Path = path) -> None:
                 with KvpackCache.load(path, model) as past:
@@ -299,33 +308,34 @@ def show(report: dict[str, Any]) -> None:
     def milliseconds(seconds: float | None) -> str:
         return "" if seconds is None else f"{1e3 * seconds:.2f}"
 
-    def ratio(mine: float | None, peer: float | None) -> str:
-        return "" if mine is None or peer is None else f"{mine / peer:.2f}"
+    def ratio(mine: float | None, *peers: float | None) -> str:
+        return " / ".join(f"{mine / peer:.2f}" for peer in peers if mine is not None and peer is not None)
 
     rows = []
-    peer: dict[str, Any] = {}
+    dense: list[dict[str, Any]] = []
     for row in report["decode"]:
         if row["cache"].startswith("DynamicCache"):
-            peer = row
+            dense = [*(dense if row["cache"] != "DynamicCache" else []), row]
+        static = dense[0]["graph_seconds"]
         peak = None if row.get("peak_bytes") is None else row["peak_bytes"] / (report["weights_bytes"] + row["cache_bytes"])
-        graph = row["graph_seconds"]
-        size = "does not fit" if row["cache_bytes"] is None else bytes_text(row["cache_bytes"])
+        graph, eager, generated = row["graph_seconds"], row["eager_seconds"], row["generate_seconds"]
+        size = "does not fit" if eager is None else bytes_text(row["cache_bytes"])
         rows.append([
             f"{row['batch']} x {row['tokens']:,}", row["cache"], size,
-            milliseconds(row["eager_seconds"]), ratio(row["eager_seconds"], peer["eager_seconds"]),
-            milliseconds(row["generate_seconds"]), ratio(row["generate_seconds"], peer["generate_seconds"]),
-            milliseconds(graph), ratio(graph, peer["graph_seconds"]), "" if graph is None else f"{row['batch'] / graph:.0f}",
+            milliseconds(eager), ratio(eager, *(peer["eager_seconds"] for peer in dense)),
+            milliseconds(generated), ratio(generated, *(peer["generate_seconds"] for peer in dense)), ratio(generated, static),
+            milliseconds(graph), ratio(graph, static), "" if graph is None else f"{row['batch'] / graph:.0f}",
             "" if peak is None else f"{peak:.3f}",
         ])  # fmt: skip
     title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights, on {report['device']}"
+    beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
     columns = [
-        "batch x tokens", "cache", "cache\nbytes", "eager\nms", "x Dynamic-\nCache", "generate\nms/token", "x Dynamic-\nCache",
-        "graph\nms", "x bf16\nin a graph",
-        "tokens/s\nin graphs", "peak memory x\nweights + cache",
+        "batch x tokens", "cache", "cache\nbytes", "eager\nms", beside, "generate\nms/token", beside, "x bf16\nin a graph",
+        "graph\nms", "x bf16\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
     print_table(title, columns, rows)
-    print("\nOver packed caches generate replays graphs (graphs=True).")
-    print("The graph beside DynamicCache is of preallocated bf16 states and the faster of SDPA's flash and cuDNN attention.")
+    print("\nEvery eager step is of a length that is new, as in generate; over packed caches generate replays graphs (graphs=True).")
+    print("The bf16 graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")
     rows = []
     for row in report["first_token"]:
         own = [other for other in report["first_token"] if other["tokens"] == row["tokens"]]

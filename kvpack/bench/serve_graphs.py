@@ -11,9 +11,18 @@ from kvpack.models import transformers_library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 NAME = "kvpack bench static"
 ROOM = 256
+
+
+def flash_attention() -> AbstractContextManager[None]:
+    """Inside it SDPA is flash attention; else PyTorch chooses, on an H100 cuDNN's, which plans anew for each length."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found: AbstractContextManager[None] = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
+    return found
 
 
 class StaticStates:

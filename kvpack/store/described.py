@@ -117,29 +117,29 @@ def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
     """
     import torch
 
-    alike: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for number, (_, value) in enumerate(named):
         if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized and value.device.type != "meta":
-            alike.setdefault((value.device, value.element_size()), []).append((number, value))
+            alike.setdefault((value.device, value.dtype), []).append((number, value))
     found: dict[int, str] = {}
-    for (_, size), tensors in alike.items():
+    for (_, dtype), tensors in alike.items():
         # Where they cannot be read together, one that cannot be read alone is named below.
-        if size in _INTEGERS:
-            with suppress(RuntimeError, TypeError, NotImplementedError):
-                found |= _together(tensors, getattr(torch, _INTEGERS[size]), most)
+        if dtype.itemsize in _INTEGERS:
+            with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():
+                found |= _together(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), most)
     return [found[number] if number in found else plain(name, value, most) for number, (name, value) in enumerate(named)]
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""The dtypes as which samples of any dtype of as many bytes are joined."""
+"""The dtypes as which samples of any dtype of as many bytes are read."""
 
 
 def _together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
-    """``tensor_digest`` of tensors of one device and size of values, by their numbers."""
+    """``tensor_digest`` of tensors of one device and dtype, by their numbers, from values that are read as integers of ``dtype``."""
     import torch
 
-    samples = [_spaced(tensor.detach().view(dtype), most).flatten() for _, tensor in tensors]
-    data = torch.cat(samples).cpu().numpy()
+    samples = [_spaced(tensor, most).flatten() for _, tensor in tensors]
+    data = torch.cat(samples).cpu().view(dtype).numpy()
     found, start = {}, 0
     for (number, tensor), sample in zip(tensors, samples, strict=True):
         stop = start + sample.numel()

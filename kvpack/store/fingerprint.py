@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from json.encoder import encode_basestring_ascii as encoded
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,9 @@ def weights_sample(found: Iterable[Part]) -> str:
     named = [item for part in _of_the_model(found) for item in sorted(_own_state(part).items())]
     total = hashlib.sha256()
     for (name, _), value in zip(named, sampled(named, SAMPLED_VALUES), strict=True):
-        total.update(f"{json_text([name, value])}\n".encode())
+        # As ``json_text`` writes two strings, in less time.
+        text = f"[{encoded(name)},{encoded(value)}]" if type(value) is str else json_text([name, value])
+        total.update(f"{text}\n".encode())
     return f"{SAMPLE}{total.hexdigest()}"
 
 

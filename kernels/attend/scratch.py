@@ -80,6 +80,16 @@ class Frame(NamedTuple):
         # The factor joins the product before that is rounded.
         return torch.addmm(matrix[0], x.reshape(-1, x.shape[3]), matrix, beta=0, alpha=factor).view(*x.shape[:3], -1)
 
+    def store(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write ``values`` of ``x`` to ``out``."""
+        if self.codec is not None and self.page is None and x.shape[0] == 1:
+            matrix, factor = _matrix(self.codec, x.dtype, str(x.device))
+            if matrix is not None:
+                own = out[0]
+                torch.baddbmm(own, x[0], matrix.expand(x.shape[1], *matrix.shape), beta=0, alpha=factor, out=own)
+                return
+        out.copy_(self.values(x))
+
 
 def _dense_channels(q: torch.Tensor) -> torch.Tensor:
     return q if q.stride(3) == 1 else q.contiguous()
@@ -214,7 +224,7 @@ class Block:
             begin = max(self._first, self._packed)
             tail = self._side.tail[:, :, begin - self._packed : self._stop - self._packed].to(self._dtype)
             shape = *self._shape[:2], self._stop - begin, self._shape[3]
-            scratch.as_strided(shape, self._strides, at + (begin - self._first) * self._strides[2]).copy_(self._frame.values(tail))
+            self._frame.store(tail, scratch.as_strided(shape, self._strides, at + (begin - self._first) * self._strides[2]))
 
     def tokens(self, scratch: torch.Tensor, at: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
         """Tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.

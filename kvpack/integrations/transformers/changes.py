@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -19,7 +19,7 @@ def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
     # PEFT notes its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
-    return tuple(_layer_state(module) for module in _modules(model) if hasattr(module, "merged_adapters"))
+    return tuple(_layer_state(module) for module in modules_of(model) if hasattr(module, "merged_adapters"))
 
 
 def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
@@ -32,7 +32,7 @@ class ModelState:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modes = adapters_in_effect(model), model.training
-        trained_first = sorted(model.parameters(), key=lambda parameter: not parameter.requires_grad)
+        trained_first = sorted(_parameters_of(model), key=lambda parameter: not parameter.requires_grad)
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def is_of(self, model: torch.nn.Module) -> bool:
@@ -53,16 +53,20 @@ def _layer_state(layer: Any) -> tuple[Any, ...]:
     return names, disabled, tuple(layer.merged_adapters), factors, len(layer._forward_pre_hooks)
 
 
-def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """``model.modules()`` without the names that it makes, which are most of its time."""
-    waiting, seen = [model], {id(model)}
+    waiting, seen = [model], set()
     while waiting:
         module = waiting.pop()
-        yield module
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+
+
+def _parameters_of(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+    """``model.parameters()``, likewise."""
+    return {id(x): x for module in modules_of(model) for x in module._parameters.values() if x is not None}.values()
 
 
 def _version(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import KvpackWarning
 
 from . import masks
-from .changes import adapters_in_effect
+from .changes import adapters_in_effect, modules_of
 from .hooks import outermost
 from .states import CapturedStep, PackedLength
 
@@ -226,7 +226,7 @@ class _Makeup:
     """What a replay leaves as it was captured: the modules of a model, where their weights lie, their modes, and their hooks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        found = list(model.modules())
+        found = list(modules_of(model))
         self._parts: list[dict[str, Any]] = [part for one in found for part in (one._modules, one._parameters, one._buffers) if part]
         self._hooks = [hooks for one in found for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(one) for one in found]

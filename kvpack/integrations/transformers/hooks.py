@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
+from .changes import modules_of
 from .passes import Pass, arguments_of
 from .record import Record
 
@@ -197,7 +198,7 @@ def outermost(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
-    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return (module for module in modules_of(model) if isinstance(module, PreTrainedModel))
 
 
 def passes_over(past: Any) -> list[Any]:

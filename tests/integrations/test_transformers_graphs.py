@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import EAGER_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
 RECIPE = "kv=group:b=8,g=32"
@@ -166,6 +167,51 @@ def test_a_step_that_reads_the_length_gets_no_graph(device: Device) -> None:
         found = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert device.captured == 1
+
+
+LENGTHS: dict[str, Callable[[Any], bool]] = {
+    "more": lambda seen: seen > 7,
+    "as many or more": lambda seen: seen + 1 >= 8,
+    "fewer": lambda seen: seen < 7,
+    "as many or fewer": lambda seen: 1 + seen <= 8,
+    "as many": lambda seen: seen - 1 == 6,
+    "others": lambda seen: seen != 7,
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", [*LENGTHS, "nothing"])
+def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device) -> None:
+    """It comes out otherwise at the seventh token, or the eighth; whether there are any, it does not."""
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    mlp, caches = model.model.layers[0].mlp, []
+    own, compared = mlp.forward, LENGTHS.get(name, lambda seen: seen > 0 and bool(seen) and seen != 0)
+    mlp.forward = lambda x: own(x) * (2 if compared(caches[-1].get_seq_length()) else 1)
+    logits = []
+    for graphs_too in (False, True):
+        caches.append(cache_of(model, device) if graphs_too else KvpackCache(model, RECIPE))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            logits.append([model(ids(1, 1, step), past_key_values=caches[-1]).logits for step in range(12)])
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    assert any("compares the length of the cache" in str(one.message) for one in told) == (name != "nothing")
+    assert (device.replayed > 0) == (name == "nothing")
+
+
+@pytest.mark.kernels
+def test_a_graph_is_for_no_fewer_tokens_than_it_was_told(device: Device) -> None:
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    mlp, caches = model.model.layers[0].mlp, []
+    own = mlp.forward
+    mlp.forward = lambda x: own(x) * (2 if caches[-1].get_seq_length() > 4 else 1)
+    logits = []
+    for graphs_too in (False, True):
+        caches.append(cache_of(model, device) if graphs_too else KvpackCache(model, RECIPE))
+        found = [model(ids(1, count, step), past_key_values=caches[-1]).logits for step, count in enumerate([10, 1, 1, 1, 1])]
+        caches[-1].crop(-11)
+        logits.append([*found, model(ids(1, 1), past_key_values=caches[-1]).logits])
+    assert device.replayed == 3
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
 
 
 @pytest.mark.kernels

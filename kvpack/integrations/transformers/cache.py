@@ -30,7 +30,7 @@ from .positions import RotaryPositions
 from .prompts import common_tokens
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
-from .states import CompiledLength, PackedLength, PackedStates, left_out, without_gradients
+from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
 from .switch import Switch
 from .tracking import Tracking
 
@@ -287,7 +287,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     @left_out(_DENSE)
     def _length(self, layer_idx: int) -> int:
         if self.graphs is not None and self.graphs.captured is not None:
-            return self.graphs.captured.tokens
+            return CapturedLength(self.graphs.captured.tokens)
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
@@ -310,9 +310,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if self._dense:
             return length, offset
         if self.graphs is not None and (captured := self.graphs.captured) is not None:
-            told = PackedLength(captured.tokens + query_length)
+            told = CapturedLength(captured.tokens)
             told.captured = captured
-            return told, 0
+            return told + query_length, 0
         packed = PackedLength(length)
         attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
         # transformers asks for layer 0 also where that keeps states alone, and means the first that attends.

@@ -69,7 +69,8 @@ class StepGraphs:
         assert cache is not None
         step = None if self._refused else self._step(cache, model, arguments)
         same = step is not None and step.kind == self._kind and cache.live.launches == self._launches
-        if not same or (self._graph is not None and not self._graph.is_of_the_model_as_it_is):
+        graph = self._graph
+        if not same or (graph and (cache.live.seen(self._number) < graph.least or not graph.is_of_the_model_as_it_is)):
             self.drop()
         if step is None:
             return forward(**arguments)
@@ -167,7 +168,7 @@ class _Step(NamedTuple):
 
 
 class _Graph:
-    """A captured step over ``cache``."""
+    """A captured step over ``cache``, for lengths of at least ``least``."""
 
     def __init__(
         self,
@@ -186,7 +187,8 @@ class _Graph:
             self._starts = None if step.starts is None else step.starts.clone()
         given = {**arguments, "input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
         # Half of what is there is a length that no step finds, and within all bounds.
-        owner.captured = CapturedStep(self._starts, cache.live.seen(number) // 2)
+        self.least = max(1, cache.live.seen(number) // 2)
+        owner.captured = CapturedStep(self._starts, self.least)
         try:
             with cache.live.capturing(), cache.passes.muted():
                 self._replay, self._output = capture(lambda: forward(**given), device)

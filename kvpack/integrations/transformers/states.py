@@ -33,6 +33,55 @@ class PackedLength(int):
     captured: CapturedStep | None = None
 
 
+class CapturedLength(PackedLength):
+    """A number of tokens that a captured step is told, which is not the one of any replay.
+
+    Python that compares it chooses for all replays, each of which has a token more than the one before: a comparison that does not
+    come out as for any greater number raises InvalidParameter.
+    """
+
+    def _as_for_greater(self, found: bool, greater: bool) -> bool:
+        if found is not greater:
+            raise InvalidParameter("the model compares the length of the cache on the host, and would choose otherwise for a longer one")
+        return found
+
+    def __lt__(self, other: Any) -> Any:
+        return self._as_for_greater(int(self) < other, False)
+
+    def __le__(self, other: Any) -> Any:
+        return self._as_for_greater(int(self) <= other, False)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._as_for_greater(int(self) > other, True)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._as_for_greater(int(self) >= other, True)
+
+    def __eq__(self, other: object) -> bool:
+        # It is equal to any greater number once.
+        return self._as_for_greater(isinstance(other, int) and int(self) <= int(other), False)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+    def __add__(self, other: int) -> Any:
+        return self._with(int(self) + other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Any:
+        return self._with(int(self) - other)
+
+    def _with(self, tokens: Any) -> Any:
+        if type(tokens) is not int:
+            return tokens
+        made = type(self)(tokens)
+        made.captured = self.captured
+        return made
+
+
 class CompiledLength:
     """What tells the length of a mask in compiled code, which is not compiled anew for each one, as it would be for an integer.
 

@@ -80,6 +80,13 @@ def test_beams(name: str) -> None:
         assert generated(model, ROWS, cache, num_beams=3) == generated(model, ROWS, num_beams=3)
 
 
+@pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Lfm2Config", "Llama"])
+def test_generate_compiles_no_model(name: str) -> None:
+    """On a CUDA device it does for caches that say they are of a fixed size."""
+    with KvpackCache(small(name), "raw") as cache:
+        assert not cache.is_compileable
+
+
 def test_states_do_not_go_back() -> None:
     model = small("Falcon-H1")
     with KvpackCache(model, "raw") as cache:

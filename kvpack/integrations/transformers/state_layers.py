@@ -99,6 +99,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 class PackedStateLayer(StateLayer, PackedLayer):
     """A layer that keeps states beside its packed keys and values."""
 
+    # generate would compile the model, as for caches of a fixed size.
+    is_compileable = False
+
     def __init__(self, live: LiveCache, number: int, window: int | None, decoding: Decoding, count: int) -> None:
         PackedLayer.__init__(self, live, number, window, decoding)
         StateLayer.__init__(self, number, count)

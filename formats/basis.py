@@ -138,6 +138,6 @@ def flat_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Ten
     """Rows ``[row, dim]`` of the tables of a head: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
     values = torch.cat([table for run in tables for table in run])
     rows = rows_of(dim) - 2 - dim
-    padded = torch.zeros(rows * dim, dtype=values.dtype)
+    padded = torch.zeros(rows * dim, dtype=values.dtype, device=values.device)
     padded[: len(values)] = values
     return padded.view(rows, dim)

@@ -187,7 +187,7 @@ class Columns:
         return [self._digit_from_bits(words, digit) for digit in range(len(self.bases))]
 
     def _weights(self, digit: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(self.place_values[digit], device=like.device)[:, None]
+        return torch.tensor(self.place_values[digit], dtype=torch.int64, device=like.device)[:, None]
 
     def _symbols(self, fields: torch.Tensor) -> torch.Tensor:
         return fields.flatten(-2)[..., : self.symbols].to(torch.int32)

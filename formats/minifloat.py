@@ -151,7 +151,7 @@ class Minifloat(CodecFamily):
         if self.run_scale is None:
             return RunEncoder({}, lambda block, _: self._encode(block, None))
         batch, heads = run.shape[:2]
-        largest = torch.zeros(batch, heads, 1, device=run.device)
+        largest = torch.zeros(batch, heads, 1, dtype=torch.float32, device=run.device)
         for block in run.blocks():
             if block.numel():
                 largest = largest.maximum(block.abs().amax((2, 3))[..., None])

@@ -91,9 +91,7 @@ class Search:
         return _in_blocks(planes, self._grids[device].nearest)
 
     def _build_grid(self, device: torch.device) -> None:
-        # The CPU is explicit: the caller's default device may be another.
-        with torch.device("cpu"):
-            self._grids[device] = Grid(self._codebook.to(device))
+        self._grids[device] = Grid(self._codebook.to(device))
 
     def _explicit_block(self, planes: Planes) -> torch.Tensor:
         best = torch.full_like(planes[0], -1.0)
@@ -122,13 +120,13 @@ class Grid:
         longer = (~short).nonzero()[:, 0]
         longer = longer[lengths[longer].argsort(stable=True)]
         renumbered = torch.empty_like(lengths)
-        renumbered[short], renumbered[longer] = pair_of, torch.arange(len(pairs), len(pairs) + len(longer))
+        renumbered[short], renumbered[longer] = pair_of, torch.arange(len(pairs), len(pairs) + len(longer), device="cpu")
         lists = torch.cat([pairs[:, [0, 1, *[0] * (lists.shape[1] - 2)]], lists[longer]])
         self._starts = [len(pairs) + int((lengths[longer] <= k).sum()) for k in range(lists.shape[1])]
         self._rows = renumbered.to(torch.int32)[rows.flatten()].to(codebook.device)
         self._lists = lists.T.to(torch.int32).contiguous().to(codebook.device)
-        unit = torch.arange(UNITS)
-        opposite = torch.arange(0, len(codebook), UNITS)[:, None] + torch.where(unit < 8, unit ^ 1, 31 - unit)
+        unit = torch.arange(UNITS, device="cpu")
+        opposite = torch.arange(0, len(codebook), UNITS, device="cpu")[:, None] + torch.where(unit < 8, unit ^ 1, 31 - unit)
         self._opposite = opposite.flatten().to(torch.int32).to(codebook.device)
         # Entries 4 r to 4 r + 3: the two codewords of pair r, then their opposites.
         self._pairs = torch.cat([self._lists[:2], self._opposite[self._lists[:2]]]).T.flatten()
@@ -180,16 +178,19 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
 
     Returns the row of every cell ``[resolution] * 3``, the list of every row ``[rows, longest]`` and its length.
     """
-    corners = torch.cartesian_prod(*[torch.arange(2)] * 3)
+    corners = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * 3)
     cells, size = corners, 2
-    lists, lengths = torch.arange(len(codebook)).expand(8, -1), torch.full((8,), len(codebook))
-    rows = torch.zeros(2, 2, 2, dtype=torch.int64)
+    lists, lengths = (
+        torch.arange(len(codebook), device="cpu").expand(8, -1),
+        torch.full((8,), len(codebook), dtype=torch.int64, device="cpu"),
+    )
+    rows = torch.zeros(2, 2, 2, dtype=torch.int64, device="cpu")
     finished: list[tuple[torch.Tensor, torch.Tensor]] = []
     while True:
         lists, lengths = _pruned_in_blocks(codebook, cells, size, lists, lengths)
         done = (lengths <= 2) | (size == resolution)
         first = sum(len(length) for _, length in finished)
-        rows[tuple(cells[done].T)] = torch.arange(first, first + int(done.sum()))
+        rows[tuple(cells[done].T)] = torch.arange(first, first + int(done.sum()), device="cpu")
         finished.append((lists[done], lengths[done]))
         if size == resolution:
             return rows, _concatenated([listed for listed, _ in finished]), torch.cat([length for _, length in finished])
@@ -235,10 +236,10 @@ def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, le
     lowest = torch.cat([1 - (low * sign).sum(1, keepdim=True), low], 1)
     w, x, y, z = (component.view_as(lists) for component in _gathered(codebook.T.contiguous(), lists.flatten()))
     value = _combined((w, x, y, z), lowest.T[..., None].unbind())
-    value = value.masked_fill_(torch.arange(lists.shape[1]) >= lengths[:, None], -torch.inf)
+    value = value.masked_fill_(torch.arange(lists.shape[1], device=lists.device) >= lengths[:, None], -torch.inf)
     slopes = [(component - s[:, None] * w) * (2 / size) for component, s in zip((x, y, z), sign.T, strict=True)]
     needed = torch.ones_like(lists, dtype=torch.bool)
-    for place in [(0.5, 0.5, 0.5), *torch.cartesian_prod(*[torch.arange(2.0)] * 3).tolist()]:
+    for place in [(0.5, 0.5, 0.5), *torch.cartesian_prod(*[torch.arange(2.0, device="cpu")] * 3).tolist()]:
         rival = _combined((value, *slopes), (1.0, *place)).argmax(1, keepdim=True)
         lead = value.gather(1, rival) - value
         for slope in slopes:

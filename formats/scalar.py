@@ -229,10 +229,10 @@ def signed_values(table: bytes) -> torch.Tensor:
 
 @kept_on_device
 def _channels(part: Part) -> torch.Tensor:
-    return torch.tensor(part.channels)
+    return torch.tensor(part.channels, dtype=torch.int64)
 
 
 @kept_on_device
 def _order(parts: tuple[Part, ...]) -> torch.Tensor:
     """For each channel, its index in the concatenated channels of ``parts``."""
-    return torch.tensor([channel for part in parts for channel in part.channels]).argsort()
+    return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()

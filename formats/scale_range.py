@@ -89,7 +89,7 @@ def chosen(
         low, high, wider = low.minimum(first), high.maximum(last), _GROWTH
     limit = LARGEST**0.5
     span = high - low
-    lowest = torch.tensor([0.0, -limit], device=low.device)
+    lowest = torch.tensor([0.0, -limit], dtype=torch.float32, device=low.device)
     low, high = (low - wider * span).maximum(lowest), (high + wider * span).clamp_max(limit)
     # The stored centre is off by up to half a step and the rounding of the range, so the group reaches further from it.
     root = torch.maximum(low.abs(), high.abs())[..., CENTRE]

@@ -259,7 +259,7 @@ def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, lay
             if not isinstance(token, int) or isinstance(token, bool):
                 raise InvalidDtype(f"{name}[{number}] is {token!r}; {name} are integers")
             _check_token(name, number, token, layer.seen)
-        given = torch.tensor(given, dtype=torch.int64)
+        given = torch.tensor(given, dtype=torch.int64, device="cpu")
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
         raise InvalidDtype(f"{name}: dtype {given.dtype}; {name} are integers")
     batch = next(iter(layer.sides.values())).batch

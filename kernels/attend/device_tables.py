@@ -51,5 +51,5 @@ def numbers(device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _on_device(tiles: Tiles, device: str) -> torch.Tensor:
-    table = tiles.table if tiles.table is not None else torch.zeros(1, dtype=torch.float16)
+    table = tiles.table if tiles.table is not None else torch.zeros(1, dtype=torch.float16, device="cpu")
     return table.to(device)

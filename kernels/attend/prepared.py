@@ -419,6 +419,6 @@ def _channels(places: tuple[tuple[int, ...], ...], none: int, block: int, device
     """The channel of each column of each frame, int32, up to whole ``block``s; ``none`` for columns without one, -1 in ``places``."""
     parts = []
     for channels in places:
-        found = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32)
+        found = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32, device="cpu")
         parts.append(torch.nn.functional.pad(found, (0, -found.numel() % block), value=none))
     return torch.cat(parts).to(device)

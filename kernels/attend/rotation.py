@@ -52,7 +52,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str)
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
             blocks += [[first, len(channels), padded, before] for first in range(0, own, BLOCK_COLUMNS)]
             padded, before = padded + own, before + len(channels)
-        return torch.cat(_as_many(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64).to(device)
+        return torch.cat(_as_many(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=256)
@@ -100,7 +100,7 @@ def _coded_of(codec: Codec) -> torch.Tensor:
     """What each channel of a query adds to each channel of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
         return _originals_of(codec).transpose(1, 2)
-    turned = codec.rotation.forward(torch.eye(codec.dim))
+    turned = codec.rotation.forward(torch.eye(codec.dim, dtype=torch.float32, device="cpu"))
     if qjl := codec.side_car(Qjl):
         turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
     return turned[None]
@@ -114,7 +114,7 @@ def _originals_of(codec: Codec) -> torch.Tensor:
         matrix = source.matrix.to(torch.float64)
         found = torch.cat([matrix / klt.unit_of(codec), source.mean.to(torch.float64) @ matrix], 2)
         return found.flatten(0, 1).to(torch.float32)
-    frame = torch.eye(codec.dim)
+    frame = torch.eye(codec.dim, dtype=torch.float32, device="cpu")
     if qjl := codec.side_car(Qjl):
         frame = torch.cat([frame, qjl.rotation.inverse(frame)])
     return codec.rotation.inverse(frame)[None]

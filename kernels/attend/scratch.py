@@ -111,7 +111,7 @@ def _page_originals(codec: Codec, page: Page, heads: int, dtype: torch.dtype, su
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
     """The channel of each column, int64; the head dim for none."""
-    return torch.tensor([channel if channel >= 0 else codec.dim for channel in plan.columns(codec, False)])
+    return torch.tensor([channel if channel >= 0 else codec.dim for channel in plan.columns(codec, False)], dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=256)

@@ -185,7 +185,7 @@ def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> li
         start = own.start + segment.first - own.first
         values = own.page.frame(start, start + segment.tokens)
         dim = values.shape[3]
-        order = torch.tensor([channel if 0 <= channel < dim else dim for channel in columns], device=values.device)
+        order = torch.tensor([channel if 0 <= channel < dim else dim for channel in columns], dtype=torch.int64, device=values.device)
         tensors.append(torch.nn.functional.pad(values, (0, 1))[..., order])
     halves = [values.to(torch.float16) for values in tensors]
     fit = all((half - values).norm() <= HALF_ERROR * values.norm() for half, values in zip(halves, tensors, strict=True))

@@ -179,7 +179,7 @@ def tile_of(dim: int) -> int:
 
 def _in_pairs(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
     """``rows`` ``[frame, row, channel]`` with the channels of ``OnDevice``."""
-    order = torch.arange(dim)
+    order = torch.arange(dim, device=rows.device)
     if rope is not None and rope.pairing == "halves":
         pairs = len(rope.frequencies)
         order[: 2 * pairs] = order[: 2 * pairs].view(2, pairs).T.reshape(-1)

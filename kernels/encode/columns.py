@@ -95,8 +95,12 @@ def plan_of(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, dev
         pieces = [piece for term in terms[name] for piece in _pieces(term)]
         places = [_places(packing, piece, symbols) for piece in pieces]
         count = max(1, -(-max(value.bit_length() for place in places for row in place for value in row) // bits))
-        limbs = torch.tensor([[[[v >> bits * limb & (1 << bits) - 1 for v in row] for row in p] for limb in range(count)] for p in places])
-        largest = torch.tensor([(1 << piece.bits) - 1 for piece in pieces])[:, None, None]
+        limbs = torch.tensor(
+            [[[[v >> bits * limb & (1 << bits) - 1 for v in row] for row in p] for limb in range(count)] for p in places],
+            dtype=torch.int64,
+            device="cpu",
+        )
+        largest = torch.tensor([(1 << piece.bits) - 1 for piece in pieces], dtype=torch.int64, device="cpu")[:, None, None]
         if int((limbs.sum(2) * largest).sum(0).max()) >= _EXACT_SUM[bits]:
             return None
         cuts = tuple(Piece(piece.source, piece.shift, (1 << piece.bits) - 1) for piece in pieces)

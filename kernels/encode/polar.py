@@ -111,7 +111,7 @@ def _plan(codec: Polar, device: torch.device) -> Plan | None:
 @kept_on_device
 def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """The bounds between neighbours in the table of each level above the first, in turns, ``[level, MOST_ANGLES]``, then one above all."""
-    bounds = torch.full((len(tables) + 1, MOST_ANGLES), 2.0)
+    bounds = torch.full((len(tables) + 1, MOST_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
         between = midpoints(table)
         row[: len(between)] = torch.tensor(between, dtype=torch.float64) / (2 * math.pi)
@@ -121,7 +121,7 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 @kept_on_device
 def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """(cos, sin) of the angles of every level, ``[level, MOST_ANGLES, 2]``; those of the first level are bins' centres."""
-    directions = torch.zeros(len(tables) + 1, MOST_ANGLES, 2)
+    directions = torch.zeros(len(tables) + 1, MOST_ANGLES, 2, dtype=torch.float32)
     found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, found, strict=True):
         row[: len(level)] = level

@@ -105,8 +105,8 @@ def components(rotation: Rotation, count: int, symbols: int, block: int, x: torc
 def _components(rotation: Rotation, count: int, symbols: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     dim = rotation.dim
     # A matrix of no zeros: its signs are its entries times sqrt(dim), exactly.
-    matrix = torch.eye(dim) if rotation.kind == "none" else rotation.matrix().sign().T
-    padded = torch.zeros(max(SMALLEST_AXIS, next_power_of_two(dim)), count, symbols)
+    matrix = torch.eye(dim, dtype=torch.float32) if rotation.kind == "none" else rotation.matrix().sign().T
+    padded = torch.zeros(max(SMALLEST_AXIS, next_power_of_two(dim)), count, symbols, dtype=torch.float32)
     for channel in range(dim):
         padded[:dim, channel % count, channel // count] = matrix[:, channel]
     return padded.view(-1, count, symbols // block, block).permute(2, 1, 0, 3).to(dtype).contiguous()

@@ -74,7 +74,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 def table(codec: Angle) -> torch.Tensor:
     """Cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
-    entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16)
+    entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16, device="cpu")
     entries[: codec.bins] = codec.directions
     return entries
 

@@ -188,7 +188,7 @@ class _Plan:
         self._used: dict[tuple[int, bool], int] = {}
         """The first entry of each table in use, by run and whether it is of pairs."""
         self._runs: list[tuple[int, ...]] = []
-        self._tables = torch.empty(0)
+        self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def add(self, words: Words, columns: list[int]) -> None:
         """The tiles of a code stream, whose symbols are codes of ``columns`` of the coded frame."""
@@ -263,7 +263,7 @@ class _Plan:
         heads = next(iter(self._bits.values())).shape[0]
         entries = [self._tables] if self.count else []
         constants = [values.expand(heads, COLUMNS.value) for values in self.constants]
-        halves = torch.tensor([0, 16] * (MOST_TOKENS.value // 2 + 1), dtype=torch.int32).expand(heads, -1)
+        halves = torch.tensor([0, 16] * (MOST_TOKENS.value // 2 + 1), dtype=torch.int32, device="cpu").expand(heads, -1)
         return torch.cat([*entries, *constants, halves], 1).contiguous().view(torch.float16).view(heads, -1, 2)
 
 
@@ -278,7 +278,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _row(values: list[int]) -> torch.Tensor:
-    return torch.tensor([values], dtype=torch.int32)
+    return torch.tensor([values], dtype=torch.int32, device="cpu")
 
 
 @triton.jit

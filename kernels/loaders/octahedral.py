@@ -87,7 +87,9 @@ def table(codec: Octahedral, whole: bool) -> torch.Tensor:
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
     norm_in_index = 2 * (codec.b_dir - 1) + codec.b_norm in DIGITS_THAT_HOLD_NORMS
     if whole:
-        signs = torch.tensor([[1.0, 1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0], [-1.0, -1.0, 1.0, 1.0]])
+        signs = torch.tensor(
+            [[1.0, 1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0], [-1.0, -1.0, 1.0, 1.0]], dtype=torch.float32, device="cpu"
+        )
         signs, norms = signs[:, None, :], norms[:, None, None]
         outer, inner = (signs[:, None], norms) if norm_in_index else (norms[:, None], signs)
         return (outer * inner * directions).reshape(-1, 4).to(torch.float16)

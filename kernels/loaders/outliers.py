@@ -33,7 +33,9 @@ def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> t
 
     The power is about the square root of the largest value. Attention weights are multiplied by it, so that neither overflows binary16.
     """
-    power = torch.ldexp(torch.ones((), device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8))
+    power = torch.ldexp(
+        torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
+    )
     place = token % TOKENS_TOLD_APART.value + TOKENS_TOLD_APART.value * chunk
     return place.to(torch.int32), (values / power).to(torch.float16).view(torch.int32), power
 

@@ -104,7 +104,7 @@ def tiles(codec: Polar) -> Tiles | None:
         levels=tuple(Level(*of_level, *first) for of_level, first in zip(of_levels, firsts, strict=True)),
     )
     channels = tuple(tuple(2 * angle + value for angle in angles_of_step(tree, step, 1) for value in range(2)) for step in range(steps))
-    padded = torch.zeros(next_power_of_two(len(entries)), entries.shape[1], dtype=entries.dtype)
+    padded = torch.zeros(next_power_of_two(len(entries)), entries.shape[1], dtype=entries.dtype, device=entries.device)
     padded[: len(entries)] = entries
     return Tiles(load, decode, factor, constants, steps, channels, streams, padded, len(entries), TOKENS)
 

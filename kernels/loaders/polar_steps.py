@@ -79,10 +79,12 @@ def table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tenso
     cosines and sines of a level are multiplied by the scale that leaves them nearest to binary16, because the errors of a few angles
     would add up over the levels; decoded values are divided by the product of these scales.
     """
-    angles = [(torch.arange(1 << codec.levels[0].bits, dtype=torch.float64) + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))]
+    angles = [
+        (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))
+    ]
     for level, stored in zip(codec.levels[1:], codec.tables[1:], strict=True):
-        angles.append(torch.tensor(struct.unpack(f"<{1 << level.bits}f", stored[0]), dtype=torch.float64))
-    scales = 1 + torch.arange(SCALES, dtype=torch.float64)[:, None, None] / SCALES
+        angles.append(torch.tensor(struct.unpack(f"<{1 << level.bits}f", stored[0]), dtype=torch.float64, device="cpu"))
+    scales = 1 + torch.arange(SCALES, dtype=torch.float64, device="cpu")[:, None, None] / SCALES
     entries: list[torch.Tensor] = []
     firsts, product = [], 1.0
     for of_level, of_counts in zip(angles, counts, strict=True):

@@ -44,7 +44,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     if not takes_whole_words(packing):
         return None
     symbols = step_symbols(packing)
-    table = torch.zeros(packing.bases[0], VALUES)
+    table = torch.zeros(packing.bases[0], VALUES, dtype=torch.float32, device="cpu")
     table[: packing.alphabets[0]] = codec.codebook
     streams = plane_streams("symbol", packing)
     scale_bits = 16 if codec.norm == "fp16" else 32

@@ -68,7 +68,11 @@ def attend_chunk(
     if sink_logits is not None:
         sinks = sink_logits.to(q.device, torch.float32).reshape(k.heads, -1).repeat_interleave(q_len, 1)[None, :, :, None]
         largest = sinks.expand(batch, -1, -1, -1)
-        parts[-1] = _Part(largest, (largest > -torch.inf).to(torch.float32), torch.zeros(batch, k.heads, rows, v.dim, device=q.device))
+        parts[-1] = _Part(
+            largest,
+            (largest > -torch.inf).to(torch.float32),
+            torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device),
+        )
     out = _merged([parts[first] for first in sorted(parts)], (batch, k.heads, rows, v.dim), q.device)
     return out.reshape(batch, q_heads, q_len, v.dim)
 

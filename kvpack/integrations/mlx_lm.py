@@ -107,7 +107,7 @@ def export_prompt_cache(
             raise InvalidParameter(f"layer {number} holds {what}; kvpack writes layers of keys and values for mlx-lm")
         pair = [exported(f"layer {number}", side, dtype, "mlx-lm") for side in (layer.k, layer.v)]
         metadata[f"1.{number}"], pair, counts = _as_held(number, layer, pair, windows.get(number))
-        for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32) for count in counts))):
+        for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32, device="cpu") for count in counts))):
             tensors[f"{number}.{part}"] = tensor
         for part in range(2, 2 + len(counts)):
             scalars += 1
@@ -155,11 +155,12 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     else:
         seen, keep, _, place = (_count(where, parts, part, None) for part in range(2, 6))
     if place == length:
-        order = torch.arange(length)
+        order = torch.arange(length, device="cpu")
     elif place < seen:
-        order = torch.cat([torch.arange(min(keep, place)), torch.arange(place, length), torch.arange(min(keep, place), place)])
+        stretches = ((0, min(keep, place)), (place, length), (min(keep, place), place))
+        order = torch.cat([torch.arange(*part, device="cpu") for part in stretches])
     else:
-        order = torch.arange(place)
+        order = torch.arange(place, device="cpu")
     if place > length or len(order) > seen:
         raise InvalidParameter(f"{where}: the next place of its window is {place} after {seen} tokens, and it holds {length}")
     skipped = seen - len(order)

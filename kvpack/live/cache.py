@@ -387,7 +387,7 @@ class LiveCache:
 
     def _compiled_attend(self, layer: int, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, *options: Any) -> torch.Tensor:
         if starts is not None:
-            starts = torch.as_tensor(starts)
+            starts = torch.as_tensor(starts, device=starts.device if isinstance(starts, torch.Tensor) else "cpu")
         out: torch.Tensor
         out, self._tickets[layer] = operators.live_attend(
             self._tickets[layer], q, sink_logits, starts, layer, self._value_dims[layer], *options

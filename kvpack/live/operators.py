@@ -42,7 +42,7 @@ def ticket_of(cache: Live) -> torch.Tensor:
     """The first ticket for ``cache``, under a number of its own."""
     number = next(_numbers)
     _caches[number] = cache
-    return torch.tensor(number, device="cpu")
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def cache_of(ticket: torch.Tensor) -> Live:

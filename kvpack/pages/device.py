@@ -34,7 +34,7 @@ class PageJob:
         self._event: Any = None
         self._status = status
         if status.device.type == "cuda":
-            self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            self._status = torch.empty(status.shape, dtype=status.dtype, device="cpu", pin_memory=True)
             self._status.copy_(status, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(status.device))
@@ -71,7 +71,7 @@ class DevicePages:
         with torch.inference_mode(False):
             self._front = _bytes(front_of(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
-            self._pads = torch.tensor(pads, dtype=torch.int32).to(device) if pads else None
+            self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
@@ -111,7 +111,7 @@ class DevicePages:
                 errors = self._host.check(sources, digests, values)
                 good = [bytes(self._nbytes) if error else row[: self._nbytes] for row, error in zip(sources, errors, strict=True)]
                 on_device = torch.stack([_bytes(row) for row in good]).to(self._device)
-                status = torch.tensor([error is not None for error in errors], dtype=torch.int32).to(self._device)
+                status = torch.tensor([error is not None for error in errors], dtype=torch.int32, device=self._device)
             if not self._begin_decoding(on_device, pages, slots, status):
                 return PageJob.of(self._decode_by_host(rows, pages, slots, digests, values))
 

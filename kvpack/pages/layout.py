@@ -51,10 +51,10 @@ class PageLayout:
             return flat.to("cpu")
 
         zeros = {side: torch.zeros(shape, dtype=page.dtype, device=page.device) for side, shape in shapes.items()}
-        places, taken = {}, torch.zeros(flat.numel(), dtype=torch.bool)
+        places, taken = {}, torch.zeros(flat.numel(), dtype=torch.bool, device="cpu")
         for side, shape in shapes.items():
-            numbers = torch.arange(1, zeros[side].numel() + 1).view(shape)
-            found = torch.zeros(flat.numel(), dtype=torch.int64)
+            numbers = torch.arange(1, zeros[side].numel() + 1, device="cpu").view(shape)
+            found = torch.zeros(flat.numel(), dtype=torch.int64, device="cpu")
             for bit in range(numbers.numel().bit_length()):
                 ones = (numbers >> bit & 1).to(zeros[side].dtype).to(page.device)
                 found += (_bits(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
@@ -90,12 +90,12 @@ class PageLayout:
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
             steps = []
-            expected = torch.tensor(first)
+            expected = torch.tensor(first, dtype=torch.int64, device="cpu")
             for axis, size in enumerate(place.shape):
                 index = [0, 0, 0, 0]
                 index[axis] = min(1, size - 1)
                 steps.append(int(place[tuple(index)]) - first)
-                expected = expected.unsqueeze(-1) + torch.arange(size) * steps[-1]
+                expected = expected.unsqueeze(-1) + torch.arange(size, device="cpu") * steps[-1]
             if not torch.equal(expected, place):
                 return None
             found[side] = first, (steps[0], steps[1], steps[2], steps[3])
@@ -155,5 +155,5 @@ def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Values of many bits, none of them NaN or infinite, from a generator of their own."""
     generator = torch.Generator().manual_seed(0)
     if dtype == torch.uint8:
-        return torch.randint(256, shape, dtype=dtype, generator=generator)
-    return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randint(256, shape, dtype=dtype, generator=generator, device="cpu")
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)

@@ -52,7 +52,7 @@ def _candidates(model: Any) -> list[Rope]:
     found = [buffer.float() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
     # Older modules hold sines of positions in place of frequencies.
     if dims := getattr(model.config.get_text_config(), "rotary_dim", None):
-        found.append(10000.0 ** -(torch.arange(0, int(dims), 2) / int(dims)))
+        found.append(10000.0 ** -(torch.arange(0, int(dims), 2, dtype=torch.float32, device="cpu") / int(dims)))
     candidates = {tuple(float(one) for one in frequencies): None for frequencies in found}
     allowed = [one for one in candidates if all(0 <= frequency <= LARGEST_FREQUENCY for frequency in one)]
     return [Rope(frequencies, pairing) for frequencies in allowed for pairing in PAIRINGS]

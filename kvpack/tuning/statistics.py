@@ -77,7 +77,7 @@ class Statistics:
         generator = torch.Generator().manual_seed(seed)
         gradients = list(_gradients(model, tokens, pairs, generator))
         count = pairs[0][0].shape[2]
-        chosen = SKIPPED + torch.randperm(count - SKIPPED, generator=generator)[:sampled]
+        chosen = SKIPPED + torch.randperm(count - SKIPPED, generator=generator, device="cpu")[:sampled]
         for number, pair in enumerate(pairs):
             for side, values in zip("kv", pair, strict=True):
                 own = [found[number]["kv".index(side)] for found in gradients]

@@ -35,7 +35,7 @@ for category in (kvpack.RoundedWarning, kvpack.KvpackWarning):
     warnings.simplefilter("ignore", category)
 recipes = [
     "bf16", "octopus-3", "kv=octahedral:b=5,arrangement=direct", "kv=octahedral:b=2,rounding=full", "oscar-2", "kivi-4;tail=32",
-    "turboangle-k8v4", "kv=scalar:b=3", "kv=angle:n=48,norm=log4", "hqmq-s24-r3", "polarquant-3", "fp8", "nvfp4",
+    "oscar-2-u8", "turboangle-k8v4", "kv=scalar:b=3", "kv=angle:n=48,norm=log4", "hqmq-s24-r3", "polarquant-3", "fp8", "nvfp4",
     kvpack.Recipe("klt-2", basis), "lossless",
 ]
 with context:
@@ -52,7 +52,11 @@ with context:
         with open(path, "rb") as file:
             digest = hashlib.sha256(file.read())
         other = cache.append([(k, v)]).convert("kv=angle:n=48,norm=log4,arrangement=direct")
-        for x in (*cache[0].unpack(torch.float32), kvpack.attend(q, cache[0]), kvpack.attend(q, other[0])):
+        live = kvpack.LiveCache.of(cache)
+        live.update(0, k, v)
+        starts = kvpack.attend(q, cache[0], starts=[7], lengths=[60])
+        attended = kvpack.attend(q, cache[0]), kvpack.attend(q, other[0]), starts, live.attend(0, q, starts=[7])
+        for x in (*cache[0].unpack(torch.float32), *attended, *live.freeze()[0].unpack(torch.float32)):
             digest.update(x.numpy().tobytes())
         print(mode, recipe, digest.hexdigest(), sep="; ", flush=True)
 """
@@ -75,5 +79,5 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_change_no_byte(mode: str, digests: dict[str, dict[str, str]]) -> None:
-    assert len(digests["none"]) == 15
+    assert len(digests["none"]) == 16
     assert digests[mode] == digests["none"]

@@ -254,7 +254,7 @@ def _values(
         raise InvalidParameter(f"{where}: has {block.channels} channels, which {heads} heads do not divide: give its number of KV heads")
     if block.dtype in QUANTIZED:
         return _blocks(reader, where, block, cells, heads, order)
-    values = torch.empty(cells * block.channels, dtype=RAW_DTYPES[block.dtype])
+    values = torch.empty(cells * block.channels, dtype=RAW_DTYPES[block.dtype], device="cpu")
     reader.read_into(values.view(torch.uint8).numpy().data, block.offset)
     values = values.view(heads, -1, cells).transpose(1, 2) if transposed else values.view(cells, heads, -1).transpose(0, 1)
     return values[None] if order is None else values[None][:, :, order]
@@ -263,7 +263,7 @@ def _values(
 def _blocks(reader: Reader, where: str, block: Block, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
     if block.channels // heads % BLOCK:
         raise InvalidParameter(f"{where}: has heads of {block.channels // heads} channels, and {block.dtype} has blocks of {BLOCK}")
-    data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8)
+    data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
     reader.read_into(data.numpy().data, block.offset)
     blocks = data.view(cells, heads, -1, QUANTIZED[block.dtype].size).transpose(0, 1)
     return Quantized(block.dtype, blocks if order is None else blocks[:, order], where)

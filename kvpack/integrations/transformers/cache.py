@@ -374,7 +374,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""

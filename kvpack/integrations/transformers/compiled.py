@@ -161,7 +161,7 @@ def _calls(ticket: torch.Tensor) -> CompiledCalls:
 @torch.library.custom_op("kvpack::seen_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
 def seen_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
-    return torch.tensor(_calls(ticket).cache.get_seq_length(layer), device="cpu"), ticket.clone()
+    return torch.tensor(_calls(ticket).cache.get_seq_length(layer), dtype=torch.int64, device="cpu"), ticket.clone()
 
 
 @seen_tokens.register_fake

@@ -46,7 +46,7 @@ class RotaryPositions:
                     "KvpackCache(cache, model, rope_deltas=...) with what model.model.rope_deltas was after the prompt, or 0 if it was text"
                 )
             rope_deltas = 0
-        return cls(torch.as_tensor(rope_deltas).detach().cpu().to(torch.int64).reshape(-1, 1), model.name)
+        return cls(torch.as_tensor(rope_deltas, device="cpu").detach().to(torch.int64).reshape(-1, 1), model.name)
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -58,7 +58,7 @@ class RotaryPositions:
         if not isinstance(positions, torch.Tensor) or not positions.numel():
             return
         self._given = True
-        plain = torch.arange(start, start + positions.shape[-1])
+        plain = torch.arange(start, start + positions.shape[-1], device="cpu")
         found = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
         # The first of four is the number of the token, for masks.
         rotary = found[1:] if len(found) == 4 else found

@@ -44,7 +44,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
 
 
 def _ids(prompt: Any) -> torch.Tensor:
-    ids = torch.as_tensor(prompt).detach().cpu()
+    ids = torch.as_tensor(prompt, device="cpu").detach()
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise InvalidDtype(f"prompt has dtype {ids.dtype}, expected token ids, which are integers")
     ids = ids.to(torch.int64)

@@ -59,7 +59,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def select_states(self, indices: Any) -> None:
         """Keep these rows of the batch of every state."""
-        rows = torch.tensor(row_numbers(indices), dtype=torch.int64)
+        rows = torch.tensor(row_numbers(indices), dtype=torch.int64, device="cpu")
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 if state is not None:

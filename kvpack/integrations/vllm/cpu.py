@@ -24,14 +24,14 @@ def check_layout(rows: Rows, heads: int, tokens: int, dim: int) -> None:
     current_platform.import_kernels()
     dtype = DTYPES[rows.geometry.dtype]
     isa = _get_attn_isa(dtype, tokens, dim)
-    memory = torch.zeros(2, heads, tokens, 2 * dim, dtype=dtype)
+    memory = torch.zeros(2, heads, tokens, 2 * dim, dtype=dtype, device="cpu")
 
     def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
         assert v is not None
         keys, values = memory.view(2, heads, 2 * tokens, dim).chunk(2, dim=2)
         given = [x[0].transpose(0, 1).contiguous() for x in (k, v)]
         # Block 1, so that a writer of another place is seen.
-        slots = torch.arange(tokens) + tokens
+        slots = torch.arange(tokens, device="cpu") + tokens
         ops.cpu_attn_reshape_and_cache(*given, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
 
     rows.certify(PageLayout.certify(PageGeometry(1, heads, tokens, dim, dim, rows.geometry.dtype), write, memory[1]))

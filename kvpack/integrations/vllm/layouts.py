@@ -65,7 +65,7 @@ class Rows:
 
     def certify(self, layout: PageLayout) -> None:
         """Raise InvalidParameter unless ``layout``, found by an engine's own writer for one block, is the named arrangement."""
-        page = torch.arange(self._elements)[None]
+        page = torch.arange(self._elements, device="cpu")[None]
         for side, place in zip("kv", self._arranged, strict=True):
             if not torch.equal(self._blocks_of(page, *place)[0][0], layout.places[side][0]):
                 raise InvalidParameter(f"the layout {self.name!r} is not that of this engine's pages: its writer puts values elsewhere")

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -439,6 +440,36 @@ def test_a_graph_keeps_no_weights(device: Device) -> None:
     assert weight() is None
 
 
+def test_a_capture_that_fails_ends_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for PyTorch's functions, which need a device."""
+    calls: list[Any] = []
+
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            calls.append(options["pool"])
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            """Nothing is under way."""
+
+    def ended(index: int, pool: Any) -> None:
+        calls.append((index, pool))
+        raise RuntimeError("not currently recording to mempool_id")
+
+    for name, found in (("CUDAGraph", Graph), ("graph_pool_handle", lambda: (0, 3)), ("current_stream", lambda _: Stream())):
+        monkeypatch.setattr(torch.cuda, name, found)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
+    monkeypatch.setattr(graphs, "_stream_of", lambda _: Stream())
+    with pytest.raises(RuntimeError, match="operation failed"):
+        graphs.capture(list, torch.device("cuda", 1))
+    assert calls == [(0, 3), (1, (0, 3))]
+
+
 def test_without_a_device_there_are_none() -> None:
     model = model_of("Llama")
     with KvpackCache(model, "octopus-4", graphs=True) as cache:
@@ -474,6 +505,8 @@ def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
         found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
     assert torch.equal(found, expected)
     assert device.replayed == 0
+    # The allocator is in no capture.
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize(

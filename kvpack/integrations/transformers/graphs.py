@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import warnings
@@ -331,16 +332,30 @@ def can_capture(device: torch.device) -> bool:
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """What replays ``call``, and its result, whose tensors each replay writes. Raises what PyTorch raises."""
     graph, stream, before = torch.cuda.CUDAGraph(), _stream_of(device), torch.cuda.current_stream(device)
+    pool: Any = torch.cuda.graph_pool_handle()
     with _CAPTURES, torch.cuda.device(device), torch.cuda.stream(stream):
         stream.wait_stream(before)
         # Other threads may use the device meanwhile.
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = call()
         finally:
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except BaseException:
+                _end_allocation(device, pool)
+                raise
         before.wait_stream(stream)
     return graph.replay, result
+
+
+def _end_allocation(device: torch.device, pool: Any) -> None:
+    """Let PyTorch's allocator end a capture that failed: before 2.12 it stays in it, and raises in ``empty_cache`` (PyTorch's #180395)."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        # It raises where the capture has ended.
+        with contextlib.suppress(RuntimeError):
+            end(device.index, pool)
 
 
 @cache

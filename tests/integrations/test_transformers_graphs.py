@@ -200,6 +200,26 @@ def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("used", [True, False])
+def test_numbers_are_drawn_as_without_graphs(used: bool, device: Device) -> None:
+    """A replay would draw others."""
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    mlp = model.model.layers[1].mlp
+    own, logits = mlp.forward, []
+    mlp.forward = lambda x: own(x) + torch.rand_like(x) * used
+    for graphs_too in (False, True):
+        cache = cache_of(model, device) if graphs_too else KvpackCache(model, RECIPE)
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = [model(ids(1, 1, step), past_key_values=cache).logits for step in range(5)]
+        logits.append([*found, torch.rand(3, device=DEVICE)])
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    assert any("a captured step gives other results" in str(one.message) for one in told) == used
+    assert device.captured == 1
+
+
+@pytest.mark.kernels
 def test_a_graph_is_for_no_fewer_tokens_than_it_was_told(device: Device) -> None:
     model = model_of("Llama", **SIZES).to(DEVICE)
     mlp, caches = model.model.layers[0].mlp, []
@@ -440,16 +460,20 @@ def test_a_graph_keeps_no_weights(device: Device) -> None:
     assert weight() is None
 
 
-def test_a_capture_that_fails_ends_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for PyTorch's functions, which need a device."""
     calls: list[Any] = []
 
     class Graph:
-        def capture_begin(self, **options: Any) -> None:
-            calls.append(options["pool"])
+        """The first capture fails, and the next does not."""
+
+        def capture_begin(self, pool: Any = None, **options: Any) -> None:
+            calls.append(("begin", pool))
 
         def capture_end(self) -> None:
-            raise RuntimeError("operation failed due to a previous error during capture")
+            calls.append("end")
+            if len(calls) == 2:
+                raise RuntimeError("operation failed due to a previous error during capture")
 
     class Stream:
         def wait_stream(self, other: Any) -> None:
@@ -464,10 +488,11 @@ def test_a_capture_that_fails_ends_for_the_allocator(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(shape))
     monkeypatch.setattr(graphs, "_stream_of", lambda _: Stream())
     with pytest.raises(RuntimeError, match="operation failed"):
         graphs.capture(list, torch.device("cuda", 1))
-    assert calls == [(0, 3), (1, (0, 3))]
+    assert calls == [("begin", (0, 3)), "end", (1, (0, 3)), ("begin", None), "end"]
 
 
 def test_without_a_device_there_are_none() -> None:
@@ -505,8 +530,9 @@ def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
         found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
     assert torch.equal(found, expected)
     assert device.replayed == 0
-    # The allocator is in no capture.
+    # Neither the allocator nor the generator is in a capture.
     torch.cuda.empty_cache()
+    torch.rand(1, device="cuda")
 
 
 @pytest.mark.parametrize(

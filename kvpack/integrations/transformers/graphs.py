@@ -131,8 +131,8 @@ class StepGraphs:
         expected: Any,
     ) -> None:
         """Capture the step that has just given ``expected``; refuse all graphs where that cannot be done, or gives anything else."""
-        live, tokens = cache.live, cache.live.seen(self._number)
-        put_back = live.newest()
+        live, tokens, generator = cache.live, cache.live.seen(self._number), _generator_of(step.ids.device)
+        put_back, random = live.newest(), generator.get_state()
         try:
             _check_model(model, step.ids.device)
             if not isinstance(expected, ModelOutput):
@@ -152,6 +152,9 @@ class StepGraphs:
         else:
             self._graph = graph
             return
+        finally:
+            # As without a graph: the step has drawn what it draws.
+            generator.set_state(random)
         warnings.warn(f"decode steps of {type(model).__name__} run without CUDA graphs: {reason}", KvpackWarning, stacklevel=5)
 
 
@@ -343,25 +346,38 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
             try:
                 graph.capture_end()
             except BaseException:
-                _end_allocation(device, pool)
+                with contextlib.suppress(RuntimeError):
+                    _recover(device, pool)
                 raise
         before.wait_stream(stream)
     return graph.replay, result
 
 
-def _end_allocation(device: torch.device, pool: Any) -> None:
-    """Let PyTorch's allocator end a capture that failed: before 2.12 it stays in it, and raises in ``empty_cache`` (PyTorch's #180395)."""
+def _recover(device: torch.device, pool: Any) -> None:
+    """Let PyTorch's allocator and its random numbers leave a capture that failed, on its stream.
+
+    Before 2.12 both stay in it, and raise from then on in ``empty_cache`` (PyTorch's #180395) and wherever a number is drawn.
+    """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
         # It raises where the capture has ended.
         with contextlib.suppress(RuntimeError):
             end(device.index, pool)
+    # The end of the next capture is the end for the generator.
+    number, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    number.zero_()
+    graph.capture_end()
 
 
 @cache
 def _stream_of(device: torch.device) -> Any:
     """The stream of captures: libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -150,6 +150,57 @@ def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
 
 
 @pytest.mark.kernels
+def test_caches_of_one_model_take_turns(device: Device) -> None:
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    plain, replayed = ([make() for _ in "ab"] for make in (lambda: KvpackCache(model, RECIPE), lambda: cache_of(model, device)))
+    for step, count in enumerate([4, *[1] * 5]):
+        for number in (0, 1):
+            given = ids(1, count + number * (step == 0), 2 * step + number)
+            device.cache = replayed[number]
+            found, expected = (model(given, past_key_values=caches[number]).logits for caches in (replayed, plain))
+            assert torch.equal(found, expected)
+    assert device.captured == 2
+    [same(*pair) for pair in zip(replayed, plain, strict=True)]
+
+
+@pytest.mark.kernels
+def test_steps_in_other_modes_are_other_steps(device: Device) -> None:
+    """Inference mode is one of its own; under autocast and with gradients nothing is captured."""
+    model, logits = model_of("Llama", **SIZES).to(DEVICE), []
+    modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
+    modes.append(lambda: torch.autocast(torch.device(DEVICE).type, torch.bfloat16))
+    for cache in (KvpackCache(model, RECIPE), cache_of(model, device)):
+        found = []
+        for number, mode in enumerate(modes):
+            with mode():
+                found += [model(ids(1, 1, 4 * number + step), past_key_values=cache).logits.detach() for step in range(4)]
+        logits.append(found)
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    assert device.captured == 3
+
+
+@pytest.mark.kernels
+def test_padding_may_grow_between_steps(device: Device) -> None:
+    """And what it hides may be other tokens than the first, for which no graph is."""
+    model, logits = model_of("Llama", **SIZES).to(DEVICE), []
+    mask = torch.ones(2, 6, dtype=torch.long, device=DEVICE)
+    mask[1, :2] = 0
+    for cache in (KvpackCache(model, RECIPE), cache_of(model, device)):
+        found = [model(ids(2, 6), past_key_values=cache, attention_mask=mask).logits]
+        for step in range(1, 8):
+            now = torch.nn.functional.pad(mask, (0, step), value=1)
+            now[0, : step // 3] = now[1, 3 : 3 + step // 6] = 0
+            positions = now.cumsum(1)[:, -1:] - 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", KvpackWarning)
+                step_logits = model(ids(2, 1, step), past_key_values=cache, attention_mask=now, position_ids=positions).logits
+            found.append(step_logits)
+        logits.append(found)
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    assert (device.captured, device.replayed) == (1, 4)
+
+
+@pytest.mark.kernels
 def test_a_step_that_reads_the_length_gets_no_graph(device: Device) -> None:
     """What the host knew when a graph was captured would be in every replay."""
     model = model_of("Llama", **SIZES).to(DEVICE)

@@ -119,7 +119,12 @@ def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
 
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for number, (_, value) in enumerate(named):
-        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized and value.device.type != "meta":
+        if (
+            type(value) in (torch.Tensor, torch.nn.Parameter)
+            and value.layout is torch.strided
+            and not value.is_quantized
+            and value.device.type != "meta"
+        ):
             alike.setdefault((value.device, value.dtype), []).append((number, value))
     found: dict[int, str] = {}
     for (_, dtype), tensors in alike.items():

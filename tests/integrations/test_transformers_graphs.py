@@ -22,6 +22,7 @@ from zoo_models import ZOO, model_of
 from kvpack.formats.errors import KvpackWarning
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import EAGER_STEPS
+from kvpack.live import side
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,6 +148,22 @@ def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
     same(caches[1], caches[0])
     assert device.captured >= 3
     assert device.replayed > 14
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side, "FEWEST_WINDOWS", 2)
+    model, logits = model_of(name, **SIZES, **({"sliding_window": 12} if name == "Mistral" else {})).to(DEVICE), []
+    caches = [KvpackCache(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
+    for cache in caches:
+        device.cache = cache
+        logits.append([model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([5, *[1] * 36])])
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    same(caches[1], caches[0])
+    assert (caches[1].live.skipped(0) > 0) == (name == "Mistral")
+    assert device.captured >= 2
+    assert device.replayed > 20
 
 
 @pytest.mark.kernels

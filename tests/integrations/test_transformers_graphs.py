@@ -405,6 +405,34 @@ def test_a_model_that_changed_between_steps_is_not_replayed(name: str, device: D
 
 
 @pytest.mark.kernels
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_may_be_switched_between_steps(device: Device) -> None:
+    peft = pytest.importorskip("peft")
+    changes: list[Callable[[Any], object]] = [
+        lambda model: model.set_adapter("other"),
+        lambda model: model.base_model.disable_adapter_layers(),
+        lambda model: model.base_model.enable_adapter_layers(),
+        lambda model: model.merge_adapter(),
+    ]
+    logits = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+        model = peft.get_peft_model(model_of("Llama", **SIZES).to(DEVICE), peft.LoraConfig(**options))
+        model.add_adapter("other", peft.LoraConfig(**options))
+        cache = cache_of(model.eval(), device) if replays else KvpackCache(model.eval(), RECIPE)
+        found = [model(input_ids=ids(1, 4), past_key_values=cache).logits]
+        for change in (lambda _: None, *changes):
+            change(model)
+            before = device.replayed
+            found += [model(input_ids=ids(1, 1, len(found) + step), past_key_values=cache).logits for step in range(3)]
+            assert device.replayed == before + 2 * replays
+        logits.append(found)
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    assert device.captured == 1 + len(changes)
+
+
+@pytest.mark.kernels
 def test_hooks_on_all_modules_are_called(device: Device) -> None:
     model, calls = model_of("Llama", **SIZES).to(DEVICE), []
     cache = cache_of(model, device)

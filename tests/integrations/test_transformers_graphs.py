@@ -584,7 +584,7 @@ def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(shape))
+    monkeypatch.setattr(torch, "zeros", lambda shape, **_: torch.ones(shape))
     monkeypatch.setattr(graphs, "_stream_of", lambda _: Stream())
     with pytest.raises(RuntimeError, match="operation failed"):
         graphs.capture(list, torch.device("cuda", 1))

@@ -364,7 +364,7 @@ def _recover(device: torch.device, pool: Any) -> None:
         with contextlib.suppress(RuntimeError):
             end(device.index, pool)
     # The end of the next capture is the end for the generator.
-    number, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    number, graph = torch.zeros(1, dtype=torch.float32, device=device), torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
     number.zero_()
     graph.capture_end()

@@ -7,6 +7,9 @@
 /* The most query rows of an item, and the rows that its buffers have: blocks of four may have some too many. */
 enum { MOST_ROWS = 64, ROW_SPACE = MOST_ROWS + 4 };
 
+/* The most chunks of rANS that are decoded together. */
+enum { MOST_CHUNKS = 4 };
+
 /* Attention of query rows [first, first + rows) of one head with tokens [start, stop) of a span. */
 typedef struct {
     const Span *span;
@@ -25,7 +28,7 @@ typedef struct {
     /* And for encoding, whose item is 0 where a value is refused. */
     int64_t (*encode_bytes)(const Encode *call);
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
-    /* One chunk, or two. */
+    /* Up to MOST_CHUNKS chunks. */
     void (*rans)(const Rans *call, int64_t first, int count);
     void (*rans_encode)(const RansEncode *call, int64_t chunk);
     /* Tokens [start, stop) of one head of one sequence. */

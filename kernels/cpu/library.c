@@ -218,12 +218,13 @@ typedef struct {
 static void rans_item(const void *context, int64_t number, char *memory) {
     const Chunks *work = context;
     (void)memory;
-    work->level->rans(work->call, 2 * number, 2 * number + 1 < work->call->chunks ? 2 : 1);
+    int64_t first = MOST_CHUNKS * number, left = work->call->chunks - first;
+    work->level->rans(work->call, first, left < MOST_CHUNKS ? (int)left : MOST_CHUNKS);
 }
 
 EXPORTED int64_t kvpack_rans(const Rans *call) {
     Chunks work = {call, level_of(call->level)};
-    return kvpack_for_each(rans_item, &work, ceiling(call->chunks, 2), call->threads, 1);
+    return kvpack_for_each(rans_item, &work, ceiling(call->chunks, MOST_CHUNKS), call->threads, 1);
 }
 
 typedef struct {

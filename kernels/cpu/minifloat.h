@@ -32,7 +32,7 @@ static void minifloat_decode(const Codec *codec, const Loaded *in, float *tile) 
     int32_t code[TILE], bits = (int32_t)codec->packing[0].digit[0].bits;
     int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;
     int64_t block = codec->scale_kind == ONE_SCALE ? codec->dim : codec->size;
-    float factors[2 * TILE] = {0}, element[16];
+    float factors[2 * TILE] = {0}, element[16] = {0};
     for (int32_t c = 0; bits == 4 && c < 16; c += LANES) store(element + c, from_element(load_int(sixteen + c), bits, fraction, bias, finite));
     for (int64_t d = 0; d < codec->dim; d++) {
         if (codec->scale_kind != ONE_SCALE && d % block == 0) minifloat_factors(codec, in, d / block, factors);

@@ -27,14 +27,67 @@ INLINE void rans_symbol(RansRun *run, int64_t i) {
     run->symbols[i] = (uint8_t)found;
 }
 
+/* Where a step finds slots: in one table, in those of its symbols, or by halving a few symbols. */
+enum { ONE_TABLE, OF_SYMBOLS, BY_HALVING };
+
+/* A table of few symbols. Node n is the first slot from which its right child 2n + 1 is meant, else its left one 2n; leaf FEW + i is the
+   i-th symbol that has slots, with its first slot, and with its frequency above its number. */
+enum { FEW = 32 };
+typedef struct {
+    uint32_t node[FEW], first[FEW], found[FEW];
+} FewSymbols;
+
 #if LEVEL == 4
+/* Returns 0 for more symbols, and where a run of slots is not where it says that it begins. */
+static int few_symbols(const uint32_t *slots, FewSymbols *few) {
+    uint32_t at = 0;
+    for (int i = 0; i < FEW; i++) {
+        few->first[i] = at;
+        few->found[i] = 0;
+        if (at >= RANS_SLOTS) continue;
+        if (slots[at] >> 20 != at) return 0;
+        uint32_t frequency = (slots[at] >> 8 & (RANS_SLOTS - 1)) + 1;
+        few->found[i] = frequency << 8 | (slots[at] & 255);
+        at += frequency;
+    }
+    few->node[0] = 0;
+    for (uint32_t width = FEW, n = 1; width > 1; width /= 2)
+        for (uint32_t middle = width / 2; middle < FEW; middle += width) few->node[n++] = few->first[middle];
+    return at == RANS_SLOTS;
+}
+
+/* The leaves of 16 slots: five halvings take less than a gather. */
+INLINE vi leaves_of(const FewSymbols *few, vu slot) {
+    __m512i nodes = _mm512_loadu_si512(few->node), last = _mm512_loadu_si512(few->node + FEW / 2), one = _mm512_set1_epi32(1);
+    __mmask16 right = _mm512_cmpge_epu32_mask((__m512i)slot, _mm512_set1_epi32((int32_t)few->node[1]));
+    __m512i n = _mm512_mask_add_epi32(_mm512_set1_epi32(2), right, _mm512_set1_epi32(2), one);
+    UNROLLED for (int level = 1; level < 5; level++) {
+        /* Of a number of 16 and more the last bits say where it is in the second table. */
+        right = _mm512_cmpge_epu32_mask((__m512i)slot, _mm512_permutexvar_epi32(n, level < 4 ? nodes : last));
+        n = _mm512_add_epi32(n, n);
+        n = _mm512_mask_add_epi32(n, right, n, one);
+    }
+    return (vi)n;
+}
+
+INLINE vu of_leaf(const uint32_t *table, vi leaf) {
+    return (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)leaf, _mm512_loadu_si512(table + 16));
+}
+
 /* Symbols `i` on, one of every lane. Loads 16 words where it may take fewer: they are in the array, if not of the chunk. */
-INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, int64_t *at) {
+INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols *few, vu *state, int64_t *at) {
     UNROLLED for (int part = 0; part < 2; part++) {
-        vu x = state[part], slot = x & (RANS_SLOTS - 1), place = slot;
-        if (by_symbol) place |= (vu)load_octets(run->tables + i + 16 * part) << RANS_BITS;
-        vu found = (vu)_mm512_i32gather_epi32((__m512i)place, run->slots, 4);
-        x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
+        vu x = state[part], slot = x & (RANS_SLOTS - 1), found;
+        if (kind == BY_HALVING) {
+            vi leaf = leaves_of(few, slot);
+            found = of_leaf(few->found, leaf);
+            x = (found >> 8) * (x >> RANS_BITS) + slot - of_leaf(few->first, leaf);
+        } else {
+            vu place = slot;
+            if (kind == OF_SYMBOLS) place |= (vu)load_octets(run->tables + i + 16 * part) << RANS_BITS;
+            found = (vu)_mm512_i32gather_epi32((__m512i)place, run->slots, 4);
+            x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
+        }
         __mmask16 low = _mm512_cmplt_epu32_mask((__m512i)x, _mm512_set1_epi32(RANS_LEAST));
         __m512i next = _mm512_maskz_expand_epi32(low, (__m512i)load_words(run->words + *at));
         state[part] = (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
@@ -53,14 +106,18 @@ INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, i
 static const uint8_t rans_places[256][8] = {PLACES_64(0), PLACES_64(64), PLACES_64(128), PLACES_64(192)};
 
 /* Symbols `i` on, one of every lane. Loads 8 words where it may take fewer: they are in the array, if not of the chunk. */
-INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, int64_t *at) {
+INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols *few, vu *state, int64_t *at) {
+    (void)few;
     const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                            0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     UNROLLED for (int part = 0; part < 4; part++) {
         uint8_t *symbols = run->symbols + i + 8 * part;
         __m256i x = (__m256i)state[part], slot = _mm256_and_si256(x, _mm256_set1_epi32(RANS_SLOTS - 1));
         __m256i place = slot;
-        if (by_symbol) place = _mm256_or_si256(slot, (__m256i)((vu)load_octets(run->tables + i + 8 * part) << RANS_BITS));
+        if (kind == OF_SYMBOLS) {
+            __m256i own = (__m256i)load_octets(run->tables + i + 8 * part);
+            place = _mm256_or_si256(slot, _mm256_slli_epi32(own, RANS_BITS));
+        }
         __m256i found = _mm256_i32gather_epi32((const int *)run->slots, place, 4);
         __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(found, 8), _mm256_set1_epi32(RANS_SLOTS - 1));
         x = _mm256_mullo_epi32(_mm256_add_epi32(frequency, _mm256_set1_epi32(1)), _mm256_srli_epi32(x, RANS_BITS));
@@ -81,17 +138,19 @@ INLINE void rans_step(const RansRun *run, int64_t i, int by_symbol, vu *state, i
 
 #if LEVEL >= 3
 /* The whole steps from symbol `i` on that all of `count` chunks have, while their words last; returns the first symbol that is left. */
-INLINE int64_t rans_steps(RansRun *runs, int count, int by_symbol, int64_t i) {
-    vu state[2][RANS_LANES / LANES];
-    int64_t at[2], length = INT64_MAX;
+INLINE int64_t rans_steps(RansRun *runs, int count, int kind, const FewSymbols *few, int64_t i) {
+    vu state[MOST_CHUNKS][RANS_LANES / LANES];
+    int64_t at[MOST_CHUNKS], length = INT64_MAX;
     for (int r = 0; r < count; r++) {
         memcpy(state[r], runs[r].states, sizeof state[r]);
         at[r] = runs[r].at;
         length = runs[r].length < length ? runs[r].length : length;
     }
     for (; i + RANS_LANES <= length; i += RANS_LANES) {
-        if (at[0] + RANS_LANES > runs[0].count || (count == 2 && at[1] + RANS_LANES > runs[1].count)) break;
-        UNROLLED for (int r = 0; r < count; r++) rans_step(&runs[r], i, by_symbol, state[r], &at[r]);
+        int enough = 1;
+        UNROLLED for (int r = 0; r < count; r++) enough &= at[r] + RANS_LANES <= runs[r].count;
+        if (!enough) break;
+        UNROLLED for (int r = 0; r < count; r++) rans_step(&runs[r], i, kind, few, state[r], &at[r]);
     }
     for (int r = 0; r < count; r++) {
         memcpy(runs[r].states, state[r], sizeof state[r]);
@@ -101,24 +160,49 @@ INLINE int64_t rans_steps(RansRun *runs, int count, int by_symbol, int64_t i) {
 }
 #endif
 
-/* All symbols of one chunk or two: a step of one waits for its own last, and that of another goes on meanwhile. */
+#if LEVEL == 4
+/* The same of four chunks. */
+static int64_t rans_steps_of_four(RansRun *runs) {
+    FewSymbols few;
+    for (int r = 1; r < 4; r++)
+        if (runs[r].slots != runs[0].slots) return rans_steps(runs, 4, ONE_TABLE, NULL, 0);
+    return few_symbols(runs[0].slots, &few) ? rans_steps(runs, 4, BY_HALVING, &few, 0) : rans_steps(runs, 4, ONE_TABLE, NULL, 0);
+}
+#endif
+
+/* All symbols of chunks. A step waits for the one before it, and those of other chunks go on meanwhile: of as many as registers hold. */
 static void rans_decode(RansRun *runs, int count) {
-    int64_t both = 0;
+    while (count > 0) {
+        int64_t i = 0;
+        int together = 1;
 #if LEVEL >= 3
-    if (count == 2 && !runs[0].tables && !runs[1].tables) both = rans_steps(runs, 2, 0, 0);
+        if (runs->tables) {
+            i = rans_steps(runs, 1, OF_SYMBOLS, NULL, i);
+#if LEVEL == 4
+        } else if (count >= 4) {
+            together = 4;
+            i = rans_steps_of_four(runs);
 #endif
-    for (RansRun *run = runs; run < runs + count; run++) {
-        int64_t i = both;
+        } else if (count >= 2) {
+            together = 2;
+            i = rans_steps(runs, 2, ONE_TABLE, NULL, i);
+        }
+#endif
+        for (RansRun *run = runs; run < runs + together; run++) {
+            int64_t left = i;
 #if LEVEL >= 3
-        i = run->tables ? rans_steps(run, 1, 1, i) : rans_steps(run, 1, 0, i);
+            if (!run->tables) left = rans_steps(run, 1, ONE_TABLE, NULL, left);
 #endif
-        for (; i < run->length; i++) rans_symbol(run, i);
+            for (; left < run->length; left++) rans_symbol(run, left);
+        }
+        runs += together;
+        count -= together;
     }
 }
 
-/* Chunks `first` and, if `count` is 2, the next. */
+/* `count` chunks from `first` on. */
 static void rans_chunks(const Rans *call, int64_t first, int count) {
-    RansRun runs[2];
+    RansRun runs[MOST_CHUNKS];
     for (int r = 0; r < count; r++) {
         int64_t chunk = first + r;
         const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;

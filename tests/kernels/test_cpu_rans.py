@@ -21,16 +21,24 @@ from lossless_streams import DTYPES  # isort: skip
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
 
 
-@given(st.integers(1, 6), st.integers(0, 1200), st.sampled_from((1, 2, 32, 256)), st.booleans(), st.booleans(), st.integers(0, 9999))
-@settings(max_examples=200)
-def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alphabet: int, valid: bool, by_symbol: bool, seed: int) -> None:
+TABLES = "of chunks", "of all chunks", "of symbols"
+
+
+@given(
+    st.integers(1, 10), st.integers(0, 1200), st.sampled_from((1, 2, 31, 32, 33, 256)), st.booleans(), st.sampled_from(TABLES),
+    st.integers(0, 9999),
+)  # fmt: skip
+@settings(max_examples=300)
+def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alphabet: int, valid: bool, kind: str, seed: int) -> None:
     from kvpack.kernels.cpu import rans as compiled
 
     source = numpy.random.default_rng(seed)
     symbols = numpy.minimum(source.geometric(source.uniform(0.01, 0.9), (chunks, longest)) - 1, alphabet - 1).astype(numpy.uint8)
     tables = rans.frequencies(numpy.stack([numpy.bincount(row, minlength=alphabet) for row in symbols]))
     lengths, table = source.integers(0, longest + 1, chunks), numpy.arange(chunks)
-    if by_symbol:
+    if kind == "of all chunks":
+        tables, table = rans.frequencies(numpy.bincount(symbols.ravel(), minlength=alphabet)[None]), numpy.zeros(chunks, numpy.int64)
+    elif kind == "of symbols":
         # Every symbol has a frequency in every table.
         tables = rans.frequencies(numpy.maximum(tables, 1))
         lengths[0], table = longest, source.integers(0, chunks, (chunks, longest)).astype(numpy.uint8)

@@ -46,6 +46,7 @@ _SECRET = bytes.fromhex(
 _ACCUMULATORS = (
     0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
 )  # fmt: skip
+"""The default secret of XXH3, and its accumulators before the first block."""
 PRIME32 = tl.constexpr(0x9E3779B1)
 PRIME64, OTHER_PRIME64 = tl.constexpr(0x9E3779B185EBCA87), tl.constexpr(0xC2B2AE3D27D4EB4F)
 AVALANCHE = tl.constexpr(0x165667919E3779F9)

@@ -112,10 +112,8 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
             else:
                 found[copy.side.layer][copy.side.side] = _rows(file, copy.side, memory, part, bus)
         states = {number: _states(file, number, part, bus) for number in places}
-        bus.order(bus.mark())
-        # The threads sleep meanwhile: when they end, they and this one wait for each other.
-        for place, side in _checked(file, list(zip(groups, targets, strict=False)), ruled, chunked):
-            found[place.layer][place.side] = side
+    for place, side in _checked(file, list(zip(groups, targets, strict=False)), ruled, chunked):
+        found[place.layer][place.side] = side
     layers = {}
     for number, sides in found.items():
         skipped = header.starts[number] - header.start if part.has_all_tokens else 0

@@ -13,7 +13,7 @@ PATTERN = 0xA5
 
 
 class LateBus(HostBus):
-    """A device whose copies are made as late as they may be: when the host or the caller waits for them, or when the bus closes."""
+    """A device whose copies are made as late as they may be: when the host or the caller waits for them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.T
     if dtype is None and exact is None:
         raise InvalidParameter(
             f"{where}: values of the codec {side.codec.id} are binary32, and {library}'s are those of the model: name the dtype to round "
-            "them to, such as dtype='bf16'"
+            "them to, such as dtype='bf16', in commands --dtype bf16"
         )
     wanted = dtype or exact
     assert wanted is not None

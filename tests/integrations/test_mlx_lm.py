@@ -179,7 +179,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["import", str(source), str(tmp_path / "x.kvpack"), "--recipe", "octopus-4"]) == 0
     assert kvpack.load(tmp_path / "x.kvpack").metadata == {"model": "m"}
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors")]) == 2
-    assert "name the dtype to round them to" in capsys.readouterr().err
+    assert "name the dtype to round them to, such as dtype='bf16', in commands --dtype bf16" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--dtype", "bf16", "--window", "0=64"]) == 0
     assert (import_prompt_cache(tmp_path / "out.safetensors")[0].unpack(torch.float32)[0] - K).norm() < 0.1 * K.norm()
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--window", "all=64"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Identity:
 
     ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
     configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
-    and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one.
+    and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one. ``sample`` is
+    ``weights_sample``, where ``of`` could read the weights; it is in no key and no entry, and serves to refuse caches of other weights.
     Raises InvalidParameter, naming the field, for anything except text that a header can hold (a tenant may be any text), and
     InvalidRecipe.
     """
@@ -44,14 +46,15 @@ class Identity:
     tenant: str = ""
     config: str = ""
     extra: str = ""
+    sample: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "tenant" and isinstance(value, str):
+        for name in _FIELDS:
+            value = getattr(self, name)
+            if name == "tenant" and isinstance(value, str):
                 continue
             try:
-                check_string(f"identity.{field.name}", value)
+                check_string(f"identity.{name}", value)
             except (InvalidHeader, LimitExceeded) as error:
                 raise InvalidParameter(str(error)) from None
         object.__setattr__(self, "recipe", parse_recipe(self.recipe).text)
@@ -97,12 +100,16 @@ class Identity:
     ) -> Self:
         """``of`` for the model whose ``modules.parts`` are ``found``: they are walked once for all digests."""
         from .adapters import adapters_text
-        from .fingerprint import check_deterministic, config_digest, dtype_text, weights_digest
+        from .fingerprint import SAMPLE, check_deterministic, config_digest, dtype_text, weights_digest, weights_sample
         from .modules import base_model
         from .rope import rope_text
 
         base = base_model(found)
         check_deterministic(found)
+        sample = weights if weights is not None and weights.startswith(SAMPLE) else ""
+        if not sample:
+            with contextlib.suppress(InvalidParameter):
+                sample = weights_sample(found)
         return cls(
             model=getattr(base.config, "name_or_path", "") if name is None else name,
             recipe=parse_recipe(recipe).text,
@@ -113,6 +120,7 @@ class Identity:
             tenant=tenant,
             config=config_digest(base.config, found),
             extra=extra,
+            sample=sample,
         )
 
     @classmethod
@@ -146,20 +154,24 @@ class Identity:
     @property
     def header_model(self) -> dict[str, str]:
         """The map ``model`` of an entry's header: all fields except the recipe, which has its own key, and the tenant."""
-        fields = (field.name for field in dataclasses.fields(self) if field.name not in ("recipe", "tenant"))
+        fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
     @classmethod
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
         """The identity that a header names, for ``tenant``. Raises InvalidParameter and InvalidRecipe."""
-        fields = (field.name for field in dataclasses.fields(cls) if field.name not in ("recipe", "tenant"))
+        fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         return cls(recipe=recipe, tenant=tenant, **{name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields})
 
     @property
     def digest(self) -> bytes:
         """32 bytes: the parent of a first chunk's key (spec/store.md, Keys)."""
-        fields = [("format", str(FORMAT)), *((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))]
+        fields = [("format", str(FORMAT)), *((name, getattr(self, name)) for name in _FIELDS)]
         return hashlib.sha256(b"".join(length_prefixed(text.encode("utf-8", "surrogatepass")) for pair in fields for text in pair)).digest()
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.compare)
+"""What an identity is, in the order of its digest."""
 
 
 def length_prefixed(data: bytes) -> bytes:

@@ -17,11 +17,14 @@ from kvpack.store.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
 
+from kvpack.integrations.transformers import KvpackCache  # noqa: E402
+
 from small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402 isort: skip
 
 
 def changed_fields(one: kvpack.Identity, other: kvpack.Identity) -> set[str]:
-    return {name for name, value in dataclasses.asdict(one).items() if getattr(other, name) != value}
+    names = (field.name for field in dataclasses.fields(one) if field.compare)
+    return {name for name in names if getattr(one, name) != getattr(other, name)}
 
 
 class Int8Linear(nn.Module):
@@ -319,3 +322,21 @@ def test_samples_are_read_together_as_each_alone() -> None:
     assert sampled(named, 64) == [plain(name, value, 64) for name, value in named]
     with pytest.raises(InvalidParameter, match="lost is on the meta device"):
         sampled([*named, ("lost", torch.empty(3, device="meta"))], 64)
+
+
+@pytest.mark.parametrize("weights", [None, "a revision"])
+def test_a_cache_of_other_weights_is_not_stored(weights: str | None, tmp_path: Any) -> None:
+    """Though the cache names a sample of them, and the store's identity a digest of all, or what the caller says."""
+    model, ids = small_llama(), torch.arange(3, 35)[None]
+    with torch.no_grad(), KvpackCache(model, "octopus-3") as cache:
+        model(ids, past_key_values=cache)
+    for changed in (False, True):
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(2 if changed else 1)
+        one = kvpack.Identity.of(model, "octopus-3", weights=weights)
+        with kvpack.Store(str(tmp_path / "store"), one, chunk=16) as store:
+            if changed:
+                with pytest.raises(InvalidParameter, match=r"the cache's model has weights 'sample-sha256:.*the store's identity says"):
+                    store.save(ids, cache)
+            else:
+                assert store.save(ids, cache) == 32

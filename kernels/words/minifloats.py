@@ -20,18 +20,21 @@ E2M1_EXPONENT = tl.constexpr(14)
 
 @triton.constexpr_function
 def _two_elements(element: str, position: int, converts: bool) -> str:
-    """The f16x2 of the elements from bit ``position`` up of two words; e2m1 smaller by 2^E2M1_EXPONENT.
+    """The f16x2 of the elements from bit ``position`` up of two words; e2m1 smaller by 2^E2M1_EXPONENT, and 0 of either sign.
 
     ``converts``: the device converts two e4m3 at once. What several fields share is written out for each, and done once: of e2m1 the
-    upper bytes of binary16, for every other field of both words together.
+    words without every other field.
     """
     byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
         return byte.format("$1")
     if element == "e2m1":
-        sign, magnitude = ("mov.b32 a, $1;", "shr.b32 b, $1, 3;") if position % 8 else ("shl.b32 a, $1, 4;", "shl.b32 b, $1, 1;")
-        return f"""{{ .reg .b32 a, b; {sign} {magnitude} and.b32 b, b, 0x0E0E0E0E;
-            lop3.b32 a, a, 0x80808080, b, 0xEA; {byte.format("a")} }}"""
+        # 9 code + 120 takes 8 bits, of which bit 6 is the sign, 3 bits above the magnitude: as far as a binary16's from its exponent.
+        nine, signs, bits = 9 << max(0, 9 - position), 120 << 9, 0x8E00
+        own = f"and.b32 a, $1, {(0xF0F0 if position % 8 else 0x0F0F) * 0x10001};"
+        if position > 9:
+            return f"{{ .reg .b32 a, b; {own} shr.b32 b, a, 3; lop3.b32 $0, a, b, {bits * 0x10001}, 0xA8; }}"
+        return f"{{ .reg .b32 a; {own} mad.lo.u32 a, a, {nine}, {signs * 0x10001}; and.b32 $0, a, {bits * 0x10001}; }}"
     if converts:
         half = "high" if position >= 8 else "low"
         return f"""{{ .reg .b32 a; .reg .b16 low, high; prmt.b32 a, $1, 0, 0x3120;
@@ -44,7 +47,7 @@ def _two_elements(element: str, position: int, converts: bool) -> str:
 
 @triton.jit
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The elements from bit ``POSITION`` up of each word, binary16; e2m1 smaller by 2^E2M1_EXPONENT."""
+    """The elements from bit ``POSITION`` up of each word, binary16; e2m1 smaller by 2^E2M1_EXPONENT, and ``FAST`` 0 of either sign."""
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)
         value = tl.inline_asm_elementwise(

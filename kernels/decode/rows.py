@@ -38,6 +38,9 @@ WARPS, ROTATED_WARPS = 4, 8
 MOST_REGISTERS = 128
 """Registers per thread at most: a multiprocessor then runs sixteen warps."""
 
+MOST_STAGED = 1 << 14
+"""Bytes of ordinary memory that the driver of a device copies aside, and later to the device: more than these wait for the device."""
+
 PROGRAMS, MOST_TILES = 1 << 11, 8
 """Programs that fill a device, and tiles per program at most: with more tiles than programs, each takes several."""
 
@@ -157,16 +160,29 @@ def work_of(
     out_aligned = 1
     if pages is not None:
         rows = _of_pages(rows, pages.moves)
-        out_aligned = math.gcd(16, int(numpy.gcd.reduce(pages.moves[:, 1])))
+        out_aligned = divides_all(pages.moves[:, 1])
     kinds = []
     for number, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
         at = _HEAD.value + _STREAM_INTEGERS.value * number
-        aligned = math.gcd(16, int(numpy.gcd.reduce(rows[:, at : at + _STREAM_INTEGERS.value], axis=None)))
+        aligned = divides_all(rows[:, at : at + _STREAM_INTEGERS.value])
         kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
-    table = torch.from_numpy(rows).to(device, non_blocking=True)
+    table = to_device(rows, device)
     given = [stream for streams, _, _ in packed for stream in streams]
     copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))
     return Work(table, tuple(kinds), block, tuple(held), copied, None if pages is None else pages.status, out_aligned)
+
+
+def divides_all(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
+    """The largest power of two, at most 16, that divides all of ``values``."""
+    return math.gcd(16, int(numpy.bitwise_or.reduce(values, axis=None)))
+
+
+def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
+    """A table of the host on ``device``, for which the host does not wait: the driver would, for large ones in ordinary memory."""
+    made = torch.from_numpy(table)
+    if device.type == "cuda" and table.nbytes > MOST_STAGED:
+        made = made.pin_memory()
+    return made.to(device, non_blocking=True)
 
 
 def _of_pages(

@@ -16,7 +16,7 @@ from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
-from kvpack.kernels.decode.rows import Packed, Pages
+from kvpack.kernels.decode.rows import Packed, Pages, divides_all, to_device
 from kvpack.kernels.encode.encode import has_products
 from kvpack.kernels.encode.rows import LARGEST_ROW, STREAMS_ALIGNED, Origins
 
@@ -31,16 +31,24 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
 
 
-class Lane(NamedTuple):
+class Lane:
     """A side of an engine's pages: a tensor ``[slot, kv_head, token, dim]`` of any strides for each layer, all of ``codec``.
 
     ``places`` are those of the first layer's streams in a row, ``stride`` the bytes from one layer's streams to the next one's.
     """
 
-    codec: Codec
-    layers: Sequence[torch.Tensor]
-    places: Mapping[str, int]
-    stride: int
+    def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
+        self.codec, self.layers, self.stride = codec, layers, stride
+        first = layers[0]
+        self.regular = all(layer.stride()[1:] == first.stride()[1:] for layer in layers)
+        """Whether the layers differ in their places alone."""
+        self.slot_strides = numpy.array([layer.stride(0) for layer in layers], numpy.int64)
+        self.streams = []
+        """Of each stream its name, dtype, place in values of it, shape and strides."""
+        for name, layout in codec.layout(1, *first.shape[1:3]).items():
+            dtype = _STREAMS[layout.dtype]
+            strides = torch.empty(layout.shape, device="meta").stride()
+            self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, strides))
 
 
 class Job(NamedTuple):
@@ -111,12 +119,13 @@ def _moves(lane: Lane, job: Job) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]
     """
     first, count = lane.layers[0], len(lane.layers)
     size = first.element_size()
-    apart = [layer.data_ptr() - first.data_ptr() for layer in lane.layers]
-    if any(distance % size for distance in apart) or any(layer.stride()[1:] != first.stride()[1:] for layer in lane.layers):
+    # An engine may have moved its memory since the last job.
+    addresses = numpy.array([layer.data_ptr() for layer in lane.layers], numpy.int64)
+    apart = addresses - addresses[0]
+    if not lane.regular or (apart % size).any():
         return None
     found = numpy.empty((len(job.slots), count, 3), numpy.int64)
-    strides = numpy.array([layer.stride(0) for layer in lane.layers], numpy.int64)
-    found[:, :, 0] = numpy.array(job.slots, numpy.int64)[:, None] * strides + numpy.array(apart, numpy.int64) // size
+    found[:, :, 0] = numpy.array(job.slots, numpy.int64)[:, None] * lane.slot_strides + apart // size
     pages = numpy.arange(len(job.slots), dtype=numpy.int64)[:, None]
     found[:, :, 1] = pages * job.rows.stride(0) + numpy.arange(count, dtype=numpy.int64) * lane.stride
     found[:, :, 2] = pages
@@ -124,15 +133,18 @@ def _moves(lane: Lane, job: Job) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 def _origins(moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]], x: torch.Tensor) -> Origins:
-    aligned = math.gcd(16, int(numpy.gcd.reduce(moves[:, 0])) * x.element_size())
-    return Origins(torch.from_numpy(moves).to(x.device, non_blocking=True), aligned)
+    aligned = math.gcd(16, divides_all(moves[:, 0]) * x.element_size())
+    return Origins(to_device(moves, x.device), aligned)
 
 
 def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
     """The streams of the first layer in the first row."""
-    _, heads, tokens, _ = lane.layers[0].shape
+    row = job.rows[0, : job.rows.shape[1] // STREAMS_ALIGNED * STREAMS_ALIGNED]
+    as_dtype: dict[torch.dtype, torch.Tensor] = {}
     found = {}
-    for name, layout in lane.codec.layout(1, heads, tokens).items():
-        dtype, begin = _STREAMS[layout.dtype], lane.places[name]
-        found[name] = job.rows[0, begin : begin + math.prod(layout.shape) * dtype.itemsize].view(dtype).view(layout.shape)
+    for name, dtype, begin, shape, strides in lane.streams:
+        if dtype not in as_dtype:
+            as_dtype[dtype] = row.view(dtype)
+        values = as_dtype[dtype]
+        found[name] = values.as_strided(shape, strides, values.storage_offset() + begin)
     return found

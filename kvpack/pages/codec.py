@@ -31,8 +31,9 @@ class PageCodec:
 
     ``namespace`` is 32 bytes that all rows name, such as ``Identity.digest``. ``threads`` are the codec's own: the host's threads, random
     state and default dtype stay as they are. Buffers are read and written where they lie: in host memory by C, on a CUDA device by its
-    kernels, on the current stream, from and to rows in its memory. There a job is one launch for each side and one for the checksums;
-    recipes and geometries that the kernels do not take, and rows in the host's memory, are copied through that.
+    kernels, on the current stream, from and to rows in its memory. There a job is a few launches for each side and one for the checksums;
+    recipes and geometries that no kernel takes page by page are coded for all pages together, and the rest is copied through the host's
+    memory, as rows there are.
     Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values
     (lossless, outliers, raw tokens) and for one that keeps a raw tail. A recipe of the codec klt needs its ``basis``: MissingBasis,
     InvalidShape for one of other heads, and what reading a basis raises.

@@ -1,21 +1,23 @@
 """Pages in the memory of a device, to rows and back by kernels: what the host adds are tables, and outcomes afterwards.
 
-What the kernels do not take passes through the host's memory: recipes that they do not know, and pages that they refuse, whose errors
-are then the host's.
+What they do not take is coded for all pages of a job together (``batched``), and the rest passes through the host's memory: pages that
+are refused, whose errors are then the host's, and recipes whose digits must be checked before they are looked up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from kvpack.coding import dispatch
 from kvpack.coding.modes import own_modes, writing
 from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, front_of
-from kvpack.formats.errors import DigestMismatch
+from kvpack.formats.errors import DigestMismatch, KvpackError
 
+from . import batched
 from .buffer import PageBuffer
 from .host import CPU, HostPages, Outcome, RowPlan
 
@@ -68,6 +70,7 @@ class DevicePages:
 
     def __init__(self, plan: RowPlan, host: HostPages, device: torch.device) -> None:
         self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
+        self._known: WeakKeyDictionary[PageBuffer, list[Lane]] = WeakKeyDictionary()
         with torch.inference_mode(False):
             self._front = _bytes(front_of(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
@@ -139,7 +142,15 @@ class DevicePages:
                 rows[:, KEY_AT : KEY_AT + KEY_BYTES] = self._keys(digests)
             if self._padding is not None:
                 rows.index_fill_(1, self._padding, 0)
-        if not all(lanes.encode(lane, job) for lane in self._lanes(pages)):
+        try:
+            for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
+                if lanes.encode(given, job):
+                    continue
+                if not batched.takes(lane.codec):
+                    return None
+                batched.encode_lane(lane, given.layers, slots, rows)
+        except (KvpackError, torch.OutOfMemoryError):
+            # The host names the page, and has memory of its own.
             return None
         checksum.write(rows, self._nbytes, MULTIPLIER, status)
         return status
@@ -149,7 +160,17 @@ class DevicePages:
             return False
         from kvpack.kernels.pages import lanes
 
-        return all(lanes.decode(lane, lanes.Job(slots, rows, status)) for lane in self._lanes(pages))
+        job = lanes.Job(slots, rows, status)
+        try:
+            for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
+                if lanes.decode(given, job):
+                    continue
+                if not batched.takes(lane.codec):
+                    return False
+                batched.decode_lane(lane, rows, given.layers, slots, status)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _check(self, rows: torch.Tensor, digests: Sequence[bytes | None]) -> torch.Tensor:
         from kvpack.kernels.pages import checksum
@@ -171,7 +192,9 @@ class DevicePages:
     def _lanes(self, pages: PageBuffer) -> list[Lane]:
         from kvpack.kernels.pages.lanes import Lane
 
-        return [
+        if (known := self._known.get(pages)) is not None:
+            return known
+        found = self._known[pages] = [
             Lane(
                 lane.codec,
                 pages.sides[lane.side][lane.first : lane.first + lane.count],
@@ -180,6 +203,7 @@ class DevicePages:
             )
             for lane in self._plan.lanes
         ]
+        return found
 
     def _error_of(self, rows: torch.Tensor, number: int, digest: bytes | None) -> Outcome:
         where = f"row {number}"

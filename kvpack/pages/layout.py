@@ -57,7 +57,7 @@ class PageLayout:
             found = torch.zeros(flat.numel(), dtype=torch.int64, device="cpu")
             for bit in range(numbers.numel().bit_length()):
                 ones = (numbers >> bit & 1).to(zeros[side].dtype).to(page.device)
-                found += (_bits(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
+                found += (bits_of(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
             at = found.nonzero().flatten()
             order = found[at].argsort()
             if at.numel() != numbers.numel() or not torch.equal(found[at][order], numbers.flatten()):
@@ -71,9 +71,9 @@ class PageLayout:
             places[side] = at[order].view(shape)
         layout = cls(geometry, flat.numel(), places)
         random = {side: _random_bits(shape, page.dtype).to(page.device) for side, shape in shapes.items()}
-        bits = _bits(written(random))
+        bits = bits_of(written(random))
         for side, place in places.items():
-            if not torch.equal(bits[place], _bits(random[side].to("cpu"))):
+            if not torch.equal(bits[place], bits_of(random[side].to("cpu"))):
                 raise InvalidParameter(f"{side}: the writer changes values, by a scale or another dtype, so its pages cannot be packed")
         return layout
 
@@ -126,9 +126,9 @@ class PageLayout:
         self._check_pool(pool)
         for number, slot in enumerate(slots):
             for side, place in self.places.items():
-                values = _bits(pool[slot])[place]
+                values = bits_of(pool[slot])[place]
                 for layer, target in enumerate(staging.sides[side]):
-                    _bits(target)[number].copy_(values[layer])
+                    bits_of(target)[number].copy_(values[layer])
 
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``. Raises InvalidShape."""
@@ -136,8 +136,8 @@ class PageLayout:
         with torch.inference_mode():
             for number, slot in enumerate(slots):
                 for side, place in self.places.items():
-                    values = torch.stack([_bits(source)[number] for source in staging.sides[side]])
-                    _bits(pool)[slot].index_put_((place,), values)
+                    values = torch.stack([bits_of(source)[number] for source in staging.sides[side]])
+                    bits_of(pool)[slot].index_put_((place,), values)
 
     def _check_pool(self, pool: torch.Tensor) -> None:
         if pool.dim() != 2 or pool.shape[1] != self.elements or pool.dtype != self.geometry.torch_dtype:
@@ -146,7 +146,7 @@ class PageLayout:
             )
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def bits_of(x: torch.Tensor) -> torch.Tensor:
     """The bits of values as integers: indexing has no kernels for every dtype, and a NaN equals nothing."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack import Basis, PageBuffer, PageCodec, PageGeometry
 from kvpack.errors import DigestMismatch, InvalidHeader, InvalidShape, KvpackError, NonFinite, NotKvpack, Truncated
 from kvpack.file import row as rows_of
+from kvpack.pages import batched
 from kvpack.pages.device import DevicePages
 
 from interpreter import DEVICE, INTERPRETED  # isort: skip
 from engine_pages import ENGINES, bits, filled, values  # isort: skip
+from klt_bases import random_basis  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +41,26 @@ CLOSE = [
     "octopus-3;boundary-1",
     "polarquant-4",
 ]
-BY_HOST = ["kv=scalar:b=3,channel_scale=fp16"]
+TOGETHER = [
+    "kv=scalar:b=3,channel_scale=fp16",
+    "turboquant-2.5",
+    "octopus-3-scaled",
+    "k=polar:b=4.2.2.2.2.2;v=group:b=3,scales=u8,channel_scale=fp16",
+]
+"""Recipes whose pages are coded together."""
+BY_HOST = ["k=group:b=4,g=32,channel_order=u8,block_rotation=32;v=octahedral:b=3", "kv=angle:n=48,channel_scale=fp16"]
 """Recipes that pass through the host's memory."""
 LATENTS = PageGeometry(layers=2, heads=1, tokens=33, dim_k=512, dim_v=64)
 """Latents of MLA beside their rotary values."""
-OF_LATENTS = ["k=group:b=4,g=32;v=raw", "k=group:b=2,g=32,scales=u8;v=raw", "oscar-2-u8", "octopus-3", "k=scalar:b=4;v=raw"]
+OF_LATENTS = [
+    "k=group:b=4,g=32;v=raw",
+    "k=group:b=2,g=32,scales=u8;v=raw",
+    "oscar-2-u8",
+    "octopus-3",
+    "k=scalar:b=4;v=raw",
+    "nvfp4",
+    "k=polar:b=4;v=raw",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +95,9 @@ def host_decoded(codec: PageCodec, rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 CASES = (
-    [(WIDE, recipe) for recipe in EXACT] + [(SMALL, recipe) for recipe in CLOSE + BY_HOST] + [(LATENTS, recipe) for recipe in OF_LATENTS]
+    [(WIDE, recipe) for recipe in EXACT]
+    + [(SMALL, recipe) for recipe in CLOSE + TOGETHER + BY_HOST]
+    + [(LATENTS, recipe) for recipe in OF_LATENTS]
 )
 
 
@@ -107,6 +126,48 @@ def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: st
                 assert torch.equal(bits(x[slot].cpu()), bits(y[number]))
             else:
                 torch.testing.assert_close(x[slot].cpu(), y[number], rtol=2**-6, atol=2**-6)
+
+
+def test_pages_of_a_basis_are_coded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    basis = Basis.of_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
+    codec = PageCodec("kv=klt:bits=4", SMALL, basis=basis)
+    pages, given = on_device(SMALL, 3)
+    expected = by_host(codec, given, [2, 0])
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    with monkeypatch.context() as patched:
+        refuse_the_host(patched)
+        assert codec.encode_into(pages, [2, 0], rows) == [None, None]
+        assert (rows.cpu() != expected).float().mean() < 0.02
+        target, found = on_device(SMALL, 3, seed=5)
+        before = [x.clone() for x in found]
+        rows[1, -70] ^= 1
+        outcomes = codec.decode_into(rows, target, [1, 2])
+    assert [type(outcome) for outcome in outcomes] == [type(None), DigestMismatch]
+    for x, y, old in zip(found, host_decoded(codec, rows[:1]), before, strict=True):
+        torch.testing.assert_close(x[1].cpu(), y[0], rtol=2**-6, atol=2**-4)
+        assert torch.equal(x[[0, 2]], old[[0, 2]])
+    # The host names a page that none of them takes.
+    given[1][2, 1, 1, 3, 7] = float("nan")
+    outcomes = codec.encode_into(pages, [2, 0], rows)
+    assert [type(outcome) for outcome in outcomes] == [NonFinite, type(None)]
+    assert "slot 2: layers[1].v" in str(outcomes[0])
+
+
+def test_a_device_without_memory_leaves_pages_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    codec = PageCodec("octopus-3-scaled", SMALL)
+    pages, given = on_device(SMALL, 2)
+    monkeypatch.setattr(batched, "encode_lane", full)
+    monkeypatch.setattr(batched, "decode_lane", full)
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    assert codec.encode_into(pages, [1, 0], rows) == [None, None]
+    assert (rows.cpu() != by_host(codec, given, [1, 0])).float().mean() < 0.02
+    target, found = on_device(SMALL, 2, seed=5)
+    assert codec.decode_into(rows, target, [1, 0]) == [None, None]
+    for x, y in zip(found, host_decoded(codec, rows), strict=True):
+        torch.testing.assert_close(x.cpu().flip(0), y, rtol=2**-6, atol=2**-6)
 
 
 def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

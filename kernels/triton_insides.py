@@ -6,7 +6,7 @@ Documented are Triton's language and its launches; a compiled kernel's handles a
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,6 +167,65 @@ class CachedLaunch:
             expect(callable(getattr(kernel, "run", None)), "a launch to return the compiled kernel", kernel)
             self._after = (*self.arguments, *(self.constants[name] for name in names))
             self._launch, self._before = _launcher(kernel)
+
+
+_KEPT: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[str]]] = {}
+"""What launches a compiled kernel, what precedes its arguments, and the names of its constants, by all that Triton compiles for."""
+
+
+def launch_kept(
+    function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
+) -> bool:
+    """Launch what ``launch_and_keep`` has compiled for arguments such as these; False, and nothing done, if there is none."""
+    if (stream := current_stream(device.index)) < 0:
+        return False
+    try:
+        kept = _KEPT.get(_class_of_launch(function, device, arguments, constants, options))
+    except TypeError:
+        # A constant that cannot be compared is Triton's own affair.
+        return False
+    if kept is None:
+        return False
+    run, before, names = kept
+    run(programs, 1, 1, stream, *before, *arguments, *[constants[name] for name in names])
+    return True
+
+
+def launch_and_keep(
+    function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Launch as Triton does on the current device, and keep what it has compiled."""
+    kernel = function[(programs,)](*arguments, **constants, **options)
+    if device.type != "cuda" or not isinstance(function, triton.runtime.JITFunction):
+        return
+    names = [parameter.name for parameter in function.params if parameter.is_constexpr]
+    # Constants are those alone that are given by their names.
+    if [*function.arg_names[len(arguments) :]] == names and set(names) == set(constants) and callable(getattr(kernel, "run", None)):
+        with suppress(TypeError):
+            _KEPT[_class_of_launch(function, device, arguments, constants, options)] = (*_launcher(kernel), names)
+
+
+def _class_of_launch(
+    function: Any, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Equal for launches that Triton compiles once. Raises TypeError for arguments and constants that cannot be told apart."""
+    of_constants = [(name, type(value), value) for name, value in constants.items()]
+    found = (function, device.index, *map(_class_of, arguments), *of_constants, *options.items())
+    hash(found)
+    return found
+
+
+def _class_of(value: Any) -> Any:
+    """What Triton compiles for of an argument: a tensor's dtype and alignment, an integer's width, and whether it is 1 or divided by 16."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % ALIGNED == 0
+    if type(value) is int:
+        return value == 1, value % ALIGNED == 0, -(2**31) <= value < 2**31, value < 2**63
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        return type(value), *map(_class_of, value)
+    raise TypeError(f"an argument of the type {type(value).__name__}")
 
 
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -16,6 +16,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.errors import InvalidShape
+from kvpack.kernels.triton_insides import launch_and_keep, launch_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,9 +91,13 @@ def launch(
 
     Without ``fusion`` products and sums round apart, as torch's do.
     """
-    if programs:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=fusion)
+    if not programs:
+        return
+    options = {"num_warps": warps, "enable_fp_fusion": fusion}
+    if device.type == "cuda" and launch_kept(kernel, programs, device, arguments, constants, options):
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        launch_and_keep(kernel, programs, device, arguments, constants, options)
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

@@ -88,3 +88,87 @@ def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatc
         found.append(float(out))
     assert found == [float(x[skipped : skipped + 16].sum()) for skipped in (0, 16, 32, 1)]
     assert len(bound) == 2
+
+
+class Compiled:
+    """A compiled kernel, and the function of which it is one."""
+
+    packed_metadata, function = (1, 1, 0), 7
+
+    def __init__(self, launched: list[Any]) -> None:
+        self.run = lambda *arguments: launched.append(arguments)
+
+
+class Function:
+    """What launches ask of a JIT function: it counts what Triton itself binds and launches."""
+
+    arg_names = ("out", "planes", "count", "SIZE")
+
+    def __init__(self) -> None:
+        self.bound: list[Any] = []
+        self.launched: list[Any] = []
+        self.params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in self.arg_names]
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *arguments, **constants: self.bound.append((grid, arguments, constants)) or Compiled(self.launched)
+
+
+def test_launches_of_one_class_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import triton
+
+    from kvpack.kernels import triton_insides
+
+    monkeypatch.setattr(triton.runtime, "JITFunction", Function)
+    monkeypatch.setattr(triton_insides, "current_stream", lambda device: 5)
+    function, device = Function(), torch.device("cuda:0")
+    memory = torch.zeros(64, dtype=torch.int16)
+    given = [
+        ((memory, (memory[8:], memory[16:]), 48, {"SIZE": 4}), True),
+        ((memory[32:], (memory, memory[8:]), 32, {"SIZE": 4}), False),
+        # Another alignment, width, divisor, dtype, constant, number of planes, and none.
+        ((memory[1:], (memory, memory), 48, {"SIZE": 4}), True),
+        ((memory, (memory, memory[3:]), 48, {"SIZE": 4}), True),
+        ((memory, (memory, memory), 1 << 40, {"SIZE": 4}), True),
+        ((memory, (memory, memory), 49, {"SIZE": 4}), True),
+        ((memory, (memory, memory), 1, {"SIZE": 4}), True),
+        ((memory.view(torch.float16), (memory, memory), 48, {"SIZE": 4}), True),
+        ((memory, (memory, memory), 48, {"SIZE": 5}), True),
+        ((memory, (memory, memory), 48, {"SIZE": 4.0}), True),
+        ((memory, (memory,), 48, {"SIZE": 4}), True),
+        ((memory, (memory, None), 48, {"SIZE": 4}), True),
+        ((memory, (memory[40:], None), 96, {"SIZE": 4}), False),
+    ]
+    for (out, planes, count, constants), bound in given:
+        before = len(function.bound)
+        arguments, options = (out, planes, count), {"num_warps": 2}
+        if not triton_insides.launch_kept(function, 9, device, arguments, constants, options):
+            triton_insides.launch_and_keep(function, 9, device, arguments, constants, options)
+        assert len(function.bound) == before + bound
+        if not bound:
+            assert function.launched[-1] == (9, 1, 1, 5, 7, (1, 1, 0), None, None, None, *arguments, *constants.values())
+    one = (memory, (memory, memory), 48)
+    assert not triton_insides.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 4})
+    assert not triton_insides.launch_kept(function, 9, torch.device("cuda:1"), one, {"SIZE": 4}, {"num_warps": 2})
+    # A profiler sees every launch, and so does another device.
+    monkeypatch.setattr(triton_insides, "current_stream", lambda device: -1)
+    assert not triton_insides.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 2})
+
+
+@pytest.mark.cuda
+def test_kept_launches_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from summing_kernel import planes_summed
+
+    from kvpack.kernels.words.columns import launch
+
+    bound = []
+    run = type(planes_summed).run
+    monkeypatch.setattr(type(planes_summed), "run", lambda *args, **kwargs: bound.append(1) or run(*args, **kwargs))
+    x = torch.arange(256, dtype=torch.float32, device="cuda")
+    given = [((x, x[64:]), 32), ((x[32:], x[128:]), 48), ((x[1:], x[2:]), 48), ((x,), 1), ((x[16:],), 1), ((x[3:], x[1:]), 16)]
+    for planes, count in given:
+        out = torch.zeros(1, device="cuda")
+        launch(planes_summed, 1, x.device, out, planes, count, None, COUNT=64)
+        assert float(out) == sum(float(plane[:count].sum()) for plane in planes)
+    assert len(bound) == 3

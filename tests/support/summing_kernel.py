@@ -12,3 +12,13 @@ def doubled(number: int) -> int:
 @triton.jit
 def summed(out: tl.tensor, x: tl.tensor, COUNT: tl.constexpr) -> None:
     tl.store(out, tl.sum(tl.load(x + tl.arange(0, COUNT)), 0))
+
+
+@triton.jit
+def planes_summed(out: tl.tensor, planes: tl.tuple, count: tl.tensor, absent: tl.tensor, COUNT: tl.constexpr) -> None:
+    total = tl.zeros((), tl.float32)
+    for number in tl.static_range(len(planes)):
+        at = tl.arange(0, COUNT)
+        total += tl.sum(tl.load(planes[number] + at, at < count, 0), 0)
+    if absent is None:
+        tl.store(out, total)

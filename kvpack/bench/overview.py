@@ -16,6 +16,8 @@ from . import picture
 from .summary import family
 
 RECIPES = (
+    "fp8",
+    "nvfp4",
     "kv=group:b=4,g=32",
     "oscar-2",
     "kv=scalar:b=4",

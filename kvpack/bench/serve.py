@@ -1,7 +1,7 @@
 """kvpack bench serve: what a user of a model gets: decode steps, ``generate``, the first token after a stored prefix, memory.
 
-The model has the shape of a known one and random weights; keys and values are random. Every figure is beside that of transformers' own
-caches, or of recomputing, in the same run.
+The model has the shape of a known one, or of a configuration, and random weights; keys and values are random. Every figure is beside that
+of transformers' own caches, or of recomputing, in the same run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
+GEMMA = {"vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_key_value_heads": 8}
 QWEN = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_key_value_heads": 8}
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "llama-3-8b": ("LlamaConfig", {**LLAMA, "num_attention_heads": 32, "head_dim": 128}),
     "qwen3-4b": ("Qwen3Config", {**QWEN, "num_attention_heads": 32, "head_dim": 128}),
+    "gemma-3-12b": ("Gemma3TextConfig", {**GEMMA, "num_attention_heads": 16, "head_dim": 256, "sliding_window": 1024}),
     "small": ("LlamaConfig", {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_key_value_heads": 2,
         "num_attention_heads": 4, "head_dim": 64,
@@ -61,7 +63,10 @@ def run(
     out: str | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure; the report that ``show`` prints. Raises InvalidParameter for a shape that is not known."""
+    """Measure; the report that ``show`` prints. ``shape`` is a name in SHAPES, or the path of a config.json or of its folder.
+
+    Raises InvalidParameter for a shape that is not known, and for layers that are not of full or sliding attention.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
     model = _model(shape, layers, device)
@@ -100,24 +105,62 @@ def run(
 
 
 def _model(shape: str, layers: int | None, device: str) -> Any:
-    if shape not in SHAPES:
-        raise InvalidParameter(f"shape is {shape!r}, expected one of {', '.join(SHAPES)}")
     library = transformers_library()
-    name, settings = SHAPES[shape]
-    if layers is not None:
-        settings = {**settings, "num_hidden_layers": layers}
-    config = getattr(library, name)(**settings, max_position_embeddings=1 << 20, dtype=torch.bfloat16, attn_implementation="sdpa")
+    config = _config(shape, layers)
+    config._attn_implementation = "sdpa"
     with torch.device(device):
         return library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def _config(shape: str, layers: int | None) -> Any:
+    library = transformers_library()
+    if shape in SHAPES:
+        name, settings = SHAPES[shape]
+        if layers is not None:
+            settings = {**settings, "num_hidden_layers": layers}
+        return getattr(library, name)(**settings, max_position_embeddings=1 << 20)
+    if not Path(shape).exists():
+        raise InvalidParameter(f"shape is {shape!r}, expected one of {', '.join(SHAPES)}, or the path of a config.json or of its folder")
+    config = library.AutoConfig.from_pretrained(shape).get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or []
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if types:
+            config.layer_types = types = types[:layers]
+    if others := set(types) - {"full_attention", "sliding_attention"}:
+        raise InvalidParameter(f"{shape}: layers of {', '.join(sorted(others))}; keys and values are drawn for full and sliding attention")
+    return config
+
+
+def _kept(config: Any, tokens: int) -> list[int]:
+    """How many of ``tokens`` the cache of each layer holds: a sliding window has dropped the others."""
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
+
+
 def _states(model: Any, batch: int, tokens: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [_layer_states(model, batch, kept, device) for kept in _kept(model.config, tokens)]
+
+
+def _layer_states(model: Any, batch: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     config = model.config
-    shape = batch, config.num_key_value_heads, tokens, config.head_dim
-    return [
-        (torch.randn(shape, device=device, dtype=torch.bfloat16), torch.randn(shape, device=device, dtype=torch.bfloat16))
-        for _ in range(config.num_hidden_layers)
-    ]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    k, v = (torch.randn(batch, heads, tokens, dim, device=device, dtype=torch.bfloat16) for _ in "kv")
+    return k, v
+
+
+def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> Any:
+    past = transformers_library().DynamicCache(states, config=model.config)
+    for layer in past.layers:
+        if layer.is_sliding:
+            # It was given what a window holds, and counts what it is given.
+            layer.cumulative_length = tokens
+    return past
+
+
+def _random_ids(model: Any, batch: int, tokens: int, device: str) -> torch.Tensor:
+    return torch.randint(1, min(500, model.config.vocab_size), (batch, tokens), device=device)
 
 
 def _decode_rows(
@@ -136,7 +179,6 @@ def _decode_rows(
 
 def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
     """Steps over a DynamicCache, with the attention that PyTorch chooses, and on a GPU with flash attention."""
-    library = transformers_library()
     names = ["DynamicCache"] if device == "cpu" else ["DynamicCache", "DynamicCache, flash"]
     rows: list[dict[str, Any]] = [{"cache": name, **dict.fromkeys(_DENSE)} for name in names]
     try:
@@ -144,11 +186,11 @@ def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> list[dict[
         for row in rows:
             row["cache_bytes"] = sum(x.nbytes for pair in states for x in pair)
         if device == "cuda":
-            with StaticStates(model, states) as static:
+            with StaticStates(model, states, tokens) as static:
                 rows[0]["graph_seconds"] = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
         for row in rows:
             _reset_peak(device)
-            past = library.DynamicCache(states, config=model.config)
+            past = _dynamic_cache(model, states, tokens)
             with flash_attention() if row["cache"].endswith("flash") else nullcontext():
                 row["eager_seconds"] = _eager_steps(model, past, batch, device)
                 row["generate_seconds"] = _generated(model, past, batch, device)
@@ -168,11 +210,9 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     from kvpack.integrations.transformers import KvpackCache
 
     layers = []
-    for _ in range(model.config.num_hidden_layers):
-        config = model.config
-        shape = batch, config.num_key_value_heads, tokens, config.head_dim
-        pair = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in "kv"]
-        layers.append(kvpack.pack([(pair[0], pair[1])], recipe)[0])
+    for kept in _kept(model.config, tokens):
+        pair = _layer_states(model, batch, kept, device)
+        layers.append(kvpack.pack([(*pair, tokens - kept)], recipe)[0])
     cache = kvpack.Cache(tuple(layers), recipe)
     del pair, layers
     size = cache.nbytes
@@ -196,7 +236,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 def _generated(model: Any, past: Any, batch: int, device: str) -> float:
     """Seconds of ``generate`` for each token that it adds to ``past``, with all that it does before the first."""
     count = GENERATED[device]
-    ids = torch.randint(1, 500, (batch, past.get_seq_length() + 1), device=device)
+    ids = _random_ids(model, batch, past.get_seq_length() + 1, device)
     options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     _wait(device)
     begin = time.perf_counter()
@@ -229,7 +269,7 @@ def _first_token_rows(
 
     library = transformers_library()
     suffix = SUFFIX[device]
-    ids = torch.randint(1, 500, (1, tokens + suffix), device=device)
+    ids = _random_ids(model, 1, tokens + suffix, device)
     row = {"tokens": tokens, "suffix": suffix}
 
     def logits(past: Any, given: torch.Tensor) -> None:
@@ -238,6 +278,7 @@ def _first_token_rows(
     rows = [{**row, "from": "recompute", "seconds": _median(lambda: logits(library.DynamicCache(config=model.config), ids))}]
     count()
     states = _states(model, 1, tokens, device)
+    dropped = [(*pair, tokens - pair[0].shape[2]) for pair in states]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         path = Path(place, "bf16.safetensors")
         save_file({f"{number}.{name}": x for number, pair in enumerate(states) for name, x in zip("kv", pair, strict=True)}, path)
@@ -245,7 +286,7 @@ def _first_token_rows(
         def from_bf16() -> None:
             read = load_file(path, device=device)
             pairs = [(read[f"{number}.k"], read[f"{number}.v"]) for number in range(len(states))]
-            logits(library.DynamicCache(pairs, config=model.config), ids[:, tokens:])
+            logits(_dynamic_cache(model, pairs, tokens), ids[:, tokens:])
 
         rows.append({**row, "from": "bf16 safetensors", "seconds": _median(from_bf16), "file_bytes": path.stat().st_size})
         path.unlink()
@@ -254,7 +295,7 @@ def _first_token_rows(
         for recipe in recipes:
             path = Path(place, "prefix.kvpack")
             # It names its model, as a file of a KvpackCache does, which is checked.
-            kvpack.save(replace(kvpack.pack(states, recipe), model=identity_of(model)), path)
+            kvpack.save(replace(kvpack.pack(dropped, recipe), model=identity_of(model)), path)
 
             def from_packed(path: Path = path) -> None:
                 with KvpackCache.load(path, model) as past:

@@ -28,15 +28,19 @@ def flash_attention() -> AbstractContextManager[None]:
 class StaticStates:
     """bf16 keys and values with room for new tokens, written at a position on the device, attended by cuDNN or flash attention.
 
-    Inside a ``with`` block the model's attention is this; ``cache`` is what the model is given.
+    Inside a ``with`` block the model's attention is this; ``cache`` is what the model is given. ``states`` of a layer may be those that a
+    sliding window has kept of ``tokens``.
     """
 
-    def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
         library = transformers_library()
-        self._model, self._tokens = model, states[0][0].shape[2]
+        self._model = model
         self._states = [tuple(torch.nn.functional.pad(x, (0, 0, 0, ROOM)) for x in pair) for pair in states]
-        self._position = torch.tensor([self._tokens], device=states[0][0].device)
-        self.cache = library.Cache(layers=[_layer(library, self._tokens) for _ in states])
+        lengths = [keys.shape[2] for keys, _ in states]
+        self._positions = [torch.tensor([length], device=keys.device) for length, (keys, _) in zip(lengths, states, strict=True)]
+        # A window holds one token more than were kept, and always the same number.
+        self._stops = [length + (ROOM // 2 if length == tokens else 1) for length in lengths]
+        self.cache = library.Cache(layers=[_layer(library, tokens) for _ in states])
         library.AttentionInterface.register(NAME, self._attend)
         library.AttentionMaskInterface.register(NAME, lambda *_, **__: None)
 
@@ -56,9 +60,9 @@ class StaticStates:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         keys, values = self._states[module.layer_idx]
-        keys.index_copy_(2, self._position, k)
-        values.index_copy_(2, self._position, v)
-        stop = self._tokens + ROOM // 2
+        position, stop = self._positions[module.layer_idx], self._stops[module.layer_idx]
+        keys.index_copy_(2, position, k)
+        values.index_copy_(2, position, v)
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
             out = torch.nn.functional.scaled_dot_product_attention(
                 q, keys[:, :, :stop], values[:, :, :stop], scale=scaling, enable_gqa=True

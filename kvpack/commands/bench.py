@@ -201,10 +201,14 @@ def _add_serve(kinds: Any) -> None:
     serve = kinds.add_parser(
         "serve",
         help="a model's decode step, its first token after a stored prefix, and its memory, compared with transformers' caches",
-        description="Time a model of a known shape with random weights: decode steps, eager and in a CUDA graph, and the first token "
-        "after a prefix, recomputed or from files; on a CPU, a small model.",
+        description="Time a model of a known shape, or of a configuration, with random weights: decode steps, eager and in a CUDA graph, "
+        "and the first token after a prefix, recomputed or from files; on a CPU, a small model.",
     )
-    serve.add_argument("--shape", metavar="SHAPE", help="llama-3-8b, qwen3-4b or small (default: llama-3-8b, on a CPU small)")
+    serve.add_argument(
+        "--shape",
+        metavar="SHAPE",
+        help="llama-3-8b, qwen3-4b, gemma-3-12b, small, or the path of a config.json or its folder (default: llama-3-8b, on a CPU small)",
+    )
     serve.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
     serve.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: three)")
     serve.add_argument(

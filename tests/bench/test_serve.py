@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 import kvpack
 from kvpack.bench import serve
 from kvpack.formats.errors import InvalidParameter
+from kvpack.models import transformers_library
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of a device are large")
 
@@ -42,6 +45,48 @@ def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pyte
     assert row[5:] == ["1000.00", "0.50", "/", "2.00", "1000.00", "0.25", "/", "2.00", "1.00", "500.00", "0.50", "4"]
 
 
+def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of sliding attention hold their window; every pass is of positions after all tokens."""
+    monkeypatch.setattr(serve, "GENERATED", {"cpu": 2})
+    _, settings = serve.SHAPES["small"]
+    library = transformers_library()
+    options = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 100}
+    library.Gemma3TextConfig(**{**settings, **options}).save_pretrained(tmp_path)
+    positions = []
+    forward = library.Gemma3ForCausalLM.forward
+
+    # With its signature, by which generate decides what to pass.
+    @wraps(forward)
+    def recorded(self: Any, *given: Any, **named: Any) -> Any:
+        out = forward(self, *given, **named)
+        positions.append(named["past_key_values"].get_seq_length())
+        return out
+
+    monkeypatch.setattr(library.Gemma3ForCausalLM, "forward", recorded)
+    report = serve.run(str(tmp_path / "config.json"), ["octopus-3"], [(1, 40)], [40], 2, None, None)
+    assert report["layers"] == 2
+    heads, dim = settings["num_key_value_heads"], settings["head_dim"]
+    assert report["decode"][0]["cache_bytes"] == 2 * 2 * heads * dim * (40 + 15)
+    steps = serve.WARM_STEPS + serve.EAGER_STEPS + 2
+    assert set(positions) == {*range(41, 41 + steps), 40 + serve.SUFFIX["cpu"]}
+
+
+def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
+    transformers_library().Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(InvalidParameter, match="linear_attention; keys and values are drawn for full and sliding attention"):
+        serve.run(str(tmp_path), None, None, None, None, None, None)
+
+
+def test_every_shape_has_layers_that_can_be_drawn() -> None:
+    for shape in serve.SHAPES:
+        config = serve._config(shape, None)
+        assert len(serve._kept(config, 4096)) == config.num_hidden_layers
+    kept = serve._kept(serve._config("gemma-3-12b", None), 4096)
+    assert kept[:7] == [1023] * 5 + [4096, 1023]
+
+
 def test_a_shape_that_is_not_known() -> None:
-    with pytest.raises(InvalidParameter, match="shape is 'large', expected one of llama-3-8b, "):
+    with pytest.raises(InvalidParameter, match=r"shape is 'large', expected one of llama-3-8b, .*, or the path of a config\.json"):
         serve.run("large", None, None, None, None, None, None)

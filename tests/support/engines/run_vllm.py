@@ -115,7 +115,7 @@ def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
     if "memory" in run:
         found = (
             metrics[prefix + "packed_ratio"],
-            metrics[prefix + "packed_encoded_blocks"],
+            metrics.get(prefix + "packed_encoded_blocks", 0),
             metrics.get(prefix + "packed_damaged_chunks", 0),
         )
         return found == (run["ratio"], run["encoded"], run["damaged"])

@@ -59,7 +59,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, tensors: Sequence[torch.Tensor],
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
         found = Side(lane.codec, (Page(lane.codec, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
-        at = torch.tensor(chosen, device=rows.device)
+        at = torch.tensor(chosen, dtype=torch.int64, device=rows.device)
         for tensor, values in zip(tensors, found.view(len(chosen), lane.count, *found.shape[1:]).unbind(1), strict=True):
             if tensor.dtype.itemsize == 1:
                 most = torch.finfo(tensor.dtype).max
@@ -86,6 +86,6 @@ def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         dtype = TORCH_DTYPES[layout.dtype]
         first = rows[:, begin:end].view(dtype)
         shape = layout.shape[1:]
-        strides = torch.empty(shape, device="meta").stride()
+        strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
         found[name] = first.as_strided((len(rows), lane.count, *shape), (first.stride(0), lane.stride // dtype.itemsize, *strides))
     return found

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import random
 
     from file_mutator import Vocabulary
+    from parts import Parts
 
     from kvpack.cache.cache import Cache
 
@@ -55,10 +56,7 @@ def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, mo
     named = ignorable.get(FEATURE) if isinstance(ignorable, dict) else None
     if not isinstance(named, bytes) or len(named) < _DIGEST.stop:
         return mutated
-    start = 8 + int.from_bytes(mutated[:8], "little")
-    header = len(msgpack.packb(parts.header))
-    payload = mutated[start + header + -header % 64 :]
-    parts.header["ignorable"][FEATURE] = named[: _DIGEST.start] + xxhash.xxh3_128_digest(payload) + named[_DIGEST.stop :]
+    parts.header["ignorable"][FEATURE] = named[: _DIGEST.start] + _payload_digest(mutated, parts) + named[_DIGEST.stop :]
     return repaired(parts) or mutated
 
 
@@ -83,14 +81,30 @@ class EntryOracle:
         before = self.chains[recipe][:number]
         chain, keys = [*before, data], [*_keys(before), key]
         parsed, quick = _read(self._reader(recipe), chain, keys), _read(self._knowing[recipe], chain, keys)
+        accepted = parsed is not None
+        if not accepted and quick is not None and (other := _with_right_digests(data)) is not None:
+            # The digests of tensors may be wrong where that of the payload is checked in their place (spec/store.md, Entries).
+            parsed = _read(self._reader(recipe), [*before, other], keys)
         assert (parsed is None) == (quick is None), f"parsed: {parsed}; by its shape: {quick}"
-        if parsed is None or quick is None:
-            return False
-        _assert_same(parsed[-1], quick[-1])
-        return True
+        if parsed is not None and quick is not None:
+            _assert_same(parsed[-1], quick[-1])
+        return accepted
 
     def _reader(self, recipe: str) -> Reader:
         return Reader(MODEL, recipe, CHUNK, check_values=False)
+
+
+def _payload_digest(data: bytes, parts: Parts) -> bytes:
+    start, header = 8 + int.from_bytes(data[:8], "little"), len(msgpack.packb(parts.header))
+    return xxhash.xxh3_128_digest(data[start + header + -header % 64 :])
+
+
+def _with_right_digests(data: bytes) -> bytes | None:
+    """The entry with the digests of its tensors as they should be; None where that of its payload is wrong."""
+    parts = taken_apart(data)
+    if parts is None or parts.header["ignorable"][FEATURE][_DIGEST] != _payload_digest(data, parts):
+        return None
+    return repaired(parts)
 
 
 def _keys(chain: list[bytes]) -> list[bytes]:

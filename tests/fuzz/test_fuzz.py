@@ -30,6 +30,7 @@ from kvpack.store import entries
 ROOT = Path(__file__).resolve().parents[2]
 
 import cache_oracles  # noqa: E402
+import entry_oracles  # noqa: E402
 import line_coverage  # noqa: E402
 import oracles  # noqa: E402
 import seeds  # noqa: E402
@@ -296,6 +297,21 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
     assert loaded is not None
     assert any(not values.isfinite().all() for pair in loaded.unpack(torch.float32) for values in pair if values is not None)
     value_oracles.compare_values(data)
+
+
+def test_a_payload_may_be_checked_in_place_of_its_tensors() -> None:
+    """An entry whose tensors' digests alone are wrong: a reader that knows its shape takes it, and one that parses it does not."""
+    oracle = entry_oracles.EntryOracle()
+    first, _ = oracle.chains[entry_oracles.RECIPES[0]]
+    parts = taken_apart(first)
+    assert parts is not None
+    parts.header["tensors"][0][5] = bytes(16)
+    damaged = parts.joined(msgpack.packb(parts.header))
+    assert len(damaged) == len(first)
+    assert damaged != first
+    assert oracle.check(first)
+    assert not oracle.check(damaged)
+    assert not oracle.check(damaged[:-1] + bytes([damaged[-1] ^ 1]))
 
 
 def test_the_oracle_knows_that_states_are_of_one_token() -> None:

@@ -10,6 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .columns import Columns
@@ -60,6 +63,16 @@ class Layout:
     tokens_per_row: int = 1
     per: str = "token"
     batch_axis: int | None = 0
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of a dense array of this shape, in values."""
+        return _strides(self.shape)
+
+
+@lru_cache(maxsize=256)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))[::-1]
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ class Lane:
         """Of each stream its name, dtype, place in values of it, shape and strides."""
         for name, layout in codec.layout(1, *first.shape[1:3]).items():
             dtype = _STREAMS[layout.dtype]
-            strides = torch.empty(layout.shape, dtype=dtype, device="meta").stride()
-            self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, strides))
+            self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
 
 
 class Job(NamedTuple):

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
-from operator import mul, sub
+from operator import sub
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -258,14 +257,8 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, view
         if layout.dtype not in views:
             views[layout.dtype] = memory.view(TORCH_DTYPES[layout.dtype])
         view, begin = views[layout.dtype], (start + places.streams[name][0]) // DTYPE_BYTES[layout.dtype]
-        tensors[name] = view.as_strided(layout.shape, _strides(layout.shape), view.storage_offset() + begin)
+        tensors[name] = view.as_strided(layout.shape, layout.strides, view.storage_offset() + begin)
     return side_of(file.header, entry, tensors, memory.device)
-
-
-@lru_cache(maxsize=256)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor."""
-    return tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))[::-1]
 
 
 def _states(file: File, number: int, part: Part, bus: Bus) -> dict[str, torch.Tensor]:

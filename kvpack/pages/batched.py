@@ -85,7 +85,6 @@ def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         begin, end = lane.places[name]
         dtype = TORCH_DTYPES[layout.dtype]
         first = rows[:, begin:end].view(dtype)
-        shape = layout.shape[1:]
-        strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
-        found[name] = first.as_strided((len(rows), lane.count, *shape), (first.stride(0), lane.stride // dtype.itemsize, *strides))
+        sizes, strides = (len(rows), lane.count), (first.stride(0), lane.stride // dtype.itemsize)
+        found[name] = first.as_strided((*sizes, *layout.shape[1:]), (*strides, *layout.strides[1:]))
     return found

@@ -129,9 +129,8 @@ def _plan(file: File, number: int, name: str, entry: SideEntry, cache: Cache) ->
     streams = []
     for stream, layout in file.header.streams[entry].items():
         place = file.front.places[f"{number}.{name}.{stream}"]
-        strides = torch.empty(layout.shape, dtype=torch.uint8, device="meta").stride()
         first = (len(file.front.text) + place.begin) // DTYPE_BYTES[layout.dtype]
-        streams.append((stream, TORCH_DTYPES[layout.dtype], layout.shape, strides, first))
+        streams.append((stream, TORCH_DTYPES[layout.dtype], layout.shape, layout.strides, first))
     return SidePlan(entry, tuple(streams), cache[number].sides[name])
 
 

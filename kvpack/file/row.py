@@ -23,8 +23,8 @@ FRAME_BYTES = 128
 ALIGNMENT = 64
 """The description, every stream and the end of a row are at multiples of it."""
 NAMESPACE_BYTES = KEY_BYTES = 32
-KEY_AT = 64
-"""Where the key begins in a frame."""
+NAMESPACE_AT, KEY_AT = 32, 64
+"""Where the namespace and the key begin in a frame."""
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Of the checksum: 5 modulo 8, so that its powers repeat after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
@@ -84,6 +84,11 @@ def row_layout(contents: Contents) -> RowLayout:
 def begins_row(beginning: bytes) -> bool:
     """Whether bytes begin as a row of this version does."""
     return beginning.startswith(MAGIC)
+
+
+def namespace_of(beginning: bytes) -> bytes | None:
+    """The namespace of a row from its first bytes, which nothing checks; None for what is no row of this version."""
+    return beginning[NAMESPACE_AT:KEY_AT] if begins_row(beginning) else None
 
 
 def front_of(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpack.file import container
-from kvpack.file.row import begins_row
+from kvpack.file.row import KEY_AT, begins_row, namespace_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
@@ -214,6 +215,15 @@ def verify(
             yield stored, None
         if progress:
             progress(number + 1, len(listed))
+
+
+def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> Iterator[bytes]:
+    """The key of every entry that is a row of ``namespace``, by the row's frame; entries that cannot be read are left out."""
+    for stored in list(backend.list()):
+        with suppress(_Gone, KvpackError, MemoryError):
+            data = _read(backend, stored, cipher, max_entry_bytes, front=True)
+            if namespace_of(bytes(memoryview(data)[:KEY_AT])) == namespace:
+                yield stored.key
 
 
 class _Gone(Exception):

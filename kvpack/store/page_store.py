@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvpack.coding.pools import OwnThreads
 from kvpack.coding.recipes import basis_for, parse_recipe
-from kvpack.formats.errors import InvalidParameter, Truncated
+from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.codec import PageCodec, key_digest
 
 from .backend import MAX_ENTRY_BYTES
+from .catalog import rows_of
 from .counters import Counters
 from .encryption import in_clear
 from .forms import check_size
@@ -197,8 +198,23 @@ class PageStore:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove the entries of ``keys``, and return how many there were. Raises InvalidParameter."""
-        removed = len(self._backend.delete(self._names(keys)))
-        self._counters.add("deleted_entries", removed)
+        return self._removed(self._names(keys))
+
+    def clear(self) -> int:
+        """Remove every page of the identity, of any geometry, and return how many there were.
+
+        Every entry's beginning is read. Submitted jobs are waited for; what other threads and processes store meanwhile may stay.
+        Raises WriteFailed where the location keeps some of the pages.
+        """
+        self.drain()
+        names = [*rows_of(self._backend, self.codec.namespace, self._cipher, max_entry_bytes=self._max_entry_bytes)]
+        removed = self._removed(names)
+        kept = sum(self._backend.present([name]) for name in names)
+        if kept:
+            raise WriteFailed(
+                f"{self.location}: {kept} of {len(names)} pages could not be removed, expected none to stay: "
+                f"the store counted {self.counters()['faults']}"
+            )
         return removed
 
     def submit_put(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
@@ -250,6 +266,11 @@ class PageStore:
     def recent(self) -> list[tuple[str, float]]:
         """The loads and saves since the last call, as ("load" or "save", seconds): for histograms of an engine's own."""
         return self._counters.recent()
+
+    def _removed(self, names: list[bytes]) -> int:
+        removed = len(self._backend.delete(names))
+        self._counters.add("deleted_entries", removed)
+        return removed
 
     def _put(self, chain: list[bytes], row: memoryview, now: int) -> bool:
         try:

@@ -191,6 +191,7 @@ def test_every_call_leaves_the_hosts_settings(storage: Any, tmp_path: Path, monk
         with pytest.raises(InvalidParameter):
             backend.batch_get_v1(["a"], at[0, 1])
         backend.get_stats()
+        backend.clear()
         backend.close()
     public = {name for name, value in vars(storage.KvpackHiCache).items() if not name.startswith("_") and callable(value)}
     assert backend.called >= public - {"register_mem_pool_host"}
@@ -388,18 +389,64 @@ def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) 
 
     with pytest.raises(InvalidParameter, match="no server's kv_cache_dtype tells what they are"):
         opened(storage, of_bytes(1), tmp_path, recipe="raw")
-    e4m3 = {"kv_cache_dtype": "fp8_e4m3", "json_model_override_args": "{}"}
-    others = [{"kv_cache_dtype": "fp8_e5m2"}, {"json_model_override_args": '{"rope_theta": 5e5}'}, {"quantization": "fp8"}, {}]
-    for settings in ({}, *others):
-        SERVER.update(e4m3)
-        SERVER.update(settings)
-        backend = opened(storage, of_bytes(1), tmp_path, recipe="raw")
-        there = backend.batch_exists(["a" * 64])
-        assert there == (settings is others[-1])
-        if not any(SERVER[name] != value for name, value in e4m3.items()) and "quantization" not in SERVER:
-            backend.batch_set_v1(["a" * 64], indices(2))
-        backend.close()
+    e4m3 = {**dict.fromkeys(storage._SETTINGS), "kv_cache_dtype": "fp8_e4m3", "json_model_override_args": "{}"}
+    others = [
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"json_model_override_args": '{"rope_theta": 5e5}'},
+        {"quantization": "fp8"},
+        # Weights that are not those of the folder.
+        {"load_format": "dummy"},
+        {"weight_version": "2"},
+    ]
+    SERVER.update(e4m3)
+    backend = opened(storage, of_bytes(1), tmp_path, recipe="raw")
+    backend.batch_set_v1(["a" * 64], indices(2))
+    backend.close()
+    for settings in (*others, {}):
         SERVER.clear()
+        SERVER.update(e4m3 | settings)
+        backend = opened(storage, of_bytes(1), tmp_path, recipe="raw")
+        assert backend.batch_exists(["a" * 64]) == (not settings)
+        backend.close()
+    del SERVER["load_format"], SERVER["dtype"]
+    with pytest.raises(InvalidParameter, match="this SGLang's server has no argument dtype, load_format, on which pages depend: kvpack"):
+        opened(storage, of_bytes(1), tmp_path, recipe="raw")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "other"), [("mamba", "mamba_ssm_dtype", "float16"), ("draft", "speculative_draft_model_path", "/models/another")]
+)
+def test_pools_depend_on_settings_of_their_own(storage: Any, tmp_path: Path, name: str, setting: str, other: str) -> None:
+    """States of as many bytes in another dtype, and the pages of another draft model, which SGLang's keys do not tell apart."""
+    settings = dict.fromkeys((*storage._SETTINGS, *storage._DRAFT_SETTINGS))
+    there = {}
+    for value in (None, other, None):
+        SERVER.update({**settings, setting: value})
+        backend = opened(storage, pool("page_first", 1), tmp_path)
+        backend.register_mem_host_pool_v2(StatePool(2), name)
+        transfer = types.SimpleNamespace(name=name, keys=["key"], host_indices=torch.tensor([1]))
+        there.setdefault(value, []).append(backend.batch_get_v2([transfer])[name])
+        if value is None:
+            backend.batch_set_v2([transfer])
+        backend.close()
+    assert there == {None: [[False], [True]], other: [[False]]}
+
+
+def test_clearing_the_backend_removes_what_this_model_has_stored(storage: Any, tmp_path: Path) -> None:
+    """SGLang's base class does nothing, and its server then tells that the storage was cleared."""
+    backend = opened(storage, pool("page_first", 1), tmp_path)
+    backend.register_mem_host_pool_v2(pool("page_first", 2), "swa")
+    other = opened(storage, pool("page_first", 3), tmp_path, revision="another")
+    transfer = types.SimpleNamespace(name="swa", keys=["a"], host_indices=indices(3))
+    for one in (backend, other):
+        one.batch_set_v1(["a", "b"], indices(4, 0))
+    backend.batch_set_v2([transfer])
+    backend.clear()
+    assert backend.batch_exists(["a", "b"]) == 0
+    assert backend.batch_get_v2([transfer]) == {"swa": [False]}
+    assert other.batch_exists(["a", "b"]) == 2
+    for one in (backend, other):
+        one.close()
 
 
 def test_settings_of_sglang_itself_are_left_to_it(storage: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import kvpack
 from kvpack import Identity, PageBuffer, PageGeometry, PageStore, Tier, cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
-from kvpack.errors import InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, MissingFile
+from kvpack.errors import InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, MissingFile, WriteFailed
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
 
@@ -112,6 +112,35 @@ def test_pages_of_other_shapes_leave_one_another_alone(tmp_path: Path) -> None:
         assert other.put(KEYS, others, range(4)) == [True] * 4
         assert store.get_into(KEYS, target, range(4)) == other.get_into(KEYS, others, range(4)) == [True] * 4
         assert store.counters()["damaged_entries"] == other.counters()["damaged_entries"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "encrypted"])
+def test_clearing_removes_the_pages_of_one_identity(location: Any, options: dict[str, Any]) -> None:
+    given, _ = pages()
+    wide = PageGeometry(layers=1, heads=1, tokens=16, dim_k=128, dim_v=128)
+    others = PageBuffer(wide, *torch.randn(2, 4, 1, 1, 16, 128).bfloat16())
+    theirs = Identity("model", IDENTITY.recipe, weights="other")
+    with PageStore(location, IDENTITY, GEOMETRY, **options) as store:
+        store.put(KEYS, given, range(4))
+        with PageStore(location, IDENTITY, wide, **options) as same, PageStore(location, theirs, GEOMETRY, **options) as other:
+            same.put(KEYS[:2], others, range(2))
+            other.put(KEYS[:3], given, range(3))
+            # Tiers in memory are a store's own.
+            shared = other.stats()["entries"] > 3
+            assert store.clear() == (6 if shared else 4)
+            assert store.present(KEYS) == [False] * 4
+            assert other.present(KEYS) == [True] * 3 + [False]
+        assert store.clear() == 0
+        assert store.counters()["faults"] == {}
+
+
+def test_clearing_says_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, _ = pages()
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        store.put(KEYS, given, range(4))
+        monkeypatch.setattr("kvpack.store.folder.os.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "read-only")))
+        with pytest.raises(WriteFailed, match=r"4 of 4 pages could not be removed, expected none to stay: the store counted \{"):
+            store.clear()
 
 
 def entry(folder: Path, key: bytes) -> Path:

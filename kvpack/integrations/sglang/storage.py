@@ -34,9 +34,17 @@ _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocat
 _PACKED = {"swa", "auxiliary_swa"}
 """The further pools of keys and values; of all others kvpack knows the bytes alone."""
 _SETTINGS = (
-    "dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "torchao_config", "context_length",
+    "dtype", "kv_cache_dtype", "mamba_ssm_dtype", "quantization", "quantization_param_path", "modelopt_quant", "rl_quant_profile",
+    "load_format", "revision", "weight_version", "json_model_override_args", "context_length",
 )  # fmt: skip
-"""Arguments of SGLang's server on which keys and values depend, besides the model's folder."""
+"""Arguments of SGLang's server on which keys, values and states depend, besides the model's folder."""
+_DRAFT = "draft"
+"""What the names of the pools of a draft model begin with."""
+_DRAFT_SETTINGS = (
+    "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_model_quantization",
+    "speculative_draft_load_format", "speculative_draft_kv_cache_dtype",
+)  # fmt: skip
+"""Those on which the pages of a draft model depend as well."""
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -153,6 +161,14 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
                 pages += [count for count, _ in calls]
                 speeds += [speed for _, speed in calls]
         return found
+
+    def clear(self) -> None:
+        """Remove what this rank has stored for every pool: SGLang's endpoint reports success, whatever a backend does.
+
+        Raises WriteFailed where the location keeps some of it.
+        """
+        for pool in self._every_pool():
+            pool.store.clear()
 
     def close(self) -> None:
         for pool in self._every_pool():
@@ -273,8 +289,8 @@ def _check_whole(pool: Any, geometry: PageGeometry) -> None:
         )
 
 
-def _settings(pool: Any) -> list[str]:
-    """What SGLang was started with. Raises InvalidParameter where that is needed and not known."""
+def _settings(pool: Any, name: str) -> list[str]:
+    """What SGLang was started with, for the pages of the pool ``name``. Raises InvalidParameter where that is needed and not known."""
     from sglang.srt.runtime_context import get_server_args
 
     try:
@@ -284,7 +300,14 @@ def _settings(pool: Any) -> list[str]:
         if getattr(pool, "dtype", None) == torch.uint8:
             raise InvalidParameter("the host pool has bytes, and no server's kv_cache_dtype tells what they are") from None
         return []
-    return [f"{name}={getattr(arguments, name, None)}" for name in _SETTINGS]
+    wanted = (*_SETTINGS, *(_DRAFT_SETTINGS if name.startswith(_DRAFT) else ()))
+    unknown = [setting for setting in wanted if not hasattr(arguments, setting)]
+    if unknown:
+        raise InvalidParameter(
+            f"this SGLang's server has no argument {', '.join(unknown)}, on which pages depend: kvpack was run with SGLang 0.5.23, "
+            "and cannot tell the pages of one configuration of another version from those of the next"
+        )
+    return [f"{setting}={getattr(arguments, setting)}" for setting in wanted]
 
 
 def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
@@ -314,7 +337,7 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
     names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
     parallel = {name: getattr(config, name, None) for name in names}
     arrangement = [str(getattr(pool, "layout", "")), str(tag)] if arranged else [] if tag is None else [str(tag)]
-    shape = [parallel, pool.page_size, *([name] if name else []), *arrangement, *_settings(pool)]
+    shape = [parallel, pool.page_size, *([name] if name else []), *arrangement, *_settings(pool, name)]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
     kept: Any = getattr(pool, "dtype", None)
     recipe, dtype = options["recipe"], _NAMES.get(kept, "u8")

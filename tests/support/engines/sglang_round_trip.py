@@ -151,6 +151,8 @@ def run(recipe: str, collector: Any) -> bool:
         after = metrics(collector, other)
         good &= after["sglang:kvpack_damaged_entries_total"] - shown["sglang:kvpack_damaged_entries_total"] == 1
         good &= after["sglang:kvpack_hit_tokens_total"] > shown["sglang:kvpack_hit_tokens_total"] > 0
+        other.clear()
+        good &= other.batch_exists(KEYS) == 0 and not any(map(any, other.batch_get_v2(extra).values()))
         good &= after["sglang:prefetch_pgs_sum"] > 0 and after["sglang:kvpack_row_bytes"] > 0
     good &= worst <= (0 if recipe == "bf16" else 0.1)
     print(

@@ -19,7 +19,7 @@ from kvpack.errors import InvalidParameter, InvalidShape, MissingBasis, MissingF
 from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
-from kvpack.integrations.vllm.identities import settings_of
+from kvpack.integrations.vllm.identities import SETTINGS, settings_of
 
 from engine_stubs import METADATA, STATS, Stats, check_defined, import_over  # isort: skip
 from host_settings import Watched, unusual_host  # isort: skip
@@ -453,23 +453,43 @@ def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch
         spec_class(with_basis(tmp_path, groups=(replace(ATTENTION, heads=1, page_bytes=ATTENTION.page_bytes // 2),)))
 
 
-def test_settings_name_what_vllm_was_started_with() -> None:
-    def settings(of_model: dict[str, Any] | None = None, **changes: Any) -> str:
-        kept: dict[str, Any] = {"rope_theta": 1e4, "transformers_version": "5.1", "hidden_size": 64, **(of_model or {})}
-        model = {
-            "hf_config": types.SimpleNamespace(to_dict=lambda: kept),
+def vllm_config(of_model: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """The fields of VllmConfig that ``settings_of`` reads."""
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "hf_config": types.SimpleNamespace(to_dict=lambda: of_model or {}),
             "dtype": torch.bfloat16,
             "quantization": None,
             "max_model_len": 9,
-        }
-        cache = types.SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto"))
-        return settings_of(types.SimpleNamespace(model_config=types.SimpleNamespace(**model | changes), cache_config=cache))
+            "multimodal_config": None,
+        },
+        "cache_config": {"cache_dtype": "auto", "mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"},
+        "load_config": {"load_format": "auto"},
+    }
+    made = {
+        name: types.SimpleNamespace(**values | {field: changes.pop(field) for field in values if field in changes})
+        for name, values in parts.items()
+    }
+    return types.SimpleNamespace(**{**made, "speculative_config": None, **changes})
+
+
+def test_settings_name_what_vllm_was_started_with() -> None:
+    def settings(of_model: dict[str, Any] | None = None, **changes: Any) -> str:
+        kept = {"rope_theta": 1e4, "transformers_version": "5.1", "hidden_size": 64, **(of_model or {})}
+        return settings_of(vllm_config(kept, **changes))
+
+    def draft(**changes: Any) -> Any:
+        fields = {"method": "eagle", "model": "d", "revision": None, "quantization": None, "kv_cache_dtype": None}
+        return types.SimpleNamespace(**fields | changes)
 
     longrope = {"rope_parameters": {"rope_type": "longrope"}}
     assert settings() == settings({"transformers_version": "5.2", "_name_or_path": "/elsewhere"}, max_model_len=10)
     others = [
         settings(), settings({"rope_theta": 5e5}), settings({"rope_scaling": {"factor": 2.0}}), settings(quantization="fp8"),
         settings(dtype=torch.float16), settings(cache_dtype="fp8_e5m2"), settings(longrope), settings(longrope, max_model_len=10),
+        settings(load_format="dummy"), settings(mamba_cache_dtype="float16"), settings(mamba_ssm_cache_dtype="float16"),
+        settings(multimodal_config=types.SimpleNamespace(mm_processor_kwargs={"size": 1})),
+        settings(speculative_config=draft()), settings(speculative_config=draft(model="e")),
     ]  # fmt: skip
     assert len(set(others)) == len(others)
 
@@ -621,17 +641,15 @@ def test_the_connector_tells_its_spec_of_the_model(one_group: Any, monkeypatch: 
     )
     monkeypatch.setitem(__import__("sys").modules, config_module.__name__, config_module)
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION, STATES])
-    model = types.SimpleNamespace(hf_config=types.SimpleNamespace(to_dict=dict), dtype=torch.bfloat16, quantization=None, max_model_len=9)
-    vllm_config = types.SimpleNamespace(
-        kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config={"layout": "adjacent", "recipe": "octopus-4"}),
-        cache_config=types.SimpleNamespace(cache_dtype="auto"),
-        model_config=model,
-    )
-    made = connector.KvpackConnector(vllm_config, "worker", one_group)
+    config = vllm_config(kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config={"layout": "adjacent", "recipe": "octopus-4"}))
+    # For the tier vLLM's own spec stays.
+    told = connector.KvpackTierConnector(config, "scheduler", one_group)
+    assert told.options == {"layout": "adjacent", "recipe": "octopus-4", SETTINGS: settings_of(config)}
+    made = connector.KvpackConnector(config, "worker", one_group)
     assert (made.options["spec_name"], made.options["spec_module_path"]) == ("KvpackSpec", "kvpack.integrations.vllm.spec")
     assert made.options["kvpack_groups"] == [ATTENTION, STATES]
-    assert made.options["kvpack_settings"] == settings_of(vllm_config)
-    assert connector.KvpackConnector.build_prom_metrics(vllm_config, 1, 2) == (1, 2)
+    assert made.options[SETTINGS] == settings_of(config)
+    assert connector.KvpackConnector.build_prom_metrics(config, 1, 2) == (1, 2)
     blocks = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM)
     caches = {"layers.0.attn": blocks, "layers.1.attn": blocks, "mamba": torch.zeros(1)}
     made.register_kv_caches(caches)

@@ -23,6 +23,7 @@ from kvpack import PageGeometry, PageLayout
 from kvpack.errors import InvalidParameter
 from kvpack.integrations import vllm as integration
 from kvpack.integrations.vllm import metrics
+from kvpack.integrations.vllm.identities import SETTINGS
 from kvpack.integrations.vllm.layouts import Rows, arrangement
 
 from engine_stubs import METADATA, STATS, Stats, check_defined  # isort: skip
@@ -116,6 +117,7 @@ class Config:
     canonical_layout: bool = False
     replicated_layout: bool = False
     kv_cache_layout: str | None = "LBHNC"
+    extra_config: Any = field(default_factory=lambda: {SETTINGS: "as it is"})
 
     @property
     def model(self) -> Any:
@@ -240,6 +242,20 @@ def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., 
     assert found == [False, False, False, True]
 
 
+def test_a_model_that_was_started_otherwise_is_another(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    """Overrides of its configuration, quantization and random weights are in none of vLLM's keys, nor in what it tells a tier."""
+    memory, key = rows_of(Config("model"), 1), [bytes(36)]
+    fill(memory, 0)
+    found = []
+    for settings in ("rope_theta 1e4", "rope_theta 5e5", "rope_theta 1e4"):
+        tier = opened(tier_class, Config("model", extra_config={SETTINGS: settings}), memory, tmp_path)
+        found += tier.store.present(key)
+        tier.submit_store(TransferJob(1, key, numpy.array([0]), False))
+        finished(tier, 1)
+        tier.shutdown()
+    assert found == [False, False, True]
+
+
 def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     config = Config("model")
     memory = rows_of(config, 4)
@@ -248,7 +264,7 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
     tier = opened(tier_class, config, memory, tmp_path, recipe="octopus-4")
     tier.submit_store(TransferJob(1, keys, numpy.arange(4), False))
     assert finished(tier, 1)[0].success
-    entries = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name.startswith(path.parent.name))
+    entries = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:10] == b"kvpack-row")
     data = bytearray(entries[0].read_bytes())
     data[len(data) // 3] ^= 64
     entries[0].write_bytes(data)
@@ -335,12 +351,13 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
         (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, kvpack's tier takes bfloat16"),
         (Config("m", groups=((), ())), {}, "the model has 2 groups of cache layers"),
         (Config("m", canonical_layout=True), {}, "takes the direct layout of rows"),
+        (Config("m", extra_config={}), {}, 'mistaken for one another: write "kv_connector": "KvpackTierConnector"'),
         (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', and vLLM keeps the cache in LBNHC"),
         (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', and vLLM keeps the cache in LBHNC"),
         (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', and vLLM keeps the cache in BHLNC"),
         (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'boundary-1', and a row holds several blocks of a layer"),
     ],
-    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "tokens", "heads", "inside", "layers"],
+    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "connector", "tokens", "heads", "inside", "layers"],
 )
 def test_what_cannot_be_right_is_refused_at_the_start(
     config: Config, options: dict[str, Any], message: str, tier_class: Callable[..., Any], tmp_path: Path
@@ -363,7 +380,9 @@ def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[.
     integration.register()
     integration.register()
     assert Factory._registry == {"kvpack": ("kvpack.integrations.vllm.tier", "KvpackTier")}
-    assert ConnectorFactory._registry == {"KvpackConnector": ("kvpack.integrations.vllm.connector", "KvpackConnector")}
+    assert ConnectorFactory._registry == {
+        name: ("kvpack.integrations.vllm.connector", name) for name in ("KvpackConnector", "KvpackTierConnector")
+    }
 
 
 def test_without_vllm_the_entry_point_does_nothing() -> None:

@@ -4,7 +4,7 @@
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"recipe": "octopus-4", "layout": "adjacent",
         "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "fs", "root_dir": "/var/cache/vllm"}]}}'
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "kvpack",
         "location": "/var/cache/kvpack", "recipe": "octopus-4", "heads": 8, "head_dim": 128, "layout": "adjacent"}]}}'
 
@@ -19,13 +19,14 @@ VERSIONS = ("0.32",)
 
 
 def register() -> None:
-    """Make the tier type "kvpack" and the connector "KvpackConnector" known to vLLM; a vLLM without tiers is left alone."""
+    """Make the tier type "kvpack" and kvpack's connectors known to vLLM; a vLLM without tiers is left alone."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError:
         return
-    if "KvpackConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("KvpackConnector", "kvpack.integrations.vllm.connector", "KvpackConnector")
+    for name in ("KvpackConnector", "KvpackTierConnector"):
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, "kvpack.integrations.vllm.connector", name)
     if "kvpack" not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier("kvpack", "kvpack.integrations.vllm.tier", "KvpackTier")

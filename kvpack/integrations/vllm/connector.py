@@ -1,6 +1,7 @@
-"""KvpackConnector: vLLM's OffloadingConnector with KvpackSpec, which it tells of the model's cache layers.
+"""vLLM's OffloadingConnector, which tells kvpack's spec and tier of the model.
 
-A block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``.
+KvpackConnector has KvpackSpec, which also knows the model's cache layers. A block whose row cannot be decoded is reported to vLLM, which
+computes it again with ``"kv_load_failure_policy": "recompute"``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from .groups import check_blocks, groups_of
-from .identities import settings_of
+from .identities import SETTINGS, settings_of
 from .metrics import add_scheduler_stats, worker_stats
-from .spec import GROUPS, SETTINGS
+from .spec import GROUPS
+
+
+class KvpackTierConnector(OffloadingConnector):  # type: ignore[misc]
+    """The connector for ``"kv_connector": "KvpackTierConnector"``: vLLM's own specs, and what the model was started with for KvpackTier."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        vllm_config.kv_transfer_config.kv_connector_extra_config[SETTINGS] = settings_of(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
 
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]

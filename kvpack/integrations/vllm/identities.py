@@ -20,13 +20,24 @@ _NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "archit
 """Keys of a model's configuration on which no value of a page depends, or whose effect ``settings_of`` names otherwise."""
 
 
+SETTINGS = "kvpack_settings"
+"""Where kvpack's connectors put ``settings_of`` in the configuration of the spec."""
+
+
 def settings_of(vllm_config: Any) -> str:
-    """What keys and values depend on as vLLM runs the model: its configuration with all overrides, dtype, quantization."""
-    model = vllm_config.model_config
+    """What keys, values and states depend on as vLLM runs the model: its configuration with all overrides, dtype, quantization, weights
+    that are not those of its folder (the load format dummy), and the draft model, whose layers may be among the cache's.
+    """
+    model, cache, draft = vllm_config.model_config, vllm_config.cache_config, vllm_config.speculative_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_SETTINGS}
     # Some rotary embeddings choose their factors by the longest text that is served.
     longest = model.max_model_len if any(kind in str(settings) for kind in ("longrope", "dynamic")) else None
-    found = [settings, str(model.dtype), model.quantization, vllm_config.cache_config.cache_dtype, longest]
+    found = [
+        settings, str(model.dtype), model.quantization, longest, str(vllm_config.load_config.load_format),
+        cache.cache_dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype,
+        model.multimodal_config and model.multimodal_config.mm_processor_kwargs,
+        draft and [draft.method, draft.model, draft.revision, draft.quantization, draft.kv_cache_dtype],
+    ]  # fmt: skip
     return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_
 from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import tell_keys
-from .identities import identity_of
+from .identities import SETTINGS, identity_of
 from .layouts import Rows
 from .metrics import packed_definitions
 from .promotions import check_promotions
@@ -31,8 +31,8 @@ from .worker import PackedWorker
 if TYPE_CHECKING:
     from .groups import Group
 
-GROUPS, SETTINGS = "kvpack_groups", "kvpack_settings"
-"""Where the connector puts what it knows of the model's cache layers, and of the model, in the configuration of the spec."""
+GROUPS = "kvpack_groups"
+"""Where the connector puts what it knows of the model's cache layers in the configuration of the spec."""
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]

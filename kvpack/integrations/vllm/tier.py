@@ -17,7 +17,7 @@ from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
-from .identities import identity_of
+from .identities import SETTINGS, identity_of
 from .layouts import DTYPES, Rows
 from .metrics import TierMetrics, tier_definitions
 from .versions import check_version
@@ -35,7 +35,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     compared with the bytes of a block; ``layout`` is a name of ``layouts.arrangement``. ``revision`` names the weights where vLLM's
     model is no folder, and ``basis`` is the file of the basis that a recipe may need. ``max_bytes`` and ``encryption_key_file`` are those
     of a store. ``any_version`` allows a vLLM that was not run.
-    Raises InvalidParameter, before vLLM serves, for what cannot be right: another version, several cache groups, other sizes.
+    Raises InvalidParameter, before vLLM serves, for what cannot be right: another version, several cache groups, other sizes, and a
+    connector that does not tell what the model was started with.
     """
 
     medium = Medium.STORAGE
@@ -65,6 +66,12 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
         check_version(vllm.__version__, any_version)
+        settings = config.extra_config.get(SETTINGS)
+        if settings is None:
+            raise InvalidParameter(
+                "vLLM tells tiers neither its overrides of the model's configuration nor its quantization and load format, and chunks that "
+                'they change would be mistaken for one another: write "kv_connector": "KvpackTierConnector"'
+            )
         rows = _rows(config, heads, head_dim, layout)
         packed = recipe_with_basis(recipe, basis, config.model.name)
         if rows.geometry.layers != len(config.groups[0].layer_names):
@@ -74,7 +81,9 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             from .cpu import check_layout
 
             check_layout(rows, heads, config.groups[0].tokens_per_block, head_dim)
-        shape = {"layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": config.groups[0].layer_names}
+        shape = {
+            "layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": config.groups[0].layer_names, "settings": settings,
+        }  # fmt: skip
         identity = identity_of(config, packed.text, shape, revision, adapter, tenant)
         encryption = None
         if encryption_key_file is not None:

@@ -49,7 +49,7 @@ def main(model: str, store: str, recipe: str) -> None:
         dtype="bfloat16",
         max_num_seqs=2,
         disable_log_stats=False,
-        kv_transfer_config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
+        kv_transfer_config={"kv_connector": "KvpackTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
     )
     text = Path(__file__).parents[3].joinpath("README.md").read_bytes()
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)

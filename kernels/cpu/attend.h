@@ -134,6 +134,7 @@ static void attend_item(const Attend *call, const Item *item, Scratch *scratch, 
     for (; start < end; start += TILE) {
         int64_t count = end - start < TILE ? end - start : TILE;
         find_pieces(k, start, count, &k_segment, &scratch->k);
+        prefetch_segments(k, item->batch, item->head, start + TILE, k_segment);
         key_scores(item, scratch);
         for (int64_t r = 0; r < item->rows; r++) {
             int64_t first = row_begin[r] - start, last = row_end[r] - start;
@@ -144,6 +145,7 @@ static void attend_item(const Attend *call, const Item *item, Scratch *scratch, 
         }
         memset(scratch->scores + item->rows * TILE, 0, sizeof(float) * 3 * TILE);
         find_pieces(v, start, count, &v_segment, &scratch->v);
+        prefetch_segments(v, item->batch, item->head, start + TILE, v_segment);
         add_values(item, scratch, sums);
     }
 }

@@ -1,7 +1,7 @@
 /* Encoding of group where blocks of channels, columns and groups are whole vectors: values are read from where they are, twice, and their
    codes go to words at once. */
 
-enum { CACHE_LINE = 64, BLOCK = 2 * LANES, ROWS_AT_ONCE = 4 };
+enum { BLOCK = 2 * LANES, ROWS_AT_ONCE = 4 };
 
 static int has_rows_to_encode(const Encode *call) {
     const Codec *codec = call->codec;

@@ -168,6 +168,35 @@ static void find_pieces(const Side *side, int64_t start, int64_t count, int64_t 
     }
 }
 
+enum { CACHE_LINE = 64 };
+
+/* The bytes of one token. */
+static int64_t bytes_of(const Values *values) { return values->count * (values->dtype == F32 ? 4 : values->dtype == U8 ? 1 : 2); }
+
+static void prefetch_rows(const Stream *stream, int64_t batch, int64_t head, int64_t rows, int64_t bytes) {
+    int64_t step = stream->row > 0 && stream->row < CACHE_LINE ? CACHE_LINE / stream->row : 1;
+    for (int64_t r = 0; r < rows; r += step)
+        for (int64_t b = 0; b < bytes; b += CACHE_LINE) __builtin_prefetch(row_of(stream, batch, head, r) + b);
+}
+
+/* Prefetches the rows of segments that begin in the tile from token `start` on, `number` its first: the processor reads ahead only where
+   rows follow those that it has read. */
+static void prefetch_segments(const Side *side, int64_t batch, int64_t head, int64_t start, int64_t number) {
+    const Codec *codec = side->codec;
+    for (; number < side->count && segment_of(side, number)->first < start + TILE; number++) {
+        const Segment *segment = segment_of(side, number);
+        if (segment->first < start) continue;
+        int64_t left = start + TILE - segment->first, count = segment->tokens < left ? segment->tokens : left;
+        const Stream *stream = segment->streams;
+        for (int64_t i = 0; i < codec->packings + codec->sketches; i++)
+            for (int64_t plane = 0; plane < codec->packing[i].planes; plane++)
+                prefetch_rows(stream++, batch, head, count, 2 * codec->packing[i].width);
+        for (int64_t i = 0; i < codec->value_streams; i++) prefetch_rows(stream++, batch, head, count, bytes_of(&codec->values[i]));
+        if (codec->scales_stream >= 0)
+            prefetch_rows(segment->streams + codec->scales_stream, batch, head, (count + codec->size - 1) / codec->size, 4 * codec->dim);
+    }
+}
+
 /* Words (unless the caller reads them as they are stored) and numbers of the tile's pieces. */
 static void load_tile(const Codec *codec, int with_words, Loaded *tile) {
     int64_t batch = tile->batch, head = tile->head;

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 
-def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str) -> Recipe:
-    """The recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process; ``model`` is the engine's name.
+def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
+    """The recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process.
+
+    ``model`` is the engine's name; None where the engine names it with each object, and the caller checks it then.
 
     Raises MissingBasis for a recipe that needs a basis and has none, MissingFile, and InvalidParameter for the basis of another model and
     for one that the recipe does not need.
@@ -31,18 +33,23 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
             f"the recipe {recipe!r} needs a basis: set basis to the path of the file that kvpack calibrate made for the model"
         )
     loaded = Basis.load(basis)
-    loaded.check_model({"name": model})
+    if model is not None:
+        loaded.check_model({"name": model})
     return parse_recipe(found, loaded)
 
 
 def check_layers(recipe: str, why: str) -> None:
     """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest, as one with a basis does."""
-    parsed = parse_recipe(recipe)
-    named = [rule.written for rule in parsed.rules if rule.items is not None]
+    check_no_layers_named(recipe, why)
+    if parse_recipe(recipe).needs_basis:
+        raise InvalidParameter(f"the recipe {recipe!r} takes other columns of its basis in each layer, and {why}: use one without a basis")
+
+
+def check_no_layers_named(recipe: str, why: str) -> None:
+    """Raise InvalidParameter for a recipe whose clauses name layers."""
+    named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
     if named:
         raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, and {why}: use one without layers")
-    if parsed.needs_basis:
-        raise InvalidParameter(f"the recipe {recipe!r} takes other columns of its basis in each layer, and {why}: use one without a basis")
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpack.errors import InvalidParameter
+from kvpack.errors import InvalidParameter, MissingBasis
 
 from engine_stubs import import_over, parsed  # isort: skip
 from host_settings import Watched, unusual_host  # isort: skip
+from klt_bases import random_basis  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -264,3 +265,37 @@ def test_bytes_of_another_dtype_are_missing(opened: Callable[..., Any]) -> None:
 def test_recipes_of_layers_are_refused(opened: Callable[..., Any]) -> None:
     with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and LMCache's objects do not tell which layers"):
         opened(recipe="octopus-4;boundary-1")
+
+
+def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An object of as many layers and heads as the basis has them all; LMCache's keys name the model."""
+    path = tmp_path / "m.kvbasis"
+    path.write_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "folder/m"}))
+    with pytest.raises(MissingBasis, match="the recipe 'kv=klt:bits=4' needs a basis: set basis to the path"):
+        opened(recipe="kv=klt:bits=4")
+    with pytest.raises(InvalidParameter, match="the recipe 'raw' needs none: leave it out"):
+        opened(basis=str(path))
+    adapter = opened(recipe="kv=klt:bits=4", basis=str(path))
+    key, given = ObjectKey(b"a", "folder/m"), objects(1)
+    adapter.submit_store_task([key], given)
+    assert next(iter(waited(adapter.pop_completed_store_tasks).values())) > 0
+    found = objects(1, seed=1)
+    number = adapter.submit_load_task([key], found)
+    assert waited(lambda: adapter.query_load_result(number)).bits == [True]
+    assert not torch.equal(found[0].tensor, objects(1, seed=1)[0].tensor)
+    for other, layers, heads, message in (
+        (ObjectKey(b"b", "another"), 2, 2, "is the basis of a model whose name is 'folder/m', and that of the cache is 'another'"),
+        (ObjectKey(b"b", "folder/m"), 1, 2, "is the basis of a model of 2 layers, and the cache has 1"),
+        (ObjectKey(b"b", "folder/m"), 2, 1, "the keys of layer 0 of the basis"),
+    ):
+        part = types.SimpleNamespace(tensor=torch.randn(2, layers, 16, heads * 32).bfloat16())
+        adapter.submit_store_task([other], [part])
+        assert list(waited(adapter.pop_completed_store_tasks).values()) == [-1]
+        assert message in caplog.text
+    adapter.close()
+    # Another basis is another recipe.
+    path.write_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed="other"))
+    adapter = opened(recipe="kv=klt:bits=4", basis=str(path))
+    number = adapter.submit_load_task([ObjectKey(b"a", "x")], found)
+    assert waited(lambda: adapter.query_load_result(number)).bits == [False]
+    adapter.close()

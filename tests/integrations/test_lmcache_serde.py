@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, InvalidShape, NonFinite
+import kvpack
+from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, InvalidShape, MissingBasis, NonFinite
 
 from engine_stubs import import_over  # isort: skip
 from host_settings import Watched, unusual_host  # isort: skip
+from klt_bases import random_basis  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,37 @@ def test_what_cannot_be_served_is_refused(create: Any) -> None:
             serializer.estimate_serialized_size(layout_of(torch.zeros(shape).bfloat16()))
     with pytest.raises(InvalidShape, match="an object has 2 tensors"):
         serializer.estimate_serialized_size(layout_of(torch.zeros(1), torch.zeros(1)))
-    with pytest.raises(InvalidParameter, match="takes other columns of its basis in each layer, and LMCache's objects do not tell which"):
+    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and LMCache's objects do not tell which layers"):
+        create(OPTIONS | {"recipe": "octopus-4;boundary-1"})
+    with pytest.raises(MissingBasis, match="the recipe 'klt-2' needs a basis: set basis to the path of the file"):
         create(OPTIONS | {"recipe": "klt-2"})
+
+
+def test_a_recipe_takes_the_basis_of_a_whole_model(create: Any, tmp_path: Path) -> None:
+    shapes = {(layer, side): (2, 64) for layer in range(3) for side in "kv"}
+    made = []
+    for seed in ("", "other"):
+        (tmp_path / f"m{seed}.kvbasis").write_bytes(random_basis(shapes, 3, seed=seed, model={"name": "m"}))
+        made.append(create(OPTIONS | {"recipe": "kv=klt:bits=4", "basis": str(tmp_path / f"m{seed}.kvbasis")}))
+    x = torch.randn(2, 3, 32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    row = memory(torch.zeros(made[0].serializer.estimate_serialized_size(layout_of(x)), dtype=torch.uint8))
+    found = torch.zeros_like(x)
+    made[0].serializer.serialize(memory(x), row, ObjectKey(b"a", "m"))
+    made[0].deserializer.deserialize(row, memory(found), ObjectKey(b"a", "m"))
+    layers = [tuple(side[None].unflatten(-1, (2, 64)).transpose(1, 2) for side in x[:, number]) for number in range(3)]
+    expected = kvpack.pack(layers, "kv=klt:bits=4", basis=tmp_path / "m.kvbasis").unpack()
+    for number, pair in enumerate(expected):
+        for side, values in enumerate(pair):
+            assert values is not None
+            error = found[side, number] - values[0].transpose(0, 1).flatten(1)
+            assert error.float().norm() < 0.01 * x.float().norm()
+    with pytest.raises(InvalidHeader, match=r"is a row of .*another"):
+        made[1].deserializer.deserialize(row, memory(found), ObjectKey(b"a", "m"))
+    for call in (made[0].serializer.serialize, made[0].deserializer.deserialize):
+        with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'm', and that of the cache is 'model'"):
+            call(memory(x), row, ObjectKey(b"a"))
+    with pytest.raises(InvalidParameter, match="is the basis of a model of 3 layers, and the cache has 2"):
+        made[0].serializer.estimate_serialized_size(layout_of(x[:, :2]))
 
 
 def test_bytes_need_the_name_of_their_dtype(create: Any) -> None:

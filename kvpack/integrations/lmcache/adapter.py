@@ -19,7 +19,7 @@ from kvpack.store.key_files import read_key_file
 from kvpack.store.metrics import shared_collector
 from kvpack.store.page_store import PageStore
 
-from .layouts import check_recipe, geometry_of, key_bytes, pages_of
+from .layouts import check_model, geometry_of, key_bytes, pages_of, recipe_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 NEEDED = {"location", "recipe", "head_dim", "revision"}
-OPTIONAL = {"threads", "max_bytes", "encryption_key_file", "kv_dtype"}
+OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype"}
 _ADAPTERS = count()
 """The numbers of the adapters of this process, which are labels of their metrics."""
 
@@ -35,7 +35,7 @@ _ADAPTERS = count()
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """Objects of LMCache as rows in ``location``, for ``{"type": "plugin", ...}``; ``params`` are the plugin's ``adapter_params``.
 
-    ``recipe``, ``head_dim``, ``revision`` and ``kv_dtype`` are those of the serde; ``threads`` objects are packed at a time;
+    ``recipe``, ``basis``, ``head_dim``, ``revision`` and ``kv_dtype`` are those of the serde; ``threads`` objects are packed at a time;
     ``max_bytes`` and ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
     """
 
@@ -46,13 +46,15 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 f"model, and not its weights), and may get {', '.join(sorted(OPTIONAL))}"
             )
         super().__init__()
-        check_recipe(str(params["recipe"]))
+        self._recipe = recipe_of(str(params["recipe"]), params.get("basis"))
         self._kv_dtype = str(params.get("kv_dtype", ""))
         self._location, self._head_dim, self._max_bytes = params["location"], int(params["head_dim"]), params.get("max_bytes")
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
+        basis = self._recipe.basis
         self._identity = Identity(
-            "lmcache",
-            str(params["recipe"]),
+            # LMCache's keys name the model, and a basis is one of a single model.
+            "lmcache" if basis is None else basis.model.get("name", "lmcache"),
+            self._recipe.text,
             weights=str(params["revision"]),
             dtype=self._kv_dtype,
             extra=f"head_dim={self._head_dim}",
@@ -147,7 +149,14 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype)
         with self._lock:
             if geometry not in self._stores:
-                store = PageStore(self._location, self._identity, geometry, max_bytes=self._max_bytes, encryption=self._encryption)
+                store = PageStore(
+                    self._location,
+                    self._identity,
+                    geometry,
+                    max_bytes=self._max_bytes,
+                    encryption=self._encryption,
+                    basis=self._recipe.basis,
+                )
                 self._stores[geometry] = store
                 if (collector := shared_collector()) is not None:
                     shape_text = f"{geometry.dtype} {'x'.join(map(str, shape))}"
@@ -157,6 +166,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _stored(self, keys: list[Any], objects: list[Any]) -> Any:
         stored, size = [], 0
         for key, given in zip(keys, objects, strict=True):
+            check_model(self._recipe, key)
             store = self._store_of(given.tensor.shape, given.tensor.dtype)
             if store.put([key_bytes(key)], pages_of(store.codec.geometry, given.tensor), [0]) == [True]:
                 stored.append(key)
@@ -177,6 +187,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _loaded(self, keys: list[Any], objects: list[Any]) -> Any:
         loaded, there = Bitmap(len(keys)), []
         for number, (key, target) in enumerate(zip(keys, objects, strict=True)):
+            check_model(self._recipe, key)
             store = self._store_of(target.tensor.shape, target.tensor.dtype)
             if store.get_into([key_bytes(key)], pages_of(store.codec.geometry, target.tensor), [0]) == [True]:
                 loaded.set(number)

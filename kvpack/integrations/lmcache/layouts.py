@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, InvalidShape
-from kvpack.integrations.recipes import check_layers
+from kvpack.integrations.recipes import check_no_layers_named, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 
@@ -14,12 +14,24 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvpack.coding.recipes import Recipe
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def check_recipe(recipe: str) -> None:
-    """Raise InvalidParameter for a recipe that names layers."""
-    check_layers(recipe, "LMCache's objects do not tell which layers of the model they hold")
+def recipe_of(recipe: str, basis: str | None) -> Recipe:
+    """The recipe with its ``basis``, if it needs one: an object of as many layers as the basis then holds all of the model's, in order.
+
+    Raises InvalidParameter for a recipe that names layers, and what ``recipe_with_basis`` raises.
+    """
+    check_no_layers_named(recipe, "LMCache's objects do not tell which layers of the model they hold")
+    return recipe_with_basis(recipe, basis, None)
+
+
+def check_model(recipe: Recipe, key: Any) -> None:
+    """Raise InvalidParameter where the recipe's basis is that of another model than ``key`` names."""
+    if recipe.basis is not None:
+        recipe.basis.check_model({"name": key.model_name})
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str) -> PageGeometry:

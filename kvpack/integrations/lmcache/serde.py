@@ -10,20 +10,21 @@ from lmcache.v1.distributed.serde import AsyncSerdeProcessor, Deserializer, Seri
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.pages.codec import PageCodec
 
-from .layouts import check_recipe, geometry_of, key_bytes, pages_of
+from .layouts import check_model, geometry_of, key_bytes, pages_of, recipe_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
+    from kvpack.coding.recipes import Recipe
+
 
 class Codecs:
     """One codec for each shape and dtype of LMCache's objects."""
 
-    def __init__(self, recipe: str, head_dim: int, revision: str, threads: int, kv_dtype: str) -> None:
-        check_recipe(recipe)
-        self._recipe, self._head_dim, self._threads, self._kv_dtype = recipe, head_dim, threads, kv_dtype
+    def __init__(self, recipe: Recipe, head_dim: int, revision: str, threads: int, kv_dtype: str) -> None:
+        self.recipe, self._head_dim, self._threads, self._kv_dtype = recipe, head_dim, threads, kv_dtype
         self._namespace = hashlib.sha256(f"lmcache\0{revision}\0{head_dim}\0{kv_dtype}".encode()).digest()
         self._made: dict[tuple[tuple[int, ...], torch.dtype], PageCodec] = {}
 
@@ -32,7 +33,7 @@ class Codecs:
         made = self._made.get((tuple(shape), dtype))
         if made is None:
             geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype)
-            made = PageCodec(self._recipe, geometry, threads=self._threads, namespace=self._namespace)
+            made = PageCodec(self.recipe, geometry, threads=self._threads, namespace=self._namespace)
             self._made[tuple(shape), dtype] = made
         return made
 
@@ -44,6 +45,7 @@ class KvpackSerializer(Serializer):  # type: ignore[misc]
         self._codecs = codecs
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
+        check_model(self._codecs.recipe, key)
         codec = self._codecs.of(src.tensor.shape, src.tensor.dtype)
         row = dst.tensor.view(-1)[: codec.nbytes][None]
         (refused,) = codec.encode_into(pages_of(codec.geometry, src.tensor), [0], row, keys=[key_bytes(key)])
@@ -65,6 +67,7 @@ class KvpackDeserializer(Deserializer):  # type: ignore[misc]
         self._codecs = codecs
 
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
+        check_model(self._codecs.recipe, key)
         codec = self._codecs.of(dst.tensor.shape, dst.tensor.dtype)
         row = src.tensor.flatten()[None]
         (refused,) = codec.decode_into(row, pages_of(codec.geometry, dst.tensor), [0], keys=[key_bytes(key)])
@@ -74,14 +77,14 @@ class KvpackDeserializer(Deserializer):  # type: ignore[misc]
 
 def create(kwargs: Mapping[str, Any]) -> Any:
     """LMCache's processor for the options of ``"serde": {"type": "kvpack", ...}``. Raises InvalidParameter."""
-    known = {"recipe", "head_dim", "revision", "threads", "max_workers", "kv_dtype"}
+    known = {"recipe", "basis", "head_dim", "revision", "threads", "max_workers", "kv_dtype"}
     if set(kwargs) - known or not {"recipe", "head_dim", "revision"} <= set(kwargs):
         raise InvalidParameter(
             f"the serde kvpack got {', '.join(sorted(kwargs)) or 'no options'}, expected recipe, head_dim and revision (LMCache's keys "
-            "name a model, and not its weights), and may get threads, max_workers and kv_dtype"
+            "name a model, and not its weights), and may get basis, threads, max_workers and kv_dtype"
         )
     recipe, revision, kv_dtype = (str(kwargs.get(name, "")) for name in ("recipe", "revision", "kv_dtype"))
-    codecs = Codecs(recipe, int(kwargs["head_dim"]), revision, int(kwargs.get("threads", 1)), kv_dtype)
+    codecs = Codecs(recipe_of(recipe, kwargs.get("basis")), int(kwargs["head_dim"]), revision, int(kwargs.get("threads", 1)), kv_dtype)
     workers = int(kwargs.get("max_workers", 1))
     return AsyncSerdeProcessor(KvpackSerializer(codecs), KvpackDeserializer(codecs), max_workers=workers)
 

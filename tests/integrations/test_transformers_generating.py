@@ -6,8 +6,10 @@ import gc
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import peft
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -172,3 +174,58 @@ def test_a_thread_that_ended_within_a_pass_keeps_no_other_waiting(model: Any) ->
     thread.start()
     thread.join()
     assert model.generate(prompt, past_key_values=cache, max_new_tokens=2, **OPTIONS).shape[1] == 22
+
+
+def test_a_forward_without_its_signature_is_told_from_one_with_it(model: Any) -> None:
+    """Generate asks for an attention mask there, and tells by its length whether it was given all ids or those that follow."""
+    text = ids(1, 60)
+    expected = model.generate(text, max_new_tokens=4, **OPTIONS).tolist()
+    forward = model.forward
+    for wrapped, refused in (
+        (lambda *given, **named: forward(*given, **named), True),
+        (wraps(forward)(lambda *a, **b: forward(*a, **b)), False),
+    ):
+        model.forward = forward
+        with KvpackCache(model, "raw") as cache:
+            model(text[:, :20], past_key_values=cache)
+            model.forward = wrapped
+            if not refused:
+                assert model.generate(text, past_key_values=cache, max_new_tokens=4, **OPTIONS).tolist() == expected
+                continue
+            with pytest.raises(
+                InvalidParameter, match=r"given 60 token ids, which may begin with the 20 that the cache holds.*functools\.wraps"
+            ):
+                model.generate(text, past_key_values=cache, max_new_tokens=4, **OPTIONS)
+            # Ids that differ from the cache's follow it.
+            found = model.generate(text[:, 20:], past_key_values=cache, max_new_tokens=4, **OPTIONS)
+            assert found[0, 40:].tolist() == expected[0][60:]
+
+
+def test_embeddings_go_on_after_the_cache(model: Any) -> None:
+    """Generate drops as many of them as the cache has tokens, whatever they are."""
+    text = ids(1, 40)
+    embeddings = model.get_input_embeddings()(text)
+    expected = model.generate(inputs_embeds=embeddings, max_new_tokens=4, **OPTIONS).tolist()
+    with KvpackCache(model, "raw") as cache:
+        model(text[:, :20], past_key_values=cache)
+        for given, reason in [
+            (embeddings[:, :20], "given 20 embeddings, and the cache holds 20 tokens: give those of all tokens, and at least one"),
+            (embeddings[:, :15], "given 15 embeddings, and the cache holds 20 tokens"),
+            (embeddings.roll(-3, 1), f"the embedding of token 0 is not that of the id {int(text[0, 0])}, and the cache was computed from"),
+        ]:
+            with pytest.raises(InvalidParameter, match=reason):
+                model.generate(inputs_embeds=given, past_key_values=cache, max_new_tokens=4, **OPTIONS)
+            assert cache.get_seq_length() == 20
+        found = model.generate(inputs_embeds=embeddings, past_key_values=cache, max_new_tokens=4, **OPTIONS)
+        assert found.tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_that_is_a_cache_is_refused(model: Any) -> None:
+    """PEFT would put it in the place of the given one."""
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    adapted = peft.get_peft_model(model, settings).eval()
+    with pytest.raises(
+        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of the kind PREFIX_TUNING, which puts a cache"
+    ):
+        KvpackCache(adapted, "raw")

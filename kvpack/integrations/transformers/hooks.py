@@ -257,12 +257,11 @@ class _Prepare:
         return self if copied is None else _Prepare(copied)
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        past = kwargs.get("past_key_values")
+        past, alive = kwargs.get("past_key_values"), self._owner()
+        assert alive is not None
         # Of a cache of two parts, the second holds what the encoder was given.
         for passes in passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past):
-            passes.check_generate(input_ids, kwargs)
-        alive = self._owner()
-        assert alive is not None
+            passes.check_generate(alive, input_ids, kwargs)
         return type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
 
 

@@ -43,6 +43,10 @@ _CACHES = {"past_key_values", "layer_past"}
 """The arguments in which a model's forward takes its cache."""
 
 
+_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
+"""Kinds of PEFT's adapters that are a cache."""
+
+
 class Model:
     """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
 
@@ -56,6 +60,7 @@ class Model:
             inside = models_in(model) if hasattr(model, "modules") else []
         if not inside:
             raise InvalidParameter(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
+        _check_takes_given_cache(model)
         outer = inside[0]
         decoder = outer.get_decoder()
         decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
@@ -132,6 +137,17 @@ class Model:
         """Those of the cache that transformers makes for the model."""
         layers: list[Any] = DynamicCache(config=self.config).layers
         return layers
+
+
+def _check_takes_given_cache(model: Any) -> None:
+    """Raise InvalidParameter for a wrapper that gives the model inside it a cache of its own."""
+    settings = getattr(model, "active_peft_config", None)
+    kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
+    if kind in _WITH_OWN_CACHE:
+        raise InvalidParameter(
+            f"the active adapter of {type(model).__name__} is of the kind {kind}, which puts a cache of its own in the place of the "
+            "one that it is given: a KvpackCache would hold nothing"
+        )
 
 
 def check_identity(cache: Cache, model: Any) -> dict[str, str]:

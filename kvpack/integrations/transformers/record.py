@@ -93,6 +93,12 @@ class Record:
         return token, row, int(known[row if known.shape[0] > 1 else 0, token]), int(given[row, token])
 
     @property
+    def ids(self) -> torch.Tensor:
+        """The known ids of each row, int64 ``[batch, token]``; one row where all have the same."""
+        self._settle()
+        return self._ids
+
+    @property
     def inputs(self) -> Inputs | None:
         """The known inputs; None when nothing was known of the first tokens and no tokens were added."""
         self._settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -217,8 +218,8 @@ class Tracking:
         if self._positions is not None:
             self._positions.select(indices)
 
-    def check_generate(self, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Check the token ids that ``generate`` is given with a cache. Raises InvalidParameter unless they begin with the cache's.
+    def check_generate(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """Check the token ids that ``model.generate`` is given with a cache. Raises InvalidParameter unless they begin with the cache's.
 
         In the first pass of assisted decoding, and of an encoder-decoder, set how many of them are to be computed: transformers
         computes all.
@@ -227,13 +228,19 @@ class Tracking:
             raise InvalidParameter(
                 "generate was given a cache and use_cache=False, with which every step computes all tokens again: write use_cache=True"
             )
-        if not arguments.get("is_first_iteration", False) or arguments.get("inputs_embeds") is not None:
+        if not arguments.get("is_first_iteration", False):
+            return
+        embeddings = arguments.get("inputs_embeds")
+        if isinstance(embeddings, torch.Tensor):
+            if self._model is not None and not self._model.has_encoder and self.record.tokens:
+                self._check_embeddings(model, embeddings)
             return
         takes_all = self.assisted or (self._model is not None and self._model.has_encoder)
         if takes_all and arguments.get("next_sequence_length") is None and self.record.tokens:
             arguments["next_sequence_length"] = ids.shape[1] - self.record.tokens
         following = arguments.get("next_sequence_length")
         if following is None:
+            self._check_following(model, ids, arguments)
             return
         if following <= 0:
             raise InvalidParameter(
@@ -246,3 +253,41 @@ class Tracking:
         else:
             token, row, known, given = differing
             raise InvalidParameter(f"token {token} of row {row} has the id {given}, and the cache was computed from the id {known} there")
+
+    def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
+        """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with those of the cache's ids, where these tell all.
+
+        ``generate`` drops as many of them as the cache has tokens.
+        """
+        tokens, inputs = self.record.tokens, self.record.inputs
+        if embeddings.shape[1] <= tokens:
+            raise InvalidParameter(
+                f"generate was given {embeddings.shape[1]} embeddings, and the cache holds {tokens} tokens: give those of all tokens, "
+                "and at least one that follows it"
+            )
+        if inputs is None or inputs.undetermined or inputs.tokens != tokens:
+            return
+        ids = self.record.ids.to(embeddings.device)
+        known = model.get_input_embeddings()(ids).to(embeddings.dtype)
+        differing = (known != embeddings[:, :tokens]).any(-1).any(0).nonzero()
+        if len(differing):
+            token = int(differing[0])
+            raise InvalidParameter(
+                f"the embedding of token {token} is not that of the id {int(ids[0, token])}, and the cache was computed from that id there"
+            )
+
+    def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """Raise InvalidParameter where ``generate`` gives the model all ``ids`` after the cache's, and may have been given these again.
+
+        It tells by the length of an attention mask whether they are all, and makes none for a forward that names no such argument.
+        """
+        tokens = self.record.tokens
+        if not 0 < tokens < ids.shape[1] or arguments.get("attention_mask") is not None:
+            return
+        if "attention_mask" in inspect.signature(model.forward).parameters or self.record.differing(ids[:, :tokens]) is not None:
+            return
+        raise InvalidParameter(
+            f"generate was given {ids.shape[1]} token ids, which may begin with the {tokens} that the cache holds, and would compute all: "
+            f"the forward of {type(model).__name__} names no attention_mask, by which generate tells; give a replaced forward the "
+            "signature of its own by functools.wraps"
+        )

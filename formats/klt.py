@@ -18,7 +18,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidShape, MissingBasis
 from .family import CodecFamily
 from .lazy import torch
-from .rotation import FEWEST_ROWS
+from .products import product
 from .tables import TABLES_KEPT
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Klt(CodecFamily):
         return {**run.encode(x, 0), **run.streams}
 
     def _encode(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
-        centred = _products(x, rows.inverse) - rows.mean
+        centred = product(x, rows.inverse) - rows.mean
         codes: dict[int, list[torch.Tensor]] = {width: [] for width in used_widths(self.widths)}
         own, found = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
         length = x.new_zeros(x.shape[:3])
@@ -211,18 +211,10 @@ class Klt(CodecFamily):
         return values.add_(rows.mean)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return _products(u, self.parts(streams).matrix)
+        return product(u, self.parts(streams).matrix)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return q @ self.parts(streams).matrix.transpose(-1, -2)
-
-
-def _products(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``values @ matrix`` of every head; on the CPU a token's result does not depend on how many others there are."""
-    tokens = values.shape[2]
-    if values.device.type != "cpu" or tokens >= FEWEST_ROWS:
-        return values @ matrix
-    return (torch.nn.functional.pad(values, (0, 0, 0, FEWEST_ROWS - tokens)) @ matrix)[:, :, :tokens]
+        return product(q, self.parts(streams).matrix.transpose(-1, -2))
 
 
 def used_widths(widths: bytes) -> list[int]:
@@ -250,22 +242,25 @@ def _check_widths(widths: bytes, dim: int) -> None:
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes, int32, of the entries of ``table`` ``[batch or 1, kv_head, code]`` nearest to ``values``, and these entries."""
+    """The codes, int32, of the entries of ``table`` ``[batch or 1, kv_head, code]`` nearest to ``values``, and these entries.
+
+    Of equal entries one device would otherwise take another than the next.
+    """
     batch, heads, _, _ = values.shape
-    ordered, codes = table.expand(batch, heads, -1).sort(-1)
+    ordered, codes = table.expand(batch, heads, -1).sort(dim=-1, stable=True)
     bounds = ((ordered[..., 1:] + ordered[..., :-1]) / 2).contiguous()
     places = torch.searchsorted(bounds, values.flatten(2).contiguous())
     return codes.gather(2, places).view(values.shape).to(torch.int32), ordered.gather(2, places).view(values.shape)
 
 
-def _gains(own: torch.Tensor, product: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """The factors of tokens: ``own`` is their weighted squared length, ``product`` that with the ``decoded`` token, all float32.
+def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    """The factors of tokens: ``own`` is their weighted squared length, ``common`` that with the ``decoded`` token, all float32.
 
     |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). Where x and d are more than 45 degrees
     apart, that is not so, and the factor of least error is stored.
     """
-    near = (product > 0) & (own * decoded <= 2 * product.square())
-    found = torch.where(near, own / product, product.clamp_min(0) / decoded)
+    near = (common > 0) & (own * decoded <= 2 * common.square())
+    found = torch.where(near, own / common, common.clamp_min(0) / decoded)
     return torch.where(torch.isfinite(found), found, 1.0).clamp_max(_LARGEST_GAIN)
 
 

@@ -19,6 +19,7 @@ from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
+from .products import product
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
 from .value_blocks import first_place, in_memory, row_blocks
@@ -131,7 +132,7 @@ class Octahedral(CodecFamily):
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, with float32 norms."""
         rows, length, norm = _measured(rows)
-        x, y, z = torch.tensor_split(rows @ _planar_rotation(self.rotation, rows.device), 3, -1)
+        x, y, z = torch.tensor_split(product(rows, _planar_rotation(self.rotation, rows.device)), 3, -1)
         sign, above = torch.empty_like(z), torch.empty_like(z)
         sign = torch.lt(x, 0, out=sign).add_(torch.lt(y, 0, out=above), alpha=2)
         x, y, z = x.abs().contiguous(), y.abs().contiguous(), z.contiguous()
@@ -144,8 +145,8 @@ class Octahedral(CodecFamily):
         if self.norm_rule == "unbiased":
             projection = book.projection(index, x, y, z).div_(length) if self.rounding == "scalar" else radius
             decoded = functional.embedding(norm_index.to(torch.int32), _column(self.norm_table, rows.device))[..., 0]
-            product = (projection * decoded).sum(-1)
-            norm = unbiased_factor(norm, product, decoded.square().sum(-1), NORMS[self.norm])
+            common = (projection * decoded).sum(-1)
+            norm = unbiased_factor(norm, common, decoded.square().sum(-1), NORMS[self.norm])
         digit = index.to(torch.float32)
         if norm_with_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)

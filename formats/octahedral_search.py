@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 
 from .lazy import numpy, torch
+from .products import product
 
 ROUNDINGS = ("scalar", "local2x2", "local3x3", "full")
 
@@ -120,7 +121,7 @@ class Codebook:
     def _full_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         vectors = torch.stack([x, y, z], -1).reshape(-1, 3)
         chunks = torch.split(vectors, max(1, _FULL_SEARCH_PRODUCTS // self.levels**2))
-        return torch.cat([(chunk @ self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
+        return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """The result of the local 3x3 search: looked up by grid cell, searched only in cells that codewords share."""

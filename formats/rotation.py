@@ -10,13 +10,11 @@ from .columns import is_power_of_two
 from .errors import InvalidParameter
 from .generator import signs
 from .lazy import torch
+from .products import product
 from .tables import kept_on_device
 
 KINDS = ("none", "hadamard", "signed-hadamard")
 PALEY_ORDERS = (12, 20, 28)
-
-FEWEST_ROWS = 16
-"""Libraries of matrix products take kernels of their own, which sum in another order, for fewer rows than this."""
 
 
 @lru_cache(maxsize=1)
@@ -100,20 +98,15 @@ class Rotation:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate ``[..., dim]`` float32 into the coded frame."""
-        return x if self.kind == "none" else _product(x, self.matrix(x.device).T)
+        return x if self.kind == "none" else _turned(x, self.matrix(x.device).T)
 
     def inverse(self, u: torch.Tensor) -> torch.Tensor:
         """Rotate ``[..., dim]`` float32 back into the original frame."""
-        return u if self.kind == "none" else _product(u, self.matrix(u.device))
+        return u if self.kind == "none" else _turned(u, self.matrix(u.device))
 
 
-def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``rows @ matrix``; on the CPU a row's result does not depend on how many others there are."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    if rows.device.type != "cpu" or len(flat) >= FEWEST_ROWS:
-        return rows @ matrix
-    filled = torch.nn.functional.pad(flat, (0, 0, 0, FEWEST_ROWS - len(flat)))
-    return (filled @ matrix)[: len(flat)].view(rows.shape)
+def _turned(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    return product(x.reshape(-1, x.shape[-1]), matrix).view(x.shape)
 
 
 @kept_on_device

@@ -17,6 +17,7 @@ from .errors import InvalidParameter, InvalidPayload, InvalidShape, MissingBasis
 from .family import CodecFamily
 from .frames import SCALES_PER_OCTAVE
 from .lazy import numpy, torch
+from .products import product
 from .rans_checks import check_ends, check_states
 from .transform_chunks import Symbols, coded, halves, in_order, joined, levels_of, stream_of, symbols_of
 from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
@@ -187,7 +188,7 @@ class Transform(CodecFamily):
             x.to(torch.float32) if self.scope == "head" else x.to(torch.float32).transpose(1, 2).reshape(batch, 1, tokens, heads * self.dim)
         )
         rows = source.rows_on(x.device)
-        columns = (wide - rows[:, :1]) @ source.inverse.to(x.device) / self.step_size
+        columns = product(wide - rows[:, :1], source.inverse.to(x.device)) / self.step_size
         levels = torch.sign(columns) * torch.floor(columns.abs() + (0.5 - DEAD_ZONE))
         if levels.numel() and not float(levels.abs().amax()) <= _LARGEST_LEVEL:
             raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the most are {_LARGEST_LEVEL}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kvpack.formats.products import product
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import sides, tiles
 from kvpack.kernels.decode.rows import Packed
@@ -61,7 +62,7 @@ class Frame(NamedTuple):
         if self.codec is not None and self.page is not None:
             return partial(_page_originals, self.codec, self.page, heads, dtype)
         matrix = None if self.codec is None else _value_matrix(self.codec, str(device))
-        return lambda sums: (sums if matrix is None else torch.matmul(sums, matrix)).to(dtype)
+        return lambda sums: (sums if matrix is None else product(sums, matrix)).to(dtype)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Values ``[batch, kv_head, token, dim]`` of 16 bits of the original frame in this one."""

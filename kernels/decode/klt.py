@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 
 from kvpack.formats.klt import Klt
+from kvpack.formats.products import product
 from kvpack.kernels.attend import plan, rotation
 
 from . import tiles
@@ -46,4 +47,4 @@ def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
             values = torch.empty(batch, heads, stop - start, columns.shape[1], dtype=torch.float16, device=out.device)
             factors = torch.ones(batch, heads, stop - start, dtype=torch.float32, device=out.device)
             tiles.decode(codec, work, values, blocks, None if codec.gain == "none" else factors)
-            out[:, :, start:stop] = (values.to(torch.float32) * factors[..., None]) @ columns + mean
+            out[:, :, start:stop] = product(values.to(torch.float32) * factors[..., None], columns) + mean

@@ -244,16 +244,16 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
     from kvpack import attention
     from kvpack.kernels.attend import many_queries
 
+    torch.manual_seed(0)
+    pairs = [[torch.randn(1, 2, 320, 64).to(torch.bfloat16) for _ in "kv"] for _ in range(3)]
+    layers = list(kvpack.pack([tuple(pair) for pair in pairs], "octopus-3").to(DEVICE))
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     monkeypatch.setattr(attention, "_kinds", {})
     checked: list[Layer] = []
     check = attention.check_call
     monkeypatch.setattr(attention, "check_call", lambda q, layer, *options: (checked.append(layer), check(q, layer, *options))[1])
-    torch.manual_seed(0)
     # As many rows of queries as the kernels for few do not take.
     q = torch.randn(1, 4, 300, 64).to(torch.bfloat16).to(DEVICE)
-    pairs = [[torch.randn(1, 2, 320, 64).to(torch.bfloat16) for _ in "kv"] for _ in range(3)]
-    layers = list(kvpack.pack([tuple(pair) for pair in pairs], "octopus-3").to(DEVICE))
     found = [kvpack.attend(q, layer) for layer in layers]
     assert len(checked) == 1
     for layer, out in zip(layers, found, strict=True):

@@ -1,0 +1,37 @@
+"""Matrix products of binary32, whatever a process has chosen for its own (spec/README.md, Rotation)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .lazy import torch
+
+FEWEST_ROWS = 16
+"""Libraries of matrix products take kernels of their own, which sum in another order, for fewer rows than this."""
+
+
+def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``rows @ matrix``, float32 ``[..., row, k]`` and ``[..., k, column]``, each result with the error of sums of binary32.
+
+    Where the process lets products round their factors to tf32 or bf16, these are of binary64. On the CPU a row's result does not depend
+    on how many others there are.
+    """
+    if is_reduced(rows.device.type):
+        return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
+    count = rows.shape[-2]
+    if rows.device.type != "cpu" or count >= FEWEST_ROWS:
+        return rows @ matrix
+    return (torch.nn.functional.pad(rows, (0, 0, 0, FEWEST_ROWS - count)) @ matrix)[..., :count, :]
+
+
+def is_reduced(device_type: str) -> bool:
+    """Whether products of float32 on devices of a type may round their factors: ``torch.set_float32_matmul_precision`` and its kin."""
+    backends: Any = torch.backends
+    backend = backends.cuda if device_type == "cuda" else backends.mkldnn
+    # PyTorch 2.9 and newer have a setting for each backend, and refuse to name the old one where both were used.
+    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if precision is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    if precision == "none":
+        precision = backends.fp32_precision
+    return precision not in {"ieee", "none"}

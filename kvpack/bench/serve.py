@@ -1,7 +1,7 @@
 """kvpack bench serve: what a user of a model gets: decode steps, ``generate``, the first token after a stored prefix, memory.
 
 The model has the shape of a known one, or of a configuration, and random weights; keys and values are random. Every figure is beside that
-of transformers' own caches, or of recomputing, in the same run.
+of transformers' own caches, or of recomputing, in the same run. On a CPU times are of the process, in one thread, and each round runs all.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack.coding.modes import one_thread
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import transformers_library
 
+from .process_time import interleaved
+from .serve_cpu import ROUNDS, STEPS, step_rows, with_plain_attention
 from .serve_graphs import StaticStates, flash_attention, graph_step
 
 if TYPE_CHECKING:
@@ -48,9 +51,14 @@ CONTEXTS = {"cuda": ((1, 32768), (1, 131072), (8, 16384), (24, 16384)), "cpu": (
 """Batch and tokens of a decode step, by device."""
 PREFIXES = {"cuda": (8192, 32768), "cpu": (1024,)}
 SUFFIX = {"cuda": 512, "cpu": 32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARM_STEPS, EAGER_STEPS, GRAPH_STEPS = 4, 12, 24
-GENERATED = {"cuda": 64, "cpu": 8}
-"""Tokens that ``generate`` adds."""
+GENERATED = 64
+"""Tokens that ``generate`` adds, on a device."""
+DENSE_FILE = "dense safetensors"
+"""The name of the file of keys and values in the model's dtype."""
+FIRST_TOKENS = 3
+"""Timings of a first token, after one to warm up."""
 
 
 def run(
@@ -62,14 +70,41 @@ def run(
     folder: str | None,
     out: str | None,
     progress: Progress | None = None,
+    *,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
     """Measure; the report that ``show`` prints. ``shape`` is a name in SHAPES, or the path of a config.json or of its folder.
 
-    Raises InvalidParameter for a shape that is not known, and for layers that are not of full or sliding attention.
+    ``dtype``, a name in DTYPES, is that of weights, keys and values; None: the configuration's, or bf16. Raises InvalidParameter for a
+    shape or a dtype that is not known, for float32 on a CUDA device, and for layers that are not of full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
-    model = _model(shape, layers, device)
+    if dtype is not None and dtype not in DTYPES:
+        raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    with one_thread() if device == "cpu" else nullcontext():
+        report = _measured(shape, recipes, contexts, prefixes, layers, folder, device, dtype, progress)
+    if out is not None:
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            Path(out, "serve.json").write_text(json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
+    return report
+
+
+def _measured(
+    shape: str,
+    recipes: Sequence[str] | None,
+    contexts: Sequence[tuple[int, int]] | None,
+    prefixes: Sequence[int] | None,
+    layers: int | None,
+    folder: str | None,
+    device: str,
+    dtype: str | None,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    model = _model(shape, layers, device, dtype)
     recipes = recipes or RECIPES
     contexts = CONTEXTS[device] if contexts is None else contexts
     prefixes = PREFIXES[device] if prefixes is None else prefixes
@@ -86,6 +121,7 @@ def run(
         "shape": shape,
         "layers": model.config.num_hidden_layers,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "dtype": next(name for name, own in DTYPES.items() if own == model.dtype),
         "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "decode": [],
         "first_token": [],
@@ -95,21 +131,20 @@ def run(
             report["decode"] += _decode_rows(model, batch, tokens, recipes, device, count)
         for tokens in prefixes:
             report["first_token"] += _first_token_rows(model, tokens, recipes, device, folder, count)
-    if out is not None:
-        try:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            Path(out, "serve.json").write_text(json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
     return report
 
 
-def _model(shape: str, layers: int | None, device: str) -> Any:
+def _model(shape: str, layers: int | None, device: str, dtype: str | None) -> Any:
     library = transformers_library()
     config = _config(shape, layers)
     config._attn_implementation = "sdpa"
+    chosen = DTYPES[dtype] if dtype is not None else config.dtype or torch.bfloat16
+    if chosen not in DTYPES.values():
+        raise InvalidParameter(f"{shape}: dtype {chosen}; give one of {', '.join(DTYPES)}")
+    if chosen == torch.float32 and device == "cuda":
+        raise InvalidParameter(f"{shape}: dtype fp32; give bf16 or fp16, flash attention on a CUDA device takes no other")
     with torch.device(device):
-        return library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return library.AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
 
 
 def _config(shape: str, layers: int | None) -> Any:
@@ -146,7 +181,7 @@ def _layer_states(model: Any, batch: int, tokens: int, device: str) -> tuple[tor
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    k, v = (torch.randn(batch, heads, tokens, dim, device=device, dtype=torch.bfloat16) for _ in "kv")
+    k, v = (torch.randn(batch, heads, tokens, dim, device=device, dtype=model.dtype) for _ in "kv")
     return k, v
 
 
@@ -159,6 +194,11 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
     return past
 
 
+def _with_dropped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """The states of all layers, as ``kvpack.pack`` takes them: with how many of ``tokens`` each has dropped."""
+    return [(k, v, tokens - k.shape[2]) for k, v in states]
+
+
 def _random_ids(model: Any, batch: int, tokens: int, device: str) -> torch.Tensor:
     return torch.randint(1, min(500, model.config.vocab_size), (batch, tokens), device=device)
 
@@ -167,6 +207,14 @@ def _decode_rows(
     model: Any, batch: int, tokens: int, recipes: Sequence[str], device: str, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
+    if device == "cpu":
+        states = _states(model, batch, tokens, device)
+        packed = {recipe: kvpack.pack(_with_dropped(states, tokens), recipe) for recipe in recipes}
+        dense = _dynamic_cache(model, states, tokens)
+        found = step_rows(model, with_plain_attention(model), dense, packed, _random_ids(model, batch, tokens + 1, device))
+        for _ in found:
+            count()
+        return [{**row, **own} for own in found]
     rows = [{**row, **found} for found in _dense_steps(model, batch, tokens, device)]
     _free(device)
     count()
@@ -178,16 +226,15 @@ def _decode_rows(
 
 
 def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
-    """Steps over a DynamicCache, with the attention that PyTorch chooses, and on a GPU with flash attention."""
-    names = ["DynamicCache"] if device == "cpu" else ["DynamicCache", "DynamicCache, flash"]
+    """Steps over a DynamicCache, with the attention that PyTorch chooses and with flash attention."""
+    names = ["DynamicCache", "DynamicCache, flash"]
     rows: list[dict[str, Any]] = [{"cache": name, **dict.fromkeys(_DENSE)} for name in names]
     try:
         states = _states(model, batch, tokens, device)
         for row in rows:
             row["cache_bytes"] = sum(x.nbytes for pair in states for x in pair)
-        if device == "cuda":
-            with StaticStates(model, states, tokens) as static:
-                rows[0]["graph_seconds"] = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
+        with StaticStates(model, states, tokens) as static:
+            rows[0]["graph_seconds"] = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
         for row in rows:
             _reset_peak(device)
             past = _dynamic_cache(model, states, tokens)
@@ -223,7 +270,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     with KvpackCache(model, cache) as past:
         del cache
         eager = _eager_steps(model, past, batch, device)
-        graph = graph_step(model, past, batch, tokens + EAGER_STEPS + WARM_STEPS, GRAPH_STEPS) if device == "cuda" else None
+        graph = graph_step(model, past, batch, tokens + EAGER_STEPS + WARM_STEPS, GRAPH_STEPS)
     return {
         "eager_seconds": eager,
         "generate_seconds": generated,
@@ -235,7 +282,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 
 def _generated(model: Any, past: Any, batch: int, device: str) -> float:
     """Seconds of ``generate`` for each token that it adds to ``past``, with all that it does before the first."""
-    count = GENERATED[device]
+    count = GENERATED
     ids = _random_ids(model, batch, past.get_seq_length() + 1, device)
     options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     _wait(device)
@@ -275,27 +322,26 @@ def _first_token_rows(
     def logits(past: Any, given: torch.Tensor) -> None:
         model(given, past_key_values=past, use_cache=True, logits_to_keep=1).logits.argmax().item()
 
-    rows = [{**row, "from": "recompute", "seconds": _median(lambda: logits(library.DynamicCache(config=model.config), ids))}]
-    count()
+    calls: dict[str, Callable[[], None]] = {
+        "recompute": lambda: logits(library.DynamicCache(config=model.config), ids),
+    }
+    loads: dict[str, Callable[[], None]] = {}
+    sizes: dict[str, int] = {}
     states = _states(model, 1, tokens, device)
-    dropped = [(*pair, tokens - pair[0].shape[2]) for pair in states]
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        path = Path(place, "bf16.safetensors")
-        save_file({f"{number}.{name}": x for number, pair in enumerate(states) for name, x in zip("kv", pair, strict=True)}, path)
+        dense = Path(place, "dense.safetensors")
+        save_file({f"{number}.{name}": x for number, pair in enumerate(states) for name, x in zip("kv", pair, strict=True)}, dense)
 
-        def from_bf16() -> None:
-            read = load_file(path, device=device)
+        def from_dense() -> None:
+            read = load_file(dense, device=device)
             pairs = [(read[f"{number}.k"], read[f"{number}.v"]) for number in range(len(states))]
             logits(_dynamic_cache(model, pairs, tokens), ids[:, tokens:])
 
-        rows.append({**row, "from": "bf16 safetensors", "seconds": _median(from_bf16), "file_bytes": path.stat().st_size})
-        path.unlink()
-        _free(device)
-        count()
-        for recipe in recipes:
-            path = Path(place, "prefix.kvpack")
+        calls[DENSE_FILE], sizes[DENSE_FILE] = from_dense, dense.stat().st_size
+        for number, recipe in enumerate(recipes):
+            path = Path(place, f"{number}.kvpack")
             # It names its model, as a file of a KvpackCache does, which is checked.
-            kvpack.save(replace(kvpack.pack(dropped, recipe), model=identity_of(model)), path)
+            kvpack.save(replace(kvpack.pack(_with_dropped(states, tokens), recipe), model=identity_of(model)), path)
 
             def from_packed(path: Path = path) -> None:
                 with KvpackCache.load(path, model) as past:
@@ -305,20 +351,31 @@ def _first_token_rows(
                 kvpack.load(path, device=device)
                 _wait(device)
 
-            seconds = _median(from_packed)
-            rows.append({**row, "from": recipe, "seconds": seconds, "load_seconds": _median(load_alone), "file_bytes": path.stat().st_size})
-            path.unlink()
-            _free(device)
-            count()
+            calls[recipe], loads[recipe], sizes[recipe] = from_packed, load_alone, path.stat().st_size
+        seconds = _seconds_of([*calls.values(), *loads.values()], device)
+    rows = [{**row, "from": name, "seconds": own} for name, own in zip(calls, seconds, strict=False)]
+    for found in rows:
+        if found["from"] in sizes:
+            found["file_bytes"] = sizes[found["from"]]
+        count()
+    for found, own in zip(rows[2:], seconds[len(calls) :], strict=True):
+        found["load_seconds"] = own
     return rows
 
 
-def _median(call: Callable[[], None]) -> float:
+def _seconds_of(calls: Sequence[Callable[[], None]], device: str) -> list[float]:
+    if device == "cpu":
+        return [own.process for own in interleaved(calls, FIRST_TOKENS)]
+    return [_median(call, device) for call in calls]
+
+
+def _median(call: Callable[[], None], device: str) -> float:
     found = []
-    for _ in range(4):
+    for _ in range(FIRST_TOKENS + 1):
         begin = time.perf_counter()
         call()
         found.append(time.perf_counter() - begin)
+    _free(device)
     return statistics.median(found[1:])
 
 
@@ -368,15 +425,21 @@ def show(report: dict[str, Any]) -> None:
             milliseconds(graph), ratio(graph, static), "" if graph is None else f"{row['batch'] / graph:.0f}",
             "" if peak is None else f"{peak:.3f}",
         ])  # fmt: skip
-    title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights, on {report['device']}"
+    on_cpu, dtype = report["device"] == "cpu", report["dtype"]
+    title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights in {dtype}, on {report['device']}"
     beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
     columns = [
-        "batch x tokens", "cache", "cache\nbytes", "eager\nms", beside, "generate\nms/token", beside, "x bf16\nin a graph",
-        "graph\nms", "x bf16\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
+        "batch x tokens", "cache", "cache\nbytes", "eager\nms", beside, "generate\nms/token", beside, f"x {dtype}\nin a graph",
+        "graph\nms", f"x {dtype}\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
-    print_table(title, columns, rows)
-    print("\nEvery eager step is of a length that is new, as in generate; over packed caches generate replays graphs (graphs=True).")
-    print("The bf16 graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")
+    # Columns of what only devices have stay empty on a CPU.
+    shown = [number for number in range(len(columns)) if not on_cpu or any(row[number] for row in rows)]
+    print_table(title, [columns[number] for number in shown], [[row[number] for number in shown] for row in rows])
+    if on_cpu:
+        print(f"\nTimes are of the process, in one thread: medians of {ROUNDS} rounds, each of {STEPS} steps, or tokens, of every cache.")
+    else:
+        print("\nEvery eager step is of a length that is new, as in generate; over packed caches generate replays graphs (graphs=True).")
+        print(f"The {dtype} graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")
     rows = []
     for row in report["first_token"]:
         own = [other for other in report["first_token"] if other["tokens"] == row["tokens"]]
@@ -384,7 +447,7 @@ def show(report: dict[str, Any]) -> None:
         rows.append([
             f"{row['tokens']:,} + {row['suffix']}", row["from"], "" if "file_bytes" not in row else bytes_text(row["file_bytes"]),
             milliseconds(row.get("load_seconds")), milliseconds(row["seconds"]), ratio(row["seconds"], seconds["recompute"]),
-            ratio(row["seconds"], seconds["bf16 safetensors"]),
+            ratio(row["seconds"], seconds[DENSE_FILE]),
         ])  # fmt: skip
-    columns = ["prefix +\nsuffix", "from", "file", "load\nms", "first token\nms", "x recompute", "x bf16\nfile"]
+    columns = ["prefix +\nsuffix", "from", "file", "load\nms", "first token\nms", "x recompute", f"x {dtype}\nfile"]
     print_table("Time to the first token; files are in the page cache", columns, rows)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json, print_report, progress
 
+from .dense import DTYPES
+
 if TYPE_CHECKING:
     import argparse
 
@@ -202,7 +204,7 @@ def _add_serve(kinds: Any) -> None:
         "serve",
         help="a model's decode step, its first token after a stored prefix, and its memory, compared with transformers' caches",
         description="Time a model of a known shape, or of a configuration, with random weights: decode steps, eager and in a CUDA graph, "
-        "and the first token after a prefix, recomputed or from files; on a CPU, a small model.",
+        "and the first token after a prefix, recomputed or from files; on a CPU a small model, in the process time of one thread.",
     )
     serve.add_argument(
         "--shape",
@@ -210,6 +212,9 @@ def _add_serve(kinds: Any) -> None:
         help="llama-3-8b, qwen3-4b, gemma-3-12b, small, or the path of a config.json or its folder (default: llama-3-8b, on a CPU small)",
     )
     serve.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
+    serve.add_argument(
+        "--dtype", choices=list(DTYPES), help="dtype of weights, keys and values (default: that of the configuration, otherwise bf16)"
+    )
     serve.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: three)")
     serve.add_argument(
         "--decode", action="append", metavar="BxT", help="decode a batch of B after T tokens; may be repeated (default: several)"
@@ -236,8 +241,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
             contexts.append((int(batch), int(tokens)))
     with progress("bench serve", arguments) as callback:
         report = serve.run(
-            arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback
-        )
+            arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback,
+            dtype=arguments.dtype,
+        )  # fmt: skip
     print_report(report, serve.show, arguments)
     return 0
 

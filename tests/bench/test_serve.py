@@ -11,23 +11,26 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.bench import serve
+from kvpack.bench import serve, serve_cpu
 from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import transformers_library
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of a device are large")
 
 
 def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(serve, "GENERATED", {"cpu": 2})
     saved = []
     save = kvpack.save
     monkeypatch.setattr(kvpack, "save", lambda cache, path: (saved.append(cache.model), save(cache, path)))
+    monkeypatch.setattr(serve_cpu, "STEPS", 2)
+    threads = torch.get_num_threads()
     done: list[tuple[int, int]] = []
     report = serve.run("small", ["octopus-3"], [(2, 40)], [40], 1, str(tmp_path), str(tmp_path), lambda *now: done.append(now))
     assert done[-1] == (len(done), len(done))
+    assert torch.get_num_threads() == threads
     assert [row["cache"] for row in report["decode"]] == ["DynamicCache", "octopus-3"]
-    assert [row["from"] for row in report["first_token"]] == ["recompute", "bf16 safetensors", "octopus-3"]
+    assert [row["from"] for row in report["first_token"]] == ["recompute", "dense safetensors", "octopus-3"]
     assert all(row["eager_seconds"] > 0 and row["generate_seconds"] > 0 for row in report["decode"])
     assert saved[0]["config"]
     assert saved[0]["weights"]
@@ -47,7 +50,7 @@ def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pyte
 
 def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of sliding attention hold their window; every pass is of positions after all tokens."""
-    monkeypatch.setattr(serve, "GENERATED", {"cpu": 2})
+    monkeypatch.setattr(serve_cpu, "STEPS", 2)
     _, settings = serve.SHAPES["small"]
     library = transformers_library()
     options = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 100}
@@ -67,8 +70,37 @@ def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.Monkey
     assert report["layers"] == 2
     heads, dim = settings["num_key_value_heads"], settings["head_dim"]
     assert report["decode"][0]["cache_bytes"] == 2 * 2 * heads * dim * (40 + 15)
-    steps = serve.WARM_STEPS + serve.EAGER_STEPS + 2
+    steps = 2 * serve_cpu.STEPS * (serve_cpu.ROUNDS + 1)
     assert set(positions) == {*range(41, 41 + steps), 40 + serve.SUFFIX["cpu"]}
+
+
+@pytest.mark.parametrize("given", [None, "fp16"])
+def test_the_dtype_is_that_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    monkeypatch.setattr(serve_cpu, "STEPS", 2)
+    _, settings = serve.SHAPES["small"]
+    transformers_library().LlamaConfig(**settings, dtype="float32").save_pretrained(tmp_path)
+    report = serve.run(str(tmp_path), ["octopus-3"], [(1, 40)], [], 1, None, None, dtype=given)
+    assert report["dtype"] == (given or "fp32")
+    heads, dim = settings["num_key_value_heads"], settings["head_dim"]
+    assert report["decode"][0]["cache_bytes"] == 2 * heads * dim * 40 * (2 if given else 4)
+
+
+def test_the_model_of_the_dynamic_cache_is_free_of_kvpack() -> None:
+    """It shares the weights, and neither hooks nor attention."""
+    model = serve._model("small", 1, "cpu", None)
+    plain = serve_cpu.with_plain_attention(model)
+    with KvpackCache(model, "octopus-3"):
+        assert model.config._attn_implementation == "kvpack"
+        assert plain.config._attn_implementation == "sdpa"
+        assert model._forward_pre_hooks
+        assert not plain._forward_pre_hooks
+    for mine, own in zip(plain.parameters(), model.parameters(), strict=True):
+        assert mine is own
+
+
+def test_a_dtype_that_is_not_known() -> None:
+    with pytest.raises(InvalidParameter, match="dtype is 'float32', expected one of bf16, fp16, fp32"):
+        serve.run("small", None, None, None, None, None, None, dtype="float32")
 
 
 def test_layers_without_attention_are_refused(tmp_path: Path) -> None:

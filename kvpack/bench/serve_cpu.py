@@ -1,0 +1,65 @@
+"""Decode steps and ``generate`` on the CPU: each round runs every cache, in the process time of one thread."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .process_time import interleaved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import kvpack
+
+STEPS = 32
+"""Decode steps, and tokens that ``generate`` adds, in one timing: presets pack groups of up to 32 tokens."""
+
+ROUNDS = 5
+
+
+def with_plain_attention(model: Any) -> Any:
+    """A copy of ``model`` with the same weights: neither hooks nor attention of a KvpackCache slow it down."""
+    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+
+
+def step_rows(model: Any, plain: Any, dense: Any, packed: Mapping[str, kvpack.Cache], ids: torch.Tensor) -> list[dict[str, Any]]:
+    """One row per cache: the ``DynamicCache`` ``dense``, of the model ``plain``, and those of ``packed``, of ``model``.
+
+    All hold the tokens of ``ids`` ``[batch, token]`` but the last. Times are seconds per step and per token that ``generate`` adds.
+    """
+    from kvpack.integrations.transformers import KvpackCache
+
+    names = ["DynamicCache", *packed]
+    sizes = [sum(x.nbytes for layer in dense.layers for x in (layer.keys, layer.values)), *(cache.nbytes for cache in packed.values())]
+    with ExitStack() as held:
+        runs = [(plain, dense), *((model, held.enter_context(KvpackCache(model, cache))) for cache in packed.values())]
+        generated = interleaved([_Generation(*run, ids) for run in runs], ROUNDS)
+        eager = interleaved([partial(_step, *run, ids[:, -1:]) for run in runs], ROUNDS, STEPS)
+    return [
+        {
+            "cache": name, "eager_seconds": step.process, "generate_seconds": own.process / STEPS, "graph_seconds": None,
+            "cache_bytes": size, "peak_bytes": None,
+        }
+        for name, size, step, own in zip(names, sizes, eager, generated, strict=True)
+    ]  # fmt: skip
+
+
+class _Generation:
+    """Each call adds STEPS tokens to ``past``."""
+
+    def __init__(self, model: Any, past: Any, ids: torch.Tensor) -> None:
+        self._model, self._past, self._ids = model, past, ids
+
+    def __call__(self) -> None:
+        options = {"min_new_tokens": STEPS, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
+        self._ids = self._model.generate(self._ids, past_key_values=self._past, **options)
+
+
+def _step(model: Any, past: Any, token: torch.Tensor) -> None:
+    model(token, past_key_values=past, use_cache=True, logits_to_keep=1)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Streams = Mapping[str, torch.Tensor]
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+    Kernel = Callable[[Codec, torch.Tensor], dict[str, torch.Tensor] | None]
 
 _LARGE = 2.0**100
 """Below this bound no step of a side-car turns a codec's decoded value into an infinity."""
@@ -106,13 +107,16 @@ class WithSideCars(Codec):
         encoder = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter([x])), None)
         return {**encoder.streams, **encoder.encode(x, 0)}
 
-    def begin(self, run: Run, before: Streams | None) -> RunEncoder:
+    def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None) -> RunEncoder:
+        """As ``Codec.begin``; ``kernel(codec, block)`` gives the streams of the codec alone, or None where that is to encode a block."""
         steps, own = self._begin_steps(run, before)
         inner = self.codec.begin(steps.run(), before)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
             block, taken = steps.encode(x, start)
-            streams = inner.encode(block, start)
+            # What was found for the whole run is known to the codec's own encoder alone.
+            found = kernel(self.codec, block) if kernel and not inner.streams else None
+            streams = inner.encode(block, start) if found is None else found
             streams |= self._sketches(block, {**inner.streams, **streams}, own | taken) | taken
             if x.numel() and not x.abs().amax().item() < _LARGE:
                 _finite(self.decode({**inner.streams, **own, **streams}), "decoded")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import HOLDS
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu.memory import empty
 
 from . import dispatch
@@ -100,8 +102,9 @@ def _encode_in_blocks(
 
     with own_modes(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
+        begin = partial(codec.begin, kernel=dispatch.encode) if isinstance(codec, WithSideCars) else codec.begin
         with _placed(where):
-            run = codec.begin(Run((batch, heads, tokens, dim), x.device, lambda: (values(*block) for block in blocks), position), before)
+            run = begin(Run((batch, heads, tokens, dim), x.device, lambda: (values(*block) for block in blocks), position), before)
         for_each_block(encode_block, blocks, x.device)
         for name, entry in layout.items():
             if entry.per == "entry":

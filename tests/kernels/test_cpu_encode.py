@@ -18,6 +18,7 @@ from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
 
+from side_car_recipes import RECIPES, relative_error  # isort: skip
 from strategies import CASES, CONTENTS, DIMS, contents, create, poisoned  # isort: skip
 
 if TYPE_CHECKING:
@@ -287,3 +288,17 @@ def test_packed_caches_are_those_of_torch(recipe: str, monkeypatch: pytest.Monke
     for side, other in zip(found[0].sides.values(), expected[0].sides.values(), strict=True):
         for name, stream in side.pages[0].streams.items():
             assert bytes(stream.numpy().data) == bytes(other.pages[0].streams[name].numpy().data)
+
+
+@pytest.mark.parametrize("recipe", ["channel scale", "qjl", "outliers", "block rotation"])
+def test_what_side_cars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(torch.randn(2, 3, 333, 64).to(torch.bfloat16), torch.randn(2, 3, 333, 64).to(torch.bfloat16))]
+    calls = []
+    original = cpu_encode.encode
+    monkeypatch.setattr(cpu_encode, "encode", lambda *arguments: calls.append(arguments) or original(*arguments))
+    found = kvpack.pack(pairs, RECIPES[recipe])
+    assert calls
+    monkeypatch.setenv(dispatch.VARIABLE, "torch")
+    expected = kvpack.pack(pairs, RECIPES[recipe])
+    for x, mine, theirs in zip(pairs[0], found[0].unpack(torch.float32), expected[0].unpack(torch.float32), strict=True):
+        assert relative_error(mine, x) == pytest.approx(relative_error(theirs, x), rel=1e-3)

@@ -22,6 +22,8 @@ from kvpack.formats.errors import InvalidParameter, KvpackError, NonFinite, OutO
 from caches import random_pairs  # isort: skip
 from encode_columns_kernel import pack  # isort: skip
 from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
+from side_car_recipes import RECIPES as SIDE_CARS  # isort: skip
+from side_car_recipes import relative_error  # isort: skip
 from strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned  # isort: skip
 
 if TYPE_CHECKING:
@@ -315,6 +317,28 @@ def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.Monk
     for found, x in zip(cache[0].unpack(torch.float32), pairs[0], strict=True):
         assert found is not None
         assert (found - x).norm() / x.norm() < 0.25
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("recipe", ["channel scale", "qjl", "outliers", "block rotation"])
+def test_what_side_cars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.encode import encode
+
+    calls = []
+    original = encode.encode
+    monkeypatch.setattr(encode, "encode", lambda *arguments: calls.append(original(*arguments)) or calls[-1])
+    pairs = [tuple(torch.randn(2, 1, 2, 70, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE))]
+    packed = {}
+    for backend in dispatch.BACKENDS:
+        monkeypatch.setenv(dispatch.VARIABLE, backend)
+        packed[backend] = kvpack.pack(pairs, SIDE_CARS[recipe])
+    # The first are of both sides whole, the others of what is left of them.
+    assert [streams is None for streams in calls] == [True, False, True, False]
+    # Pages are decoded in threads, and Triton's interpreter knows one.
+    monkeypatch.setenv(dispatch.VARIABLE, "torch")
+    mine, theirs = (packed[backend][0].unpack(torch.float32) for backend in ("triton", "torch"))
+    for x, one, other in zip(pairs[0], mine, theirs, strict=True):
+        assert relative_error(one, x) == pytest.approx(relative_error(other, x), rel=5e-3)
 
 
 @pytest.mark.kernels

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    MllamaForCausalLM,
+    MllamaTextConfig,
+    MoshiConfig,
+    MoshiForCausalLM,
+    StaticCache,
+)
 from zoo_models import images, model_of
 
 import kvpack
@@ -421,3 +429,35 @@ def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: 
         with pytest.raises(InvalidParameter, match="tokens 32 to 41 depend on the argument token_type_ids"):
             store.save(ids, loaded)
         assert store.save(ids[:, :32], loaded[:, :32]) == 32
+
+
+def test_attention_without_the_window_of_its_cache_is_refused() -> None:
+    """Moshi's is given no window, and sees what its cache has kept of the passes before."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96, "sliding_window": 8}
+    model = MoshiForCausalLM(MoshiConfig(**sizes)).eval()
+    parts = PROMPT.split([20, 9, 3], 1)
+    with (
+        KvpackCache(model, "raw") as cache,
+        pytest.raises(InvalidParameter, match="MoshiAttention attends to all tokens, and its cache keeps"),
+    ):
+        model(parts[0], past_key_values=cache)
+    with KvpackCache(model, "raw", dense=True) as cache:
+        past = DynamicCache(config=model.config)
+        for part in parts:
+            assert torch.equal(model(part, past_key_values=cache).logits, model(part, past_key_values=past).logits)
+
+
+def test_layers_of_what_images_gave_are_refused() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = MllamaForCausalLM(MllamaTextConfig(**sizes, intermediate_size=96, cross_attention_layers=[1], pad_token_id=0))
+    with pytest.raises(InvalidParameter, match=r"layers \[1\] of MllamaForCausalLM keep what images gave"):
+        KvpackCache(model, "raw")
+
+
+def test_a_part_without_an_attention_is_left_without() -> None:
+    model = model_of("Qwen2-VL")
+    model.config.vision_config._attn_implementation = None
+    KvpackCache(model, "raw").release()
+    assert model.config.vision_config._attn_implementation is None
+    assert model.config._attn_implementation == "sdpa"

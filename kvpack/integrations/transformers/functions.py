@@ -10,7 +10,7 @@ from kvpack.attention import attend
 from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 
-from .layers import check_window
+from .layers import check_window, check_window_given
 from .masks import check_columns
 from .plain import plain_attention
 from .states import PackedStates
@@ -38,7 +38,8 @@ def attention(
 
     ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask ``[batch, 1, 1, 1]`` of int32 holds the
     first token that each sequence sees (``masks.mask``); with any other, the layer of a KvpackCache is decoded for the call.
-    Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout, a position bias;
+    Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout, a position bias,
+    no window over a layer that keeps one;
     InvalidShape for a layer without tokens that the model attends to, and for a mask of other tokens.
     """
     starts = _starts(attention_mask)
@@ -75,6 +76,7 @@ def attention(
         "sink_logits": options.get("s_aux"),
     }
     if isinstance(key, PackedStates):
+        check_window_given(key.cache.layers[key.number].window, window, module)
         out = key.attend(query, starts=starts, **given_options)
     else:
         check_window(key.skipped, key.tokens - query.shape[2], window)

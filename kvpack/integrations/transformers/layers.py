@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from kvpack.cache.layer import Layer
-from kvpack.formats.errors import InvalidShape, KvpackWarning, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
 
 if TYPE_CHECKING:
     from kvpack.live.cache import LiveCache
@@ -177,3 +177,16 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
         raise InvalidShape(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")
+
+
+def check_window_given(own: int | None, given: int | None, module: torch.nn.Module) -> None:
+    """Raise InvalidParameter when attention is ``given`` no window, or a wider one, over a layer whose cache keeps its ``own`` window.
+
+    What a pass then attends to is what transformers' cache has kept, which is not what a packed layer holds.
+    """
+    if own is not None and (given is None or given > own):
+        attended = "all tokens" if given is None else f"a window of {given}"
+        raise InvalidParameter(
+            f"{type(module).__name__} attends to {attended}, and its cache keeps a window of {own}: write "
+            "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
+        )

@@ -124,6 +124,11 @@ class Model:
             raise InvalidParameter(
                 f"{self.name} takes no past_key_values: it keeps other states, and a packed layer holds only keys and values"
             )
+        if crossing := getattr(self.config, "cross_attention_layers", None):
+            raise InvalidParameter(
+                f"layers {list(crossing)} of {self.name} keep what images gave, and a packed cache holds keys and values of the same tokens "
+                "in every layer"
+            )
 
     def _check_layer(self, number: int, layer: Any) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_WITH_STATES):

@@ -21,10 +21,10 @@ class Switch:
     def __init__(self, model: Any) -> None:
         outer = outermost(model)
         self._model = weakref.ref(outer)
-        before = {name: str(config._attn_implementation) for name, config in _configs(outer).items()}
+        before = {name: config._attn_implementation for name, config in _configs(outer).items()}
         outer.set_attn_implementation("kvpack")
         for name, config in _configs(outer).items():
-            remember_attention(config, before.get(name, "sdpa"))
+            remember_attention(config, str(before.get(name) or "sdpa"))
         weakref.finalize(self, _restore, self._model, before)
         name = type(outer).__name__
         if name not in _told:
@@ -57,10 +57,15 @@ def _configs(model: Any) -> dict[str, Any]:
     return {"": model.config, **parts}
 
 
-def _restore(model: weakref.ref[Any], before: dict[str, str]) -> None:
+def _restore(model: weakref.ref[Any], before: dict[str, str | None]) -> None:
     outer = model()
     if outer is None:
         return
     for config in _configs(outer).values():
         forget_attention(config)
-    outer.set_attn_implementation(before if len(set(before.values())) > 1 else before[""])
+    chosen = {name: attention for name, attention in before.items() if attention is not None}
+    outer.set_attn_implementation(chosen if len(set(chosen.values())) > 1 else chosen[""])
+    for name, config in _configs(outer).items():
+        # Of a part that the model has not made, nothing was chosen.
+        if name in before and before[name] is None:
+            config._attn_implementation = None

@@ -126,8 +126,8 @@ class Model:
             )
         if crossing := getattr(self.config, "cross_attention_layers", None):
             raise InvalidParameter(
-                f"layers {list(crossing)} of {self.name} keep what images gave, and a packed cache holds keys and values of the same tokens "
-                "in every layer"
+                f"layers {list(crossing)} of {self.name} keep what images gave, and a packed cache holds keys and values of the same "
+                "tokens in every layer"
             )
 
     def _check_layer(self, number: int, layer: Any) -> None:

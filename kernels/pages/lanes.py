@@ -28,26 +28,55 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+Places = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 _STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
 
 
+class Layers:
+    """Tensors ``[slot, kv_head, token, dim]`` of any strides, one for each layer."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors, self.first = tensors, tensors[0]
+        self._alike = all(tensor.stride()[1:] == self.first.stride()[1:] for tensor in tensors)
+        self._slot_strides = numpy.array([tensor.stride(0) for tensor in tensors], numpy.int64)
+
+    def places(self, slots: Sequence[int], page: int, layer: int) -> Places | None:
+        """For each page and layer: values from the first layer's first slot, bytes from the first page's, and the page, int64.
+
+        The bytes of pages are ``page`` apart, and those of their layers ``layer``. None for tensors whose places are no whole numbers of
+        values apart, or whose strides differ.
+        """
+        size = self.first.element_size()
+        # An engine may have moved its memory since the last job.
+        addresses = numpy.array([tensor.data_ptr() for tensor in self.tensors], numpy.int64)
+        apart = addresses - addresses[0]
+        if not self._alike or (apart % size).any():
+            return None
+        found = numpy.empty((len(slots), len(self.tensors), 3), numpy.int64)
+        found[:, :, 0] = numpy.array(slots, numpy.int64)[:, None] * self._slot_strides + apart // size
+        pages = numpy.arange(len(slots), dtype=numpy.int64)[:, None]
+        found[:, :, 1] = pages * page + numpy.arange(len(self.tensors), dtype=numpy.int64) * layer
+        found[:, :, 2] = pages
+        return found.reshape(-1, 3)
+
+
 class Lane:
-    """A side of an engine's pages: a tensor ``[slot, kv_head, token, dim]`` of any strides for each layer, all of ``codec``.
+    """A side of an engine's pages, ``layers``, all of ``codec``.
 
     ``places`` are those of the first layer's streams in a row, ``stride`` the bytes from one layer's streams to the next one's.
     """
 
     def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
-        self.codec, self.layers, self.stride = codec, layers, stride
-        first = layers[0]
-        self.regular = all(layer.stride()[1:] == first.stride()[1:] for layer in layers)
-        """Whether the layers differ in their places alone."""
-        self.slot_strides = numpy.array([layer.stride(0) for layer in layers], numpy.int64)
+        self.codec, self.layers, self.stride = codec, Layers(layers), stride
         self.streams = []
         """Of each stream its name, dtype, place in values of it, shape and strides."""
-        for name, layout in codec.layout(1, *first.shape[1:3]).items():
+        for name, layout in codec.layout(1, *layers[0].shape[1:3]).items():
             dtype = _STREAMS[layout.dtype]
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
+
+    def places(self, job: Job) -> Places | None:
+        """``Layers.places`` of a job."""
+        return self.layers.places(job.slots, job.rows.stride(0), self.stride)
 
 
 class Job(NamedTuple):
@@ -68,9 +97,9 @@ def takes_rows(rows: torch.Tensor) -> bool:
 
 def encode(lane: Lane, job: Job) -> bool:
     """Fill the streams of ``lane`` in all rows; False for what the kernels do not take."""
-    codec, first = lane.codec, lane.layers[0]
+    codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
-    moves = _moves(lane, job)
+    moves = lane.places(job)
     if moves is None:
         return False
     x = first[:1].expand(len(moves), *first.shape[1:])
@@ -91,9 +120,9 @@ def encode(lane: Lane, job: Job) -> bool:
 
 def decode(lane: Lane, job: Job) -> bool:
     """Decode the streams of ``lane`` in all rows whose status is 0; False for what the kernels do not take."""
-    codec, first = lane.codec, lane.layers[0]
+    codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
-    moves = _moves(lane, job)
+    moves = lane.places(job)
     if moves is None:
         return False
     if _copied(codec, first.dtype):
@@ -106,32 +135,35 @@ def decode(lane: Lane, job: Job) -> bool:
     return decoding.decode_into(codec, [Packed(streams, first.shape[2], 0)], first[:1], True, pages)
 
 
+def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
+    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAMS_ALIGNED`` bytes apart."""
+    _copy_pages(layers, slots, pages, None)
+
+
+def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
+    """The reverse of ``gather`` for pages whose ``status``, int32 ``[page]``, is 0."""
+    _copy_pages(layers, slots, pages, status)
+
+
+def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor | None) -> None:
+    step = pages.stride(0) * pages.element_size()
+    every = len(layers.tensors) * step
+    moves = layers.places(slots, every, step)
+    if moves is not None:
+        copy(layers.first[:1].expand(len(moves), *layers.first.shape[1:]), pages, _origins(moves, layers.first), status)
+        return
+    for number, tensor in enumerate(layers.tensors):
+        moves = Layers([tensor]).places(slots, every, step)
+        assert moves is not None
+        copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _origins(moves, tensor), status)
+
+
 def _copied(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether a row has the bytes of the values."""
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 
-def _moves(lane: Lane, job: Job) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]] | None:
-    """For each page and layer: values from the first layer's first slot, bytes from the first row, and the page, int64.
-
-    None for tensors whose places are no whole numbers of values apart, or whose strides differ.
-    """
-    first, count = lane.layers[0], len(lane.layers)
-    size = first.element_size()
-    # An engine may have moved its memory since the last job.
-    addresses = numpy.array([layer.data_ptr() for layer in lane.layers], numpy.int64)
-    apart = addresses - addresses[0]
-    if not lane.regular or (apart % size).any():
-        return None
-    found = numpy.empty((len(job.slots), count, 3), numpy.int64)
-    found[:, :, 0] = numpy.array(job.slots, numpy.int64)[:, None] * lane.slot_strides + apart // size
-    pages = numpy.arange(len(job.slots), dtype=numpy.int64)[:, None]
-    found[:, :, 1] = pages * job.rows.stride(0) + numpy.arange(count, dtype=numpy.int64) * lane.stride
-    found[:, :, 2] = pages
-    return found.reshape(-1, 3)
-
-
-def _origins(moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]], x: torch.Tensor) -> Origins:
+def _origins(moves: Places, x: torch.Tensor) -> Origins:
     aligned = math.gcd(16, divides_all(moves[:, 0]) * x.element_size())
     return Origins(to_device(moves, x.device), aligned)
 

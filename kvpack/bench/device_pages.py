@@ -23,7 +23,7 @@ PAGES = 64
 SPEEDS = ("encode", "decode", "encode_in_a_row", "decode_in_a_row", "encode_on_device", "decode_on_device")
 RECIPES = (
     "raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turboquant-4", "turboangle-k8v4", "hqmq-s24-r3", "fp8", "nvfp4",
-    "oscar-2", "oscar-2-u8", "kivi-2-u8", "polarquant-4",
+    "oscar-2", "oscar-2-u8", "kivi-2-u8", "polarquant-4", "turboquant-2.5", "octopus-3-scaled",
 )  # fmt: skip
 LATENTS = "latents: "
 """Begins the recipes of pages of MLA latents, ``[layer, token, 512 + 64]``: the latents as keys, the rotary values as values."""

@@ -6,6 +6,7 @@ A job's pages are one batch: what a codec chooses for a run, it chooses for each
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,17 +19,19 @@ from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.side_cars import WithSideCars
 
-from .layout import bits_of
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvpack.formats.base import Codec
+    from kvpack.kernels.pages.lanes import Layers
 
     from .lanes import Lane
 
-MOST_VALUES = 1 << 23
-"""Values that are gathered at once, 32 MiB in binary32, and as much again for each step of a codec: engines leave little memory."""
+ALIGNED = 16
+"""Bytes that divide those from one page to the next where pages are copied (``kernels.encode.rows.STREAMS_ALIGNED``)."""
+
+MOST_BYTES = 64 << 20
+"""Bytes of values that are gathered or decoded at once, and some times as many for the steps of a codec: engines leave little memory."""
 
 
 def takes(codec: Codec) -> bool:
@@ -39,43 +42,56 @@ def takes(codec: Codec) -> bool:
     return all(isinstance(one, ChannelScale) for one in side_cars) and all(packing.binary for packing in codec.packings().values())
 
 
-def encode_lane(lane: Lane, tensors: Sequence[torch.Tensor], slots: Sequence[int], rows: torch.Tensor) -> None:
+def encode_lane(lane: Lane, layers: Layers, slots: Sequence[int], rows: torch.Tensor) -> None:
     """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises NonFinite and OutOfRange for a page among them."""
-    for first, chosen in _some(lane, slots):
-        x = torch.stack([bits_of(tensor)[chosen] for tensor in tensors], 1).flatten(0, 1).view(tensors[0].dtype)
+    from kvpack.kernels.pages.lanes import gather
+
+    for first, chosen in _some(lane, slots, torch.float32):
+        x = _pages(lane, len(chosen), layers.first.dtype, rows.device)
+        gather(layers, chosen, x)
         made = encode(lane.codec, x.to(lane.geometry.computed_dtype), f"layers[{lane.first}].{lane.side}")
         with writing(rows):
             for name, place in _streams(lane, rows[first : first + len(chosen)]).items():
                 place.copy_(made[name].view(place.shape))
 
 
-def decode_lane(lane: Lane, rows: torch.Tensor, tensors: Sequence[torch.Tensor], slots: Sequence[int], status: torch.Tensor) -> None:
+def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
     """Decode the streams of ``lane`` in ``rows`` to the pages in ``slots`` whose ``status``, int32 ``[page]``, is 0."""
-    geometry = lane.geometry
-    for first, chosen in _some(lane, slots):
-        good = (status[first : first + len(chosen)] == 0).view(-1, 1, 1, 1)
+    from kvpack.kernels.pages.lanes import scatter
+
+    geometry, dtype = lane.geometry, layers.first.dtype
+    for first, chosen in _some(lane, slots, geometry.computed_dtype):
         places = _streams(lane, rows[first : first + len(chosen)])
         streams = {name: place.flatten(0, 1) for name, place in places.items()}
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
         found = Side(lane.codec, (Page(lane.codec, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
-        at = torch.tensor(chosen, dtype=torch.int64, device=rows.device)
-        for tensor, values in zip(tensors, found.view(len(chosen), lane.count, *found.shape[1:]).unbind(1), strict=True):
-            if tensor.dtype.itemsize == 1:
-                most = torch.finfo(tensor.dtype).max
-                values = values.clamp(-most, most)
-            kept = torch.where(good, bits_of(values.to(tensor.dtype)), bits_of(tensor)[at])
-            # An engine may have made its memory in inference mode, and nothing else may write there.
-            with torch.inference_mode():
-                bits_of(tensor)[at] = kept
+        if dtype.itemsize == 1:
+            most = torch.finfo(dtype).max
+            found = found.clamp(-most, most)
+        values = found.to(dtype)
+        if values[0].nbytes % ALIGNED:
+            values = _pages(lane, len(chosen), dtype, rows.device).copy_(values)
+        # An engine may have made its memory in inference mode, and nothing else may write there.
+        with torch.inference_mode():
+            scatter(layers, chosen, values, status[first : first + len(chosen)])
 
 
-def _some(lane: Lane, slots: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """The slots in parts of at most ``MOST_VALUES`` values, and the number of the first of each."""
+def _some(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
+    """The slots in parts of at most ``MOST_BYTES`` of ``dtype``, and the number of the first of each."""
     geometry = lane.geometry
-    at_once = max(1, MOST_VALUES // (lane.count * geometry.heads * geometry.tokens * lane.codec.dim))
+    page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
+    at_once = max(1, MOST_BYTES // page)
     for first in range(0, len(slots), at_once):
         yield first, list(slots[first : first + at_once])
+
+
+def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, a multiple of ``ALIGNED`` bytes apart."""
+    shape = lane.geometry.heads, lane.geometry.tokens, lane.codec.dim
+    step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
+    values = torch.empty(count * lane.count, step, dtype=dtype, device=device)
+    return values[:, : math.prod(shape)].view(-1, *shape)
 
 
 def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -50,6 +50,8 @@ TOGETHER = [
 """Recipes whose pages are coded together."""
 BY_HOST = ["k=group:b=4,g=32,channel_order=u8,block_rotation=32;v=octahedral:b=3", "kv=angle:n=48,channel_scale=fp16"]
 """Recipes that pass through the host's memory."""
+ODD = PageGeometry(layers=3, heads=1, tokens=3, dim_k=20, dim_v=20)
+"""Pages whose bytes are no multiple of those of a load."""
 LATENTS = PageGeometry(layers=2, heads=1, tokens=33, dim_k=512, dim_v=64)
 """Latents of MLA beside their rotary values."""
 OF_LATENTS = [
@@ -98,6 +100,7 @@ CASES = (
     [(WIDE, recipe) for recipe in EXACT]
     + [(SMALL, recipe) for recipe in CLOSE + TOGETHER + BY_HOST]
     + [(LATENTS, recipe) for recipe in OF_LATENTS]
+    + [(ODD, "kv=scalar:b=3,channel_scale=fp16")]
 )
 
 
@@ -151,6 +154,28 @@ def test_pages_of_a_basis_are_coded_together(monkeypatch: pytest.MonkeyPatch) ->
     outcomes = codec.encode_into(pages, [2, 0], rows)
     assert [type(outcome) for outcome in outcomes] == [NonFinite, type(None)]
     assert "slot 2: layers[1].v" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3-scaled", "turboquant-2.5"])
+def test_layers_that_lie_otherwise_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = PageCodec(recipe, SMALL)
+    given = values(SMALL, 3)
+    expected = by_host(codec, given, [2, 0])
+
+    def scattered(sides: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The second layer has its heads behind its tokens."""
+        return [[x[:, 0].contiguous().to(DEVICE), x[:, 1].transpose(1, 2).contiguous().to(DEVICE).transpose(1, 2)] for x in sides]
+
+    refuse_the_host(monkeypatch)
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    assert codec.encode_into(PageBuffer(SMALL, *scattered(given)), [2, 0], rows) == [None, None]
+    assert (rows.cpu() != expected).float().mean() < 0.02
+    target = scattered(values(SMALL, 3, seed=5))
+    assert codec.decode_into(rows, PageBuffer(SMALL, *target), [1, 2]) == [None, None]
+    for layers, theirs, before in zip(target, host_decoded(codec, rows), values(SMALL, 3, seed=5), strict=True):
+        for number, x in enumerate(layers):
+            torch.testing.assert_close(x[1:].cpu(), theirs[:, number], rtol=2**-6, atol=2**-6)
+            assert torch.equal(x[0].cpu(), before[0, number])
 
 
 def test_a_device_without_memory_leaves_pages_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,8 @@ def attend(
     lengths, starts = _checked_tokens("lengths", lengths, layer), _checked_tokens("starts", starts, layer)
     scale = k.dim**-0.5 if scale is None else scale
     with without_autocast(q.device):
+        if (cpu := cpu_kernels(q, layer)) is not None:
+            return cpu.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         if (kernels := attention_kernels(q, layer) or many_queries_kernels(q, layer)) is not None:
             options = kernels.Options(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
@@ -88,8 +90,6 @@ def attend(
                 _launched.setdefault(layer, {})[asked] = prepared
                 _note_kind(layer, asked, options, kernels)
             return prepared(q, sink_logits, lengths, starts)  # type: ignore[no-any-return]
-        if (cpu := cpu_kernels(q, layer)) is not None:
-            return cpu.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)
         for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
             chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale

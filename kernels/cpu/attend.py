@@ -6,14 +6,17 @@ Sources: FlashAttention's running softmax, flash decoding's split of the tokens;
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy
 import torch
 
 from . import library, sides
 
 if TYPE_CHECKING:
     from .sides import Frame, Part, Side
+
+    Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 FEWEST_VALUES = 1 << 19
 """Keys and values, times query rows, of a call for each of its threads: below it, starting one costs more than it saves."""
@@ -90,7 +93,7 @@ def attend(
     work = batch * k.heads * rows * max(0, end - begin) * (k.codec.dim + v_dim)
     threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + work // FEWEST_VALUES)
     call = library.Attend(
-        batch, k.heads, rows, q_len, v_dim, visible.data_ptr(), None if sinks is None else sinks.data_ptr(), softcap or 0.0,
+        batch, k.heads, rows, q_len, v_dim, visible.ctypes.data, None if sinks is None else sinks.data_ptr(), softcap or 0.0,
         structs, len(found), threads, level,
     )  # fmt: skip
     compiled = library.library()
@@ -117,15 +120,17 @@ def _visible(
     sliding_window: int | None,
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
-) -> torch.Tensor:
+) -> Integers:
     """The tokens [begin, end) that each query sees, int64 ``[batch, q_len, 2]`` within 0 to tokens."""
-    held = torch.full((batch, 1), tokens, dtype=torch.int64, device="cpu") if lengths is None else lengths.to("cpu", torch.int64)[:, None]
-    after = held - q_len + torch.arange(1, q_len + 1, device="cpu")
-    end = torch.minimum(after, held) if causal else held.expand(batch, q_len)
-    begin = torch.zeros_like(after) if sliding_window is None else after - sliding_window
+    # By NumPy, whose calls take a fraction of torch's: a decode step makes them for every layer.
+    held = tokens if lengths is None else lengths.numpy()[:, None]
+    after = held - q_len + numpy.arange(1, q_len + 1)
+    found = numpy.empty((batch, q_len, 2), numpy.int64)
+    found[..., 0] = 0 if sliding_window is None else after - sliding_window
+    found[..., 1] = after if causal else held
     if starts is not None:
-        begin = torch.maximum(begin, starts.to("cpu", torch.int64)[:, None])
-    return torch.stack([begin.clamp(0, tokens), end.clamp(0, tokens)], -1).contiguous()
+        numpy.maximum(found[..., 0], starts.numpy()[:, None], out=found[..., 0])
+    return found.clip(0, tokens, out=found)
 
 
 def _spans(k: list[Part], v: list[Part], begin: int, end: int) -> list[_Span]:

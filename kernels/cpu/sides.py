@@ -5,6 +5,7 @@ They are kept with the stretches that they describe, and one table with each sid
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ import numpy
 import torch
 
 from kvpack.formats import scale_range
+from kvpack.formats.base import Codec
 from kvpack.formats.basis import BasisRows
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import VALUES, Outliers
@@ -22,8 +24,6 @@ from . import codecs, library
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    from kvpack.formats.base import Codec
 
     from .codecs import Described
 
@@ -81,17 +81,21 @@ class Side(Protocol):
 
 
 class Part(NamedTuple):
-    """Tokens [start, stop) of one side that share a codec and a coded frame; ``frame`` None: the original frame."""
+    """Tokens [start, stop) of one side that share a codec and a coded frame; ``frame`` None: the original frame.
+
+    ``address`` is that of ``segments``.
+    """
 
     start: int
     stop: int
     codec: Codec
     segments: Integers
+    address: int
     frame: Frame | None
 
     def struct(self, described: Described) -> library.Side:
         """The part for C; it refers to memory of this object and of ``described``."""
-        return library.Side(codecs.pointer(described), self.segments.ctypes.data, len(self.segments))
+        return library.Side(codecs.pointer(described), self.address, len(self.segments))
 
     def described(self) -> Described:
         """What C is told of the codec: not kept here, because sides are many and tables large."""
@@ -130,8 +134,8 @@ def _parts_of(side: Side) -> list[Part] | None:
         if row is None:
             return None
         segments = numpy.array([[side.packed_tokens, side.tail.shape[2], *row]], numpy.int64)
-        tail = Raw(side.codec.dim, RAW_DTYPES[side.tail.dtype])
-        parts.append(Part(side.packed_tokens, side.tokens, tail, segments, None))
+        tail = _raw(side.codec.dim, side.tail.dtype)
+        parts.append(Part(side.packed_tokens, side.tokens, tail, segments, segments.ctypes.data, None))
     return parts
 
 
@@ -158,12 +162,24 @@ def _packed(side: Side) -> list[Part] | None:
     segments = numpy.concatenate(tables)
     segments = segments[segments[:, 1] > 0]
     if not framed:
-        return [Part(0, side.packed_tokens, codec, segments, side.pages[0])]
+        return [Part(0, side.packed_tokens, codec, segments, segments.ctypes.data, None if _keeps_frame(codec) else side.pages[0])]
     edges = [0, *numpy.cumsum(segments[:, 1]).tolist()]
     parts = []
     for number, page in enumerate(page for page in side.pages if page.tokens):
-        parts.append(Part(edges[number], edges[number + 1], codec, segments[number : number + 1], page))
+        own = segments[number : number + 1]
+        parts.append(Part(edges[number], edges[number + 1], codec, own, own.ctypes.data, page))
     return parts
+
+
+@cache
+def _raw(dim: int, dtype: torch.dtype) -> Raw:
+    return Raw(dim, RAW_DTYPES[dtype])
+
+
+def _keeps_frame(codec: Codec) -> bool:
+    """Whether coded values are in the original frame, so that queries and sums are those of raw tails."""
+    kind = type(codec)
+    return kind.query is Codec.query and kind.original is Codec.original and codec.rotation.kind == "none"
 
 
 def _segments(stretch: Stretch, described: Described, batch: int, heads: int) -> tuple[Integers, Any] | None:

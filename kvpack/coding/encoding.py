@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -145,7 +146,7 @@ def rounding_is_shown() -> Iterator[None]:
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     """Raise NonFinite, naming ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
     # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
-    if torch.isfinite(x.sum()) or torch.isfinite(x).all():
+    if math.isfinite(x.sum().item()) or torch.isfinite(x).all():
         return
     batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
     value = x[batch, head, token, channel].item()

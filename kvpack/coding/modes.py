@@ -28,9 +28,13 @@ def writing(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
-def without_autocast(device: torch.device) -> torch.autocast:
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Compute float32 products in float32."""
-    return torch.autocast(device.type, enabled=False)
+    if not torch.is_autocast_enabled(device.type):
+        # Autocast takes some microseconds to be set to what it is.
+        return contextlib.nullcontext()
+    off: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
+    return off
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Seconds(NamedTuple):
-    """The medians of one call: of the process, in all its threads, and on the clock."""
+    """The averages of one call: of the process, in all its threads, and on the clock."""
 
     process: float
     wall: float
@@ -27,9 +27,12 @@ def interleaved(
     *,
     before: Sequence[Callable[[], object] | None] = (),
     new_memory: bool = False,
+    average: Callable[[Sequence[float]], float] = statistics.median,
     progress: Progress | None = None,
 ) -> list[Seconds]:
     """The seconds of one call of each: the median over ``repeats`` rounds, after one to warm up, each of ``at_once`` calls of each in turn.
+
+    ``average`` is another average than the median, for calls that now and then do what the others leave to them.
 
     What ``before`` holds for a call is called before its timing, and what the last call returns is freed after it. With ``new_memory``
     the allocator first gives what is free back to the system: otherwise a call takes pages that the one before it left, or pays for
@@ -52,4 +55,4 @@ def interleaved(
                 own.append(seconds)
             if progress:
                 progress(number * len(calls) + place, (repeats + 1) * len(calls))
-    return [Seconds(*(statistics.median(part) for part in zip(*own, strict=True))) for own in times]
+    return [Seconds(*(average(part) for part in zip(*own, strict=True))) for own in times]

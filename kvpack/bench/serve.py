@@ -436,7 +436,7 @@ def show(report: dict[str, Any]) -> None:
     shown = [number for number in range(len(columns)) if not on_cpu or any(row[number] for row in rows)]
     print_table(title, [columns[number] for number in shown], [[row[number] for number in shown] for row in rows])
     if on_cpu:
-        print(f"\nTimes are of the process, in one thread: medians of {ROUNDS} rounds, each of {STEPS} steps, or tokens, of every cache.")
+        print(f"\nTimes are of the process, in one thread: means of {ROUNDS} rounds, each of {STEPS} steps, or tokens, of every cache.")
     else:
         print("\nEvery eager step is of a length that is new, as in generate; over packed caches generate replays graphs (graphs=True).")
         print(f"The {dtype} graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")

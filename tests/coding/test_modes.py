@@ -10,7 +10,7 @@ from klt_bases import random_basis
 
 # Each in a process of its own: tables are kept, so they must be made in the mode under test. They share a process that has made none.
 PROGRAM = """
-import contextlib, hashlib, os, sys, warnings, torch
+import contextlib, hashlib, os, sys, warnings, numpy, torch
 import kvpack
 from kvpack.coding.bases import Basis
 for mode in sys.argv[3:]:
@@ -29,6 +29,8 @@ if mode == "autocast":
     context = torch.autocast("cpu", dtype=torch.bfloat16)
 elif mode == "default device":
     context = torch.device("meta")
+elif mode == "numpy's errors":
+    numpy.seterr(all="raise")
 elif mode != "none":
     torch.set_default_dtype(getattr(torch, mode))
 for category in (kvpack.RoundedWarning, kvpack.KvpackWarning):
@@ -60,7 +62,7 @@ with context:
             digest.update(x.numpy().tobytes())
         print(mode, recipe, digest.hexdigest(), sep="; ", flush=True)
 """
-MODES = ("bfloat16", "autocast", "default device")
+MODES = ("bfloat16", "autocast", "default device", "numpy's errors")
 
 
 @pytest.fixture(scope="module")

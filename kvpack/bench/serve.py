@@ -13,6 +13,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import transformers_library
 
 from .process_time import interleaved
-from .serve_cpu import ROUNDS, STEPS, step_rows, with_plain_attention
-from .serve_graphs import StaticStates, flash_attention, graph_step
+from .serve_cpu import ROUNDS, STEPS, room, step_rows, with_plain_attention
+from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
+from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, peers, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,10 +74,12 @@ def run(
     progress: Progress | None = None,
     *,
     dtype: str | None = None,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Measure; the report that ``show`` prints. ``shape`` is a name in SHAPES, or the path of a config.json or of its folder.
 
-    ``dtype``, a name in DTYPES, is that of weights, keys and values; None: the configuration's, or bf16. Raises InvalidParameter for a
+    ``dtype``, a name in DTYPES, is that of weights, keys and values; None: the configuration's, or bf16. With ``compiled``, a device also
+    generates over a StaticCache as transformers compiles it. Raises InvalidParameter for a
     shape or a dtype that is not known, for float32 on a CUDA device, and for layers that are not of full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +87,7 @@ def run(
     if dtype is not None and dtype not in DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     with one_thread() if device == "cpu" else nullcontext():
-        report = _measured(shape, recipes, contexts, prefixes, layers, folder, device, dtype, progress)
+        report = _measured(shape, recipes, contexts, prefixes, layers, folder, device, dtype, compiled, progress)
     if out is not None:
         try:
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -102,6 +106,7 @@ def _measured(
     folder: str | None,
     device: str,
     dtype: str | None,
+    compiled: bool,
     progress: Progress | None,
 ) -> dict[str, Any]:
     model = _model(shape, layers, device, dtype)
@@ -128,7 +133,7 @@ def _measured(
     }
     with torch.no_grad():
         for batch, tokens in contexts:
-            report["decode"] += _decode_rows(model, batch, tokens, recipes, device, count)
+            report["decode"] += _decode_rows(model, batch, tokens, recipes, device, compiled, count)
         for tokens in prefixes:
             report["first_token"] += _first_token_rows(model, tokens, recipes, device, folder, count)
     return report
@@ -204,53 +209,75 @@ def _random_ids(model: Any, batch: int, tokens: int, device: str) -> torch.Tenso
 
 
 def _decode_rows(
-    model: Any, batch: int, tokens: int, recipes: Sequence[str], device: str, count: Callable[[], None]
+    model: Any, batch: int, tokens: int, recipes: Sequence[str], device: str, compiled: bool, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
     if device == "cpu":
         states = _states(model, batch, tokens, device)
         packed = {recipe: kvpack.pack(_with_dropped(states, tokens), recipe) for recipe in recipes}
         dense = _dynamic_cache(model, states, tokens)
-        found = step_rows(model, with_plain_attention(model), dense, packed, _random_ids(model, batch, tokens + 1, device))
-        for _ in found:
+        others = peers(model, states, tokens, room())
+        found = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
+        for _ in ("dense", *packed):
             count()
         return [{**row, **own} for own in found]
-    rows = [{**row, **found} for found in _dense_steps(model, batch, tokens, device)]
+    rows = [{**row, **found} for found in _dense_rows(model, batch, tokens, device, compiled)]
     _free(device)
     count()
     for recipe in recipes:
-        rows.append({**row, "cache": recipe, **_packed_steps(model, batch, tokens, recipe, device)})
+        rows.append({**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))})
         _free(device)
         count()
     return rows
 
 
-def _dense_steps(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
-    """Steps over a DynamicCache, with the attention that PyTorch chooses and with flash attention."""
-    names = ["DynamicCache", "DynamicCache, flash"]
-    rows: list[dict[str, Any]] = [{"cache": name, **dict.fromkeys(_DENSE)} for name in names]
+def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool) -> list[dict[str, Any]]:
+    """Rows of transformers' own caches: a DynamicCache with the attention that PyTorch chooses and with flash attention, and the others."""
     try:
         states = _states(model, batch, tokens, device)
-        for row in rows:
-            row["cache_bytes"] = sum(x.nbytes for pair in states for x in pair)
-        with StaticStates(model, states, tokens) as static:
-            rows[0]["graph_seconds"] = graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)
-        for row in rows:
-            _reset_peak(device)
-            past = _dynamic_cache(model, states, tokens)
-            with flash_attention() if row["cache"].endswith("flash") else nullcontext():
-                row["eager_seconds"] = _eager_steps(model, past, batch, device)
-                row["generate_seconds"] = _generated(model, past, batch, device)
-            row["peak_bytes"] = _peak(device)
-            del past
-            _free(device)
     except torch.OutOfMemoryError:
-        # What has been measured stays.
-        pass
-    return rows
+        return [{"cache": name, **dict.fromkeys(TIMES), "error": NO_ROOM} for name in (DYNAMIC, FLASH, STATIC)]
+    dense_bytes = sum(x.nbytes for pair in states for x in pair)
 
+    def graph() -> dict[str, Any]:
+        with StaticStates(model, states, tokens) as static:
+            return {"graph_seconds": graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)}
 
-_DENSE = ("eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
+    def steps(make: Callable[[], Any], flash: bool = False) -> dict[str, Any]:
+        _reset_peak(device)
+        past = make()
+        with flash_attention() if flash else nullcontext():
+            eager = _eager_steps(model, past, batch, device)
+            generated = _generated(model, past, batch, device, disable_compile=True)
+        return {
+            "eager_seconds": eager,
+            "generate_seconds": generated,
+            "cache_bytes": dense_bytes if make is dynamic else cache_bytes(past),
+            "peak_bytes": _peak(device),
+        }
+
+    def compiled_steps() -> dict[str, Any]:
+        past = others[STATIC]()
+        # The first call compiles.
+        _generated(model, past, batch, device)
+        return {"generate_seconds": _generated(model, past, batch, device), "cache_bytes": cache_bytes(past)}
+
+    def dynamic() -> Any:
+        return _dynamic_cache(model, states, tokens)
+
+    others = peers(model, states, tokens, ROOM)
+    measures: dict[str, Callable[[], dict[str, Any]]] = {DYNAMIC: partial(steps, dynamic), FLASH: partial(steps, dynamic, flash=True)}
+    measures |= {name: partial(steps, make) for name, make in others.items()}
+    if compiled:
+        measures[COMPILED] = compiled_steps
+    in_graph = row_of(DYNAMIC, graph)
+    _free(device)
+    rows = []
+    for name, measure in measures.items():
+        rows.append(row_of(name, measure))
+        _free(device)
+    # The graph is of none of these caches: it stands in the first row.
+    return [in_graph | {name: value for name, value in rows[0].items() if value is not None}, *rows[1:]]
 
 
 def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, Any]:
@@ -280,11 +307,11 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     }
 
 
-def _generated(model: Any, past: Any, batch: int, device: str) -> float:
+def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -> float:
     """Seconds of ``generate`` for each token that it adds to ``past``, with all that it does before the first."""
     count = GENERATED
-    ids = _random_ids(model, batch, past.get_seq_length() + 1, device)
-    options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
+    options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     _wait(device)
     begin = time.perf_counter()
     model.generate(ids, past_key_values=past, **options)
@@ -410,16 +437,23 @@ def show(report: dict[str, Any]) -> None:
         return " / ".join(f"{mine / peer:.2f}" for peer in peers if mine is not None and peer is not None)
 
     rows = []
+    errors: dict[str, str] = {}
     dense: list[dict[str, Any]] = []
     for row in report["decode"]:
-        if row["cache"].startswith("DynamicCache"):
-            dense = [*(dense if row["cache"] != "DynamicCache" else []), row]
+        if row["cache"] in (DYNAMIC, FLASH):
+            dense = [*(dense if row["cache"] != DYNAMIC else []), row]
         static = dense[0]["graph_seconds"]
-        peak = None if row.get("peak_bytes") is None else row["peak_bytes"] / (report["weights_bytes"] + row["cache_bytes"])
+        known = row["peak_bytes"] is not None and row["cache_bytes"] is not None
+        peak = row["peak_bytes"] / (report["weights_bytes"] + row["cache_bytes"]) if known else None
         graph, eager, generated = row["graph_seconds"], row["eager_seconds"], row["generate_seconds"]
-        size = "does not fit" if eager is None else bytes_text(row["cache_bytes"])
+        place, error = f"{row['batch']} x {row['tokens']:,}", row.get("error")
+        size = "" if row["cache_bytes"] is None else bytes_text(row["cache_bytes"])
+        if generated is None:
+            size = error if error == NO_ROOM else "not timed"
+        if error is not None and error != NO_ROOM:
+            errors.setdefault(f"{row['cache']}: {error}", place)
         rows.append([
-            f"{row['batch']} x {row['tokens']:,}", row["cache"], size,
+            place, row["cache"], size,
             milliseconds(eager), ratio(eager, *(peer["eager_seconds"] for peer in dense)),
             milliseconds(generated), ratio(generated, *(peer["generate_seconds"] for peer in dense)), ratio(generated, static),
             milliseconds(graph), ratio(graph, static), "" if graph is None else f"{row['batch'] / graph:.0f}",
@@ -435,10 +469,13 @@ def show(report: dict[str, Any]) -> None:
     # Columns of what only devices have stay empty on a CPU.
     shown = [number for number in range(len(columns)) if not on_cpu or any(row[number] for row in rows)]
     print_table(title, [columns[number] for number in shown], [[row[number] for number in shown] for row in rows])
+    for error, place in errors.items():
+        print(f"{place}, {error}")
     if on_cpu:
         print(f"\nTimes are of the process, in one thread: means of {ROUNDS} rounds, each of {STEPS} steps, or tokens, of every cache.")
     else:
         print("\nEvery eager step is of a length that is new, as in generate; over packed caches generate replays graphs (graphs=True).")
+        print("A StaticCache has a mask over all its room; generate compiles its steps where compiled is said (--compiled), once before.")
         print(f"The {dtype} graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")
     rows = []
     for row in report["first_token"]:

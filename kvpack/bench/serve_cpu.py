@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .process_time import interleaved
+from .serve_peers import DYNAMIC, cache_bytes, row_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import kvpack
 
@@ -27,26 +28,42 @@ def with_plain_attention(model: Any) -> Any:
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
-def step_rows(model: Any, plain: Any, dense: Any, packed: Mapping[str, kvpack.Cache], ids: torch.Tensor) -> list[dict[str, Any]]:
-    """One row per cache: the ``DynamicCache`` ``dense``, of the model ``plain``, and those of ``packed``, of ``model``.
+def room() -> int:
+    """Tokens that are added to each cache."""
+    return 2 * STEPS * (ROUNDS + 1)
 
-    All hold the tokens of ``ids`` ``[batch, token]`` but the last. Times are seconds per step and per token that ``generate`` adds.
+
+def step_rows(
+    model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
+) -> list[dict[str, Any]]:
+    """One row per cache: the ``DynamicCache`` ``dense`` and what ``others`` make, of the model ``plain``, and ``packed``, of ``model``.
+
+    All hold the tokens of ``ids`` ``[batch, token]`` but the last. Times are seconds per step and per token that ``generate`` adds. A
+    cache that cannot be made has a row with the ``error``.
     """
     from kvpack.integrations.transformers import KvpackCache
 
-    names = ["DynamicCache", *packed]
-    sizes = [sum(x.nbytes for layer in dense.layers for x in (layer.keys, layer.values)), *(cache.nbytes for cache in packed.values())]
+    made, failed = {DYNAMIC: dense}, []
+    for name, make in others.items():
+        found = row_of(name, lambda make=make: {"made": make()})  # type: ignore[misc]
+        if "error" in found:
+            failed.append(found)
+        else:
+            made[name] = found["made"]
+    sizes = [*(cache_bytes(past) for past in made.values()), *(cache.nbytes for cache in packed.values())]
     with ExitStack() as held:
-        runs = [(plain, dense), *((model, held.enter_context(KvpackCache(model, cache))) for cache in packed.values())]
+        runs = [*((plain, past) for past in made.values())]
+        runs += [(model, held.enter_context(KvpackCache(model, cache))) for cache in packed.values()]
         generated = interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
         eager = interleaved([partial(_step, *run, ids[:, -1:]) for run in runs], ROUNDS, STEPS, average=fmean)
-    return [
+    rows = [
         {
             "cache": name, "eager_seconds": step.process, "generate_seconds": own.process / STEPS, "graph_seconds": None,
             "cache_bytes": size, "peak_bytes": None,
         }
-        for name, size, step, own in zip(names, sizes, eager, generated, strict=True)
+        for name, size, step, own in zip([*made, *packed], sizes, eager, generated, strict=True)
     ]  # fmt: skip
+    return [*rows[: len(made)], *failed, *rows[len(made) :]]
 
 
 class _Generation:

@@ -221,6 +221,11 @@ def _add_serve(kinds: Any) -> None:
     )
     serve.add_argument("--prefix", action="append", type=int, metavar="T", help="a stored prefix of T tokens; may be repeated")
     serve.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
+    serve.add_argument(
+        "--compiled",
+        action="store_true",
+        help="on a device, also generate over a StaticCache as transformers compiles it, minutes for each",
+    )
     serve.add_argument("--out", metavar="DIR", help="write serve.json here")
     add_json(serve)
     serve.set_defaults(run=run_serve)
@@ -242,7 +247,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     with progress("bench serve", arguments) as callback:
         report = serve.run(
             arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback,
-            dtype=arguments.dtype,
+            dtype=arguments.dtype, compiled=arguments.compiled,
         )  # fmt: skip
     print_report(report, serve.show, arguments)
     return 0

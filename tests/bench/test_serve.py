@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.bench import serve, serve_cpu
+from kvpack.bench import serve, serve_cpu, serve_peers
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import transformers_library
@@ -29,14 +29,20 @@ def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pyte
     report = serve.run("small", ["octopus-3"], [(2, 40)], [40], 1, str(tmp_path), str(tmp_path), lambda *now: done.append(now))
     assert done[-1] == (len(done), len(done))
     assert torch.get_num_threads() == threads
-    assert [row["cache"] for row in report["decode"]] == ["DynamicCache", "octopus-3"]
+    others = report["decode"][1:-1]
+    assert [row["cache"] for row in report["decode"]] == ["DynamicCache", *(row["cache"] for row in others), "octopus-3"]
+    assert {row["cache"] for row in others} == {"StaticCache", *(f"QuantizedCache, {backend}" for backend in serve_peers.BACKENDS)}
+    assert all(row["generate_seconds"] is None for row in others if "error" in row)
+    report["decode"] = [row for row in report["decode"] if "error" not in row]
     assert [row["from"] for row in report["first_token"]] == ["recompute", "dense safetensors", "octopus-3"]
     assert all(row["eager_seconds"] > 0 and row["generate_seconds"] > 0 for row in report["decode"])
     assert saved[0]["config"]
     assert saved[0]["weights"]
-    assert json.loads((tmp_path / "serve.json").read_text()) == report
+    written = json.loads((tmp_path / "serve.json").read_text())
+    assert [row for row in written["decode"] if "error" not in row] == report["decode"]
     # As on a device.
-    dense, packed = report["decode"]
+    dense, packed = report["decode"][0], report["decode"][-1]
+    report["decode"] = [dense, packed]
     dense.update(eager_seconds=2.0, generate_seconds=4.0, graph_seconds=1.0)
     packed.update(eager_seconds=1.0, generate_seconds=1.0, graph_seconds=0.5)
     report["decode"].insert(
@@ -46,6 +52,35 @@ def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pyte
     serve.show(report)
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "octopus-3" in line and "2 x 40" in line]
     assert row[5:] == ["1000.00", "0.50", "/", "2.00", "1000.00", "0.25", "/", "2.00", "1.00", "500.00", "0.50", "4"]
+
+
+def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a device, without its graphs."""
+    monkeypatch.setattr(serve, "GENERATED", 2)
+    monkeypatch.setattr(serve, "EAGER_STEPS", 1)
+    model = serve._model("small", 1, "cpu", "fp32")
+
+    def broken(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(serve_peers, "BACKENDS", ("none",))
+    with torch.no_grad():
+        rows = serve._dense_rows(model, 1, 40, "cpu", False)
+        monkeypatch.setattr(serve, "_dynamic_cache", broken)
+        rows += serve._dense_rows(model, 1, 50, "cpu", False)[:1]
+    by_name = {row["cache"]: row for row in rows[:4]}
+    assert list(by_name) == ["DynamicCache", "DynamicCache, flash", "StaticCache", "QuantizedCache, none"]
+    assert all(by_name[name]["eager_seconds"] > 0 for name in ("DynamicCache", "DynamicCache, flash", "StaticCache"))
+    assert by_name["QuantizedCache, none"]["error"] == "ValueError: Unknown quantization backend `none`"
+    report = {"shape": "small", "layers": 1, "device": "a device", "dtype": "fp32", "weights_bytes": 1, "first_token": []}
+    report["decode"] = [{"batch": 1, "tokens": 40 if row in rows[:4] else 50, **row} for row in rows]
+    monkeypatch.setenv("COLUMNS", "200")
+    serve.show(report)
+    printed = capsys.readouterr().out
+    assert "1 x 40, QuantizedCache, none: ValueError: Unknown quantization backend `none`" in printed
+    assert [line.split()[4:] for line in printed.splitlines() if "not timed" in line] == [["none", "not", "timed"]]
+    (row,) = [line for line in printed.splitlines() if "1 x 50" in line and "DynamicCache" in line]
+    assert row.rstrip().endswith("does not fit")
 
 
 def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""transformers' other caches in bench serve: StaticCache, and QuantizedCache by each backend that it has."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.models import transformers_library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DYNAMIC, FLASH, STATIC, COMPILED = "DynamicCache", "DynamicCache, flash", "StaticCache", "StaticCache, compiled"
+NO_ROOM = "does not fit"
+"""The error of a cache for which there is no memory."""
+BACKENDS = ("fp8", "quanto", "hqq")
+"""Backends of QuantizedCache; the last two are packages, and quantize to 4 bits."""
+TIMES = ("eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
+
+
+def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
+    """By its name, what makes each cache that holds ``states``, of ``tokens`` tokens, with room for ``room`` more.
+
+    A call raises what transformers does for a model or a backend that it cannot make the cache for.
+    """
+    library = transformers_library()
+
+    def static() -> Any:
+        if any(keys.shape[2] != tokens for keys, _ in states):
+            raise InvalidParameter("some layers hold a window of the tokens, and a StaticCache takes all of them")
+        return _filled(library.StaticCache(config=model.config, max_cache_len=tokens + room), states)
+
+    def quantized(backend: str) -> Any:
+        return _filled(library.QuantizedCache(backend, model.config), states)
+
+    return {STATIC: static, **{f"QuantizedCache, {backend}": partial(quantized, backend) for backend in BACKENDS}}
+
+
+def _filled(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    for number, (k, v) in enumerate(states):
+        cache.update(k, v, number)
+    return cache
+
+
+def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row of cache ``name`` that ``measure`` gives, or one with the ``error`` that it ends with: other caches are still measured."""
+    row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES)}
+    try:
+        row |= measure()
+    except torch.OutOfMemoryError:
+        row["error"] = NO_ROOM
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return row
+
+
+def cache_bytes(cache: Any) -> int | None:
+    """The bytes of the tensors that a cache of dense layers holds; None for one whose layers hold anything else."""
+    held = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "_quantized_keys", None) is None]
+    return sum(x.nbytes for pair in held for x in pair) if len(held) == len(cache.layers) else None

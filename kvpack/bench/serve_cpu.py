@@ -73,7 +73,9 @@ class _Generation:
         self._model, self._past, self._ids = model, past, ids
 
     def __call__(self) -> None:
-        options = {"min_new_tokens": STEPS, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
+        # Of ids alone, generate would hide those that it made and that are the padding's.
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(self._ids)}
+        options |= {"min_new_tokens": STEPS, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
         self._ids = self._model.generate(self._ids, past_key_values=self._past, **options)
 
 

@@ -259,8 +259,8 @@ class _Staging:
     def ready(self, number: int) -> torch.Tensor:
         """The bytes of copy ``number``, once they are read; copies are asked for in order. Raises what reading raises."""
         copy = self._copies[number]
+        self._reads.ready(number)
         if number >= self._early:
-            self._reads.ready(number)
             start = self._place(number)
             return self._memory[start : start + copy.end - copy.begin]
         ahead, span = self._ahead, copy.span

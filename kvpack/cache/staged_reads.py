@@ -31,8 +31,9 @@ LEAST_AHEAD = 1 << 20
 class StagedReads:
     """The reads of copies, ``reads[number]`` of them for copy ``number``, made by ``read(number, part)`` in ``threads`` threads, in order.
 
-    Those of a copy begin once the copy ``after[number]``, if there is one, is done: ``wait`` waits for the mark that ``copied`` was given.
-    A read that no thread has begun is made by the caller of ``ready``.
+    Those of a copy begin once the copy ``after[number]``, if there is one, is done. The caller of ``ready`` waits for that, by ``wait`` of
+    the mark that ``copied`` was given: where each thread did, all waited for the driver. A read that no thread has begun is made by the
+    caller.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StagedReads:
         self._read, self._after, self._wait = read, after, wait
         self._parts = [(number, part) for number, count in enumerate(reads) for part in range(count)]
         self._left = list(reads)
-        self._ready, self._copied = [Event() for _ in reads], [Event() for _ in reads]
+        self._ready, self._free = [Event() for _ in reads], [Event() for _ in reads]
         for event, count in zip(self._ready, reads, strict=True):
             if not count:
                 event.set()
@@ -54,7 +55,7 @@ class StagedReads:
         self._errors: dict[tuple[int, int], BaseException] = {}
         self._lock, self._idle = _thread.allocate_lock(), _thread.allocate_lock()
         self._idle.acquire()
-        self._next = self._running = 0
+        self._next = self._running = self._freed = 0
         self._closed = False
         for _ in range(min(threads, len(self._parts))):
             try:
@@ -64,6 +65,11 @@ class StagedReads:
 
     def ready(self, number: int) -> None:
         """Wait until all of copy ``number`` is read; copies are asked for in order. Raises what the first of its reads raised."""
+        # While the bus has nothing else to do, it is not waited for.
+        for freed in range(self._freed, number - self._ready[number].is_set()):
+            self._wait(self._marks[freed])
+            self._free[freed].set()
+            self._freed = freed + 1
         while (taken := self._take(number)) is not None:
             self._make(*taken)
         self._ready[number].wait()
@@ -73,13 +79,12 @@ class StagedReads:
     def copied(self, number: int, mark: Any) -> None:
         """Note that copy ``number`` has begun, and is done at ``mark``."""
         self._marks[number] = mark
-        self._copied[number].set()
 
     def close(self) -> None:
         """Begin no more reads, and wait for those under way."""
         with self._lock:
             self._closed, idle = True, not self._running
-        for event in self._copied:
+        for event in self._free:
             event.set()
         if not idle:
             self._idle.acquire()
@@ -96,10 +101,9 @@ class StagedReads:
         try:
             after = self._after[number]
             if after is not None:
-                self._copied[after].wait()
+                self._free[after].wait()
                 if self._closed:
                     return
-                self._wait(self._marks[after])
             self._read(number, part)
         except BaseException as error:
             self._errors[number, part] = error

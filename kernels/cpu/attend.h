@@ -53,9 +53,9 @@ static __attribute__((noinline)) void all_row_scores(const Codec *codec, const L
         }
 }
 
-static __attribute__((noinline)) void all_row_values(const Codec *codec, const Loaded *in, const float *weights, int64_t count, float *sums) {
+static __attribute__((noinline)) void all_row_values(const Codec *codec, const Loaded *in, int64_t hidden, const float *weights, int64_t count, float *sums) {
     for (int64_t p = 0; p < in->pieces; p++)
-        for (int64_t t = 0; t < in->piece[p].count;) {
+        for (int64_t t = hidden > in->piece[p].at ? hidden - in->piece[p].at : 0; t < in->piece[p].count;) {
             StoredRows rows = rows_from(codec, in, &in->piece[p], t);
             BY_DTYPE(rows.dtype, IN_BLOCKS(count, values_of_rows(&rows, DTYPE, weights + row * TILE, QUERIES, sums + row * codec->dim)))
             t += rows.count;
@@ -81,11 +81,12 @@ static void key_scores(const Item *item, Scratch *scratch) {
     all_tile_scores(scratch->queries, item->rows, codec->dim, scratch->tile, scratch->scores);
 }
 
-static void add_values(const Item *item, Scratch *scratch, float *sums) {
+/* The first `hidden` tokens of the tile are seen by no row. Raw values may be NaN or infinite there, and 0 times them NaN. */
+static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float *sums) {
     const Codec *codec = item->span->v.codec;
     Loaded *in = &scratch->v;
     if (item->rows <= MOST_FUSED_ROWS && has_rows(codec)) {
-        all_row_values(codec, in, scratch->scores, item->rows, sums);
+        all_row_values(codec, in, hidden, scratch->scores, item->rows, sums);
         return;
     }
     if (item->rows <= MOST_FUSED_ROWS && has_fused_values(codec)) {
@@ -97,6 +98,7 @@ static void add_values(const Item *item, Scratch *scratch, float *sums) {
     }
     load_tile(codec, 1, in);
     decode_tile(codec, in, scratch->spare, scratch->tile);
+    for (int64_t d = 0; hidden && d < codec->dim; d++) memset(scratch->tile + d * TILE, 0, sizeof(float) * hidden);
     all_tile_values(scratch->scores, item->rows, codec->dim, scratch->tile, sums);
 }
 
@@ -146,6 +148,6 @@ static void attend_item(const Attend *call, const Item *item, Scratch *scratch, 
         memset(scratch->scores + item->rows * TILE, 0, sizeof(float) * 3 * TILE);
         find_pieces(v, start, count, &v_segment, &scratch->v);
         prefetch_segments(v, item->batch, item->head, start + TILE, v_segment);
-        add_values(item, scratch, sums);
+        add_values(item, scratch, start + count < begin ? count : start < begin ? begin - start : 0, sums);
     }
 }

@@ -53,10 +53,11 @@ def attend_chunk(
     mask = partial(
         _hide, positions=positions, tokens=k.tokens, causal=causal, sliding_window=sliding_window, lengths=lengths, starts=starts
     )
+    clear = partial(_without_hidden, lengths=lengths, starts=starts)
     parts: dict[int, _Part] = {}
 
     def attend_part(first: int, last: int) -> None:
-        parts[first] = _attend_tiles(q.reshape(batch, k.heads, rows, k.dim), k, v, tiles[first:last], softcap, mask)
+        parts[first] = _attend_tiles(q.reshape(batch, k.heads, rows, k.dim), k, v, tiles[first:last], softcap, mask, clear)
 
     blocks = [(first, min(first + TILES_AT_A_TIME, len(tiles))) for first in range(0, len(tiles), TILES_AT_A_TIME)]
     if q.requires_grad:
@@ -114,6 +115,7 @@ def _attend_tiles(
     tiles: Sequence[tuple[int, int]],
     softcap: float | None,
     mask: Callable[[torch.Tensor, int, int], None],
+    clear: Callable[[torch.Tensor, int, int], torch.Tensor],
 ) -> _Part:
     batch, heads, rows, _ = raw_q.shape
     largest = torch.full((batch, heads, rows, 1), -torch.inf, dtype=torch.float32, device=raw_q.device)
@@ -139,7 +141,7 @@ def _attend_tiles(
             out.add_(page_sum if summed_page is None else summed_page.original(page_sum))
             page_sum, summed_page = torch.zeros_like(out), page
         out.mul_(kept)
-        page_sum.mul_(kept).add_(weights @ values)
+        page_sum.mul_(kept).add_(weights @ clear(values, start, stop))
         total = total * kept + weights.sum(-1, keepdim=True)
         largest = new_largest
     out.add_(page_sum if summed_page is None else summed_page.original(page_sum))
@@ -166,6 +168,16 @@ def _hide(
         return
     own = positions[:, None] - (tokens - lengths)
     _mask_each(scores, own, lengths, torch.arange(start, stop, device=scores.device), causal, sliding_window)
+
+
+def _without_hidden(
+    values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """The values of tokens ``[start, stop)``, 0 where a sequence hides them: raw ones may be NaN, and so would be 0 times them."""
+    tokens = torch.arange(start, stop, device=values.device)[:, None]
+    if starts is not None:
+        values = values.masked_fill(tokens < starts, 0)
+    return values if lengths is None else values.masked_fill(tokens >= lengths, 0)
 
 
 def _visible(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:

@@ -317,6 +317,23 @@ def test_nan_in_raw_values_shows() -> None:
     assert torch.isnan(out[:, :, 50:]).all()
 
 
+@pytest.mark.parametrize("q_heads", [2, 14])
+@pytest.mark.parametrize("dim", [128, 40])
+@pytest.mark.parametrize("recipe", ["bf16", "lossless", "kv=lossless:dtype=bf16,chunk=256", "k=group:b=4,g=8;v=raw:dtype=bf16"])
+def test_nan_of_tokens_that_a_sequence_hides_stays_hidden(recipe: str, dim: int, q_heads: int, level: int) -> None:
+    """Padding may hold anything, wherever chunks and tiles begin, and by torch as well."""
+    q = torch.randn(2, q_heads, 1, dim, generator=torch.Generator().manual_seed(1))
+    ((k, v),) = random_pairs(1, 600, batch=2, dims=(dim, dim))
+    hidden = torch.zeros(2, 1, 600, 1, dtype=torch.bool)
+    hidden[0, :, :290] = hidden[1, :, 470:] = True
+    clean = kvpack.pack([(k, v)], recipe)[0]
+    layer = kvpack.pack([(k if recipe.startswith("k=") else k.masked_fill(hidden, torch.inf), v.masked_fill(hidden, torch.nan))], recipe)[0]
+    starts, lengths = torch.tensor([290, 0]), torch.tensor([600, 470])
+    expected = cpu_attend.attend(q, clean, 0.1, True, None, None, None, lengths, starts, level=level)
+    assert torch.equal(cpu_attend.attend(q, layer, 0.1, True, None, None, None, lengths, starts, level=level), expected)
+    assert_alike(by_torch(q, layer, scale=0.1, lengths=lengths, starts=starts), expected, clean)
+
+
 @pytest.mark.parametrize("infinite", [torch.inf, -torch.inf])
 def test_infinite_keys_do_as_in_torch(infinite: float) -> None:
     k, v = torch.rand(1, 1, 200, 64), torch.randn(1, 1, 200, 64)

@@ -53,6 +53,14 @@ def _below(folder: str) -> list[str]:
     ]
 
 
+def test_every_folder_is_named() -> None:
+    """setuptools packs files of a folder that is not, and pip then prints a page of warnings to whoever installs kvpack."""
+    paths = (path for folder in ("kvpack", "formats", "kernels") for path in _below(folder))
+    folders = {Path(path).parent.as_posix().replace("/", ".") for path in paths}
+    expected = {name if name.startswith("kvpack") else f"kvpack.{name}" for name in folders}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == expected
+
+
 @pytest.mark.scenario
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     expected = set(_below("kvpack")) | {f"kvpack/{name}" for folder in ("formats", "kernels") for name in _below(folder)}

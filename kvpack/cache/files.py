@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding import dispatch
 from kvpack.coding.basis_sources import find, located
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.modes import own_modes
@@ -27,7 +26,6 @@ from .given import check_packed
 from .layer import Layer
 from .parts import Part
 from .staged_load import load_layers
-from .staged_reads import ReadAhead
 from .staged_save import save_from
 from .stored import cache_of, layer_of, side_of, stored_streams
 
@@ -113,12 +111,7 @@ def load(
     if max_bytes is not None:
         max_bytes = integer(max_bytes, "max_bytes")
     if target.type == "cuda":
-        bus = StreamBus(target)
-        with contextlib.closing(ReadAhead(bus)) as ahead:
-            # Of a part, other bytes may be needed, and of what the device does not check, other memory.
-            early = layers is None and tokens is None and dispatch.checks_digests(ahead.most, target)
-            file = container.open_file(path, max_bytes=max_bytes, begin=ahead.begin if early else None)
-            return _in_recipe(read_to(bus, file, layers, tokens, basis, ahead), recipe, basis)
+        return _in_recipe(read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens, basis), recipe, basis)
     file = container.open_file(path, max_bytes=max_bytes, copy=copy)
     part = _part(file, layers, tokens)
     cache = read(file, part.numbers, basis=basis)
@@ -150,23 +143,15 @@ def _with_basis(file: container.File, basis: Bases | None) -> Header:
 
 
 def read_to(
-    bus: Bus,
-    file: container.File,
-    layers: Layers | None = None,
-    tokens: Tokens | None = None,
-    basis: Bases | None = None,
-    ahead: ReadAhead | None = None,
+    bus: Bus, file: container.File, layers: Layers | None = None, tokens: Tokens | None = None, basis: Bases | None = None
 ) -> Cache:
-    """Read the cache, or a part, of an open file to the device of ``bus``, and close the file; ``ahead`` may have begun to.
-
-    Raises as ``load``.
-    """
+    """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises as ``load``."""
     with own_modes(bus.device), file:
         _with_basis(file, basis)
         part = _part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
         with _located(file.where):
-            for number, layer in load_layers(file, part, bus, ahead=ahead).items():
+            for number, layer in load_layers(file, part, bus).items():
                 loaded[number] = layer
     cache = cache_of(file.header, loaded)
     if part.has_all_tokens:

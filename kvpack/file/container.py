@@ -19,15 +19,14 @@ from .atomic import write_file
 from .footprint import check_size
 from .header import Contents, Header, TensorEntry, layout_bytes
 from .json_header import aligned, check_digest, check_hash, make_front, read_front, undigested_front
-from .payload import Span, as_array, check_pad, check_pads, checked_array, read_checked, read_span, span_of
+from .payload import Span, as_array, check_pad, checked_array, read_checked, read_span, span_of
 from .sources import InMemory, OnDisk
 from .user_files import open_regular, path_text
 from .zstd import compressed, decompressed
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvpack.formats.value_blocks import Array
 
@@ -86,14 +85,11 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
     return result
 
 
-def open_file(
-    path: str | os.PathLike[str], *, max_bytes: int | None = None, copy: bool = False, begin: Callable[[Source], None] | None = None
-) -> File:
+def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None, copy: bool = False) -> File:
     """Open a file and check its size, version and headers. Tensors are mapped and checked when first used.
 
-    With ``copy`` the file is read into memory once, so that later changes of the file cannot affect checked data. ``begin`` is called with
-    the file's bytes before the headers are read. ``max_bytes`` bounds the file and what it takes in memory (``footprint``).
-    Order: spec/container.md, Reading.
+    With ``copy`` the file is read into memory once, so that later changes of the file cannot affect checked data.
+    ``max_bytes`` bounds the file and what it takes in memory (``footprint``). Order: spec/container.md, Reading.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
     where = path_text(path)
@@ -104,8 +100,6 @@ def open_file(
             if copy:
                 disk, source = source, InMemory(source.read(0, source.size))
                 disk.close()
-        if begin is not None:
-            begin(source)
     except BaseException:
         source.close()
         raise
@@ -156,10 +150,6 @@ class File:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def located(self) -> AbstractContextManager[None]:
-        """Within it, an error is said to be one of this file."""
-        return _located(self.where)
 
     def close(self) -> None:
         """Unmap the file; views from ``tensor`` stay valid and keep the mapping alive until the last view is gone."""
@@ -261,11 +251,6 @@ class File:
         """Copy bytes ``[first, last)`` of ``span`` into ``memory``, of their size, as ``payload.read_span``."""
         with _located(self.where):
             read_span(self._source, span, first, last, memory)
-
-    def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Check the pads of bytes ``[first, last)`` of ``span``, which ``memory`` holds, as ``payload.check_pads``."""
-        with _located(self.where):
-            check_pads(self._source, span, first, last, memory)
 
     def check_digests(self, found: Iterable[tuple[str, bytes]]) -> None:
         """Raise DigestMismatch for the first tensor of ``found`` that was read with another digest than its own."""

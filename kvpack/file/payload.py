@@ -123,23 +123,16 @@ def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Sp
 
 
 def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
-    """Read bytes ``[first, last)`` of ``span`` into all of ``memory`` by one read, and check its pads; digests are left.
+    """Read bytes ``[first, last)`` of ``span`` into all of ``memory`` by one read, and check the pads among them; digests are left.
 
-    Many threads that read wait for each other at every call: so each makes few. Raises InvalidPayload, MissingFile and Truncated.
-    """
-    source.read_into(span.begin + first, memory)
-    check_pads(source, span, first, last, memory)
-
-
-def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
-    """Check the pads among bytes ``[first, last)`` of ``span``, which ``memory`` holds, and the pad before the span with its first bytes.
-
-    ``first`` is a multiple of ``TENSOR_ALIGNMENT``, and so is ``last``, or it is the end: a pad is in one range. Raises InvalidPayload,
-    and for the pad before MissingFile and Truncated.
+    Many threads that read wait for each other at every call: so each makes few. ``first`` is a multiple of ``TENSOR_ALIGNMENT``, and
+    so is ``last``, or it is the end: a pad is in one range. Raises InvalidPayload, MissingFile and Truncated.
     """
     for name, begin, end in span.pads:
         if end == span.begin and not first:
             check_pad(name, source.read(begin, end))
+    source.read_into(span.begin + first, memory)
+    for name, begin, end in span.pads:
         if first <= begin - span.begin < last:
             check_pad(name, memory[begin - span.begin - first : end - span.begin - first])
 

@@ -5,9 +5,7 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -21,9 +19,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.cache import files, staged_load, staged_reads
+from kvpack.cache import files, staged_load
 from kvpack.cache.bus import HostBus
-from kvpack.cache.staged_reads import ReadAhead
 from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
 from kvpack.file import container, payload
@@ -243,33 +240,3 @@ def test_copies_of_any_size_are_what_the_cpu_loads(
         assert len(begun) == least if copy_bytes > sum(begun) else len(begun) > least
     else:
         assert stored(kvpack.load(tmp_path / "a", device=DEVICE, layers=layers)) == expected
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="kvpack.load reads ahead on a device")
-@pytest.mark.parametrize("most", [100, 3000, 9000, 1 << 20])
-def test_what_is_read_ahead_is_what_is_loaded(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some copies are of what was read ahead, and those that follow share its memory or have their own."""
-    monkeypatch.setattr(staged_load, "COPY_BYTES", 2048)
-    monkeypatch.setattr(staged_load, "READ_BYTES", 512)
-    monkeypatch.setattr(staged_load, "_THREADS", 2)
-    monkeypatch.setattr(staged_reads, "LEAST_AHEAD", 700)
-    path = tmp_path / "a"
-    kvpack.save(kvpack.pack(random_pairs(4, 60), "octopus-3"), path)
-    data, found = path.read_bytes(), []
-
-    def load_ahead() -> None:
-        bus = LateBus()
-        with contextlib.closing(ReadAhead(bus, most)) as ahead:
-            found.append(files.read_to(bus, container.open_file(path, begin=ahead.begin), ahead=ahead))
-
-    load_ahead()
-    expected = load(path)
-    for layer, other in zip(found[0], expected, strict=True):
-        for name, side in layer.sides.items():
-            for one, two in zip(side.stored_streams(), other.sides[name].stored_streams(), strict=True):
-                assert all(torch.equal(one[stream].view(torch.uint8), two[stream].view(torch.uint8)) for stream in one)
-    threads = threading.active_count()
-    for at in range(0, len(data), 331):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
-        assert outcome(load_ahead) == on_the_cpu(path)
-    assert threading.active_count() == threads

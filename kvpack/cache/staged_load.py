@@ -40,11 +40,13 @@ STAGING_BYTES = 1 << 29
 """The most staging memory of one load, unless twice its largest copy is more."""
 COPY_BYTES = 1 << 25
 """The most bytes of a copy, but for a side that the host checks; small layers are copied together."""
-READ_BYTES = 1 << 21
+READ_BYTES = 1 << 22
 """The most bytes of a read, but for such a side: threads read the bytes of one copy together, so that it begins soon."""
-_READERS = 8
-"""Threads that only read. More wait for each other, since each read takes the interpreter a moment: an H200's machine of 16 cores loaded
-1.02 GB in 30 ms by 8 threads, in 35 by 12 and in 40 by 16 (medians), and by 16 with reads of half the size in 57 to 70.
+_READERS = 12
+"""Threads that only read. More wait for each other, since each read takes the interpreter a moment.
+
+H200s' machines of 16 cores loaded 1.02 GB, medians of two rounds: with reads of 2 MiB in 45 and 42 ms by 8 threads, with reads of 4 MiB in
+45 and 42 by 8, 37 and 39 by 10, 33 and 40 by 12, 40 and 41 by 16; with reads of 8 MiB in 48 and 47 by 8.
 """
 _CHECKERS = 16
 """Threads that also check what they read."""

@@ -27,7 +27,7 @@ from kvpack.models import transformers_library
 from .process_time import interleaved
 from .serve_cpu import ROUNDS, STEPS, room, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
-from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, peers, row_of
+from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, outcome, peers, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -379,21 +379,24 @@ def _first_token_rows(
                 _wait(device)
 
             calls[recipe], loads[recipe], sizes[recipe] = from_packed, load_alone, path.stat().st_size
-        seconds = _seconds_of([*calls.values(), *loads.values()], device)
-    rows = [{**row, "from": name, "seconds": own} for name, own in zip(calls, seconds, strict=False)]
-    for found in rows:
+        timed = _seconds_of([*calls.values(), *loads.values()], device)
+    rows = [{**row, "from": name, "seconds": own} for name, (own, _) in zip(calls, timed, strict=False)]
+    for found, (_, error) in zip(rows, timed, strict=False):
+        if error is not None:
+            found["error"] = error
         if found["from"] in sizes:
             found["file_bytes"] = sizes[found["from"]]
         count()
-    for found, own in zip(rows[2:], seconds[len(calls) :], strict=True):
+    for found, (own, _) in zip(rows[2:], timed[len(calls) :], strict=True):
         found["load_seconds"] = own
     return rows
 
 
-def _seconds_of(calls: Sequence[Callable[[], None]], device: str) -> list[float]:
+def _seconds_of(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
+    """The seconds of each call, or the error that it ends with."""
     if device == "cpu":
-        return [own.process for own in interleaved(calls, FIRST_TOKENS)]
-    return [_median(call, device) for call in calls]
+        return [(own.process, None) for own in interleaved(calls, FIRST_TOKENS)]
+    return [outcome(partial(_median, call, device)) for call in calls]
 
 
 def _median(call: Callable[[], None], device: str) -> float:
@@ -488,3 +491,6 @@ def show(report: dict[str, Any]) -> None:
         ])  # fmt: skip
     columns = ["prefix +\nsuffix", "from", "file", "load\nms", "first token\nms", "x recompute", f"x {dtype}\nfile"]
     print_table("Time to the first token; files are in the page cache", columns, rows)
+    for row in report["first_token"]:
+        if "error" in row:
+            print(f"{row['tokens']:,} + {row['suffix']}, {row['from']}: {row['error']}")

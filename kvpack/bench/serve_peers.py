@@ -12,6 +12,9 @@ from kvpack.models import transformers_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeVar
+
+    Found = TypeVar("Found")
 
 DYNAMIC, FLASH, STATIC, COMPILED = "DynamicCache", "DynamicCache, flash", "StaticCache", "StaticCache, compiled"
 NO_ROOM = "does not fit"
@@ -47,14 +50,19 @@ def _filled(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The row of cache ``name`` that ``measure`` gives, or one with the ``error`` that it ends with: other caches are still measured."""
-    row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES)}
+    found, error = outcome(measure)
+    row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(found or {})}
+    return row if error is None else {**row, "error": error}
+
+
+def outcome(measure: Callable[[], Found]) -> tuple[Found | None, str | None]:
+    """What ``measure`` gives, or the error that it ends with in one line."""
     try:
-        row |= measure()
+        return measure(), None
     except torch.OutOfMemoryError:
-        row["error"] = NO_ROOM
+        return None, NO_ROOM
     except Exception as error:
-        row["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-    return row
+        return None, f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def cache_bytes(cache: Any) -> int | None:

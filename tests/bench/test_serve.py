@@ -83,6 +83,24 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
     assert row.rstrip().endswith("does not fit")
 
 
+def test_a_first_token_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise ValueError("the file is gone\nand more")
+
+    found = serve._seconds_of([lambda: None, broken], "no device")
+    assert found[0][0] is not None
+    assert found[1] == (None, "ValueError: the file is gone")
+    row = {"tokens": 40, "suffix": 8}
+    report = {"shape": "small", "layers": 1, "device": "a device", "dtype": "fp32", "weights_bytes": 1, "decode": []}
+    report["first_token"] = [
+        {**row, "from": "recompute", "seconds": 1.0},
+        {**row, "from": "dense safetensors", "seconds": 2.0},
+        {**row, "from": "octopus-3", "seconds": None, "error": found[1][1], "load_seconds": None},
+    ]
+    serve.show(report)
+    assert "40 + 8, octopus-3: ValueError: the file is gone" in capsys.readouterr().out
+
+
 def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of sliding attention hold their window; every pass is of positions after all tokens."""
     monkeypatch.setattr(serve_cpu, "STEPS", 2)

@@ -131,7 +131,7 @@ def _print(summary: dict[str, Any]) -> None:
     if summary["states"]:
         states = Counter(state["name"].partition(".")[0] for state in summary["states"])
         size = sum(state["stored_bytes"] for state in summary["states"])
-        print(f"{len(summary['states']):,} states of {len(states):,} recurrent and convolution layers, {bytes_text(size)} bytes")
+        print(f"{len(summary['states']):,} states of {len(states):,} layers, {bytes_text(size)} bytes")
     if summary["is_basis"]:
         print("a basis, which caches of the codecs klt and transform name by its SHA-256")
     for digest in summary["bases"]:

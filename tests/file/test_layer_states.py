@@ -162,7 +162,7 @@ def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.Capture
     cache = hybrid(recipe="bf16")
     kvpack.save(cache, path)
     assert cli.main(["inspect", str(path)]) == 0
-    assert "4 states of 2 recurrent and convolution layers, 336 bytes" in capsys.readouterr().out
+    assert "4 states of 2 layers, 336 bytes" in capsys.readouterr().out
     cli.main(["inspect", "--json", str(path)])
     summary = json.loads(capsys.readouterr().out)
     assert [state["name"] for state in summary["states"]][2:] == ["2.state.conv.0", "2.state.recurrent.0"]

@@ -13,7 +13,6 @@ import torch
 
 from kvpack.cache.packing import pack
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
-from kvpack.coding.recipes import parse_recipe
 from kvpack.file.atomic import write_file
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS
@@ -21,6 +20,7 @@ from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.exported import exported, windows_of
 
+from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of
 from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, Block, Reader, Section, StateFile, parsed, pieces
 
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.cache.cache import Cache
+    from kvpack.cache.dense_states import DenseLayer
     from kvpack.cache.layer import Layer
     from kvpack.cache.side import Side
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
+    from kvpack.file.metadata import Value
 
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
@@ -63,10 +65,11 @@ def import_slot(
     ``latents`` says that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as
     llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` says that it is llama.cpp's;
     ``model`` adds the name of the model, for example. Metadata keeps what else ``export_slot`` needs. Blocks of q8_0, q5_0 and q4_0 are
-    kept bit for bit, with the recipe ``raw`` alone: llama.cpp may have rotated them, and the file does not say whether.
+    kept bit for bit, with the recipe ``raw`` alone: llama.cpp may have rotated them, and the file does not say whether. No codec holds
+    those of q4_1, q5_1 and iq4_nl: a cache of such a slot has no tokens, but states after the last one, which opaque.py describes.
 
-    Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: other quantized keys
-    and values, positions that are not consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
+    Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: positions that are not
+    consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
     """
     where = path_text(path)
     if model is not None and not isinstance(model, Mapping):
@@ -80,10 +83,15 @@ def import_slot(
         orders = [_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
         left = [zip_longest(section.keys, section.values) for section in file.sections]
         states: list[tuple[torch.Tensor | Quantized | None, torch.Tensor | Quantized | None, int]] = []
+        opaque: list[DenseLayer] | None = [] if is_opaque(file) else None
         for number in range(layers):
             of = int(number in windows)
             section = file.sections[of]
             keys, values = next(left[of])
+            if opaque is not None:
+                ids = b"" if number else file.ids
+                opaque.append(opaque_layer(reader, keys, values, orders[of], len(section.positions), section.transposed, ids))
+                continue
             k, v = (
                 None
                 if block is None
@@ -91,16 +99,21 @@ def import_slot(
                 for block, turned in ((keys, False), (values, section.transposed))
             )
             states.append((k, v, tokens - len(section.positions)))
+    whole = file.sections[0]
+    said: dict[str, Value] = {_SEQUENCE: whole.sequence, _STREAMS: whole.streams, _TRANSPOSED: int(whole.transposed)}
+    metadata = MappingProxyType({**said, _WINDOWED: len(windows), _IDS: file.ids_form})
+    if opaque is not None:
+        kinds = dict.fromkeys(block.dtype for section in file.sections for block in (*section.keys, *section.values))
+        check_raw(where, kinds, recipe)
+        named = {**(model or {}), "dtype": f"{' and '.join(kinds)} of llama.cpp", "config": CONFIG}
+        return replace(pack(opaque, "raw", model=named, start=tokens, progress=progress), metadata=metadata)
     stored = [[x.kind if isinstance(x, Quantized) else RAW_NAMES[x.dtype] for x in state[:2] if x is not None] for state in states]
     dtype = " and ".join(dict.fromkeys(kind for kinds in stored for kind in kinds))
     if any(kind in QUANTIZED for kinds in stored for kind in kinds):
         recipe, dtype = _recipe_of(where, stored, recipe), _KINDS.join(stored[0])
     named = {**(model or {}), "dtype": f"{dtype} of llama.cpp", "config": CONFIG}
     inputs = Inputs(file.ids) if file.ids else None
-    cache = pack(states, recipe, model=named, inputs=inputs, basis=basis, progress=progress)
-    whole = file.sections[0]
-    said = {_SEQUENCE: whole.sequence, _STREAMS: whole.streams, _TRANSPOSED: int(whole.transposed)}
-    return replace(cache, metadata=MappingProxyType({**said, _WINDOWED: len(windows), _IDS: file.ids_form}))
+    return replace(pack(states, recipe, model=named, inputs=inputs, basis=basis, progress=progress), metadata=metadata)
 
 
 def export_slot(
@@ -137,31 +150,43 @@ def export_slot(
     transposed = _setting("transposed", said[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
     streams = _setting("streams", said[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _setting("sequence", said[_SEQUENCE] or 0, 0, 255)
-    tokens, ids, kinds = cache.tokens, _ids(cache), _quantized(cache, dtype)
-    if cache.start or not 0 < tokens <= _MAX_POSITION:
-        raise InvalidParameter(
-            f"the cache has {tokens} tokens from position {cache.start} on; a sequence of llama.cpp begins at position 0"
-        )
+    kinds, opaque = _quantized(cache, dtype), has_opaque_layers(cache, dtype)
+    # The states of an opaque slot are those after its last token, before which the cache has none.
+    first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
+    ids = opaque_ids(cache) if opaque else _ids(cache)
+    if first or not 0 < tokens <= _MAX_POSITION:
+        raise InvalidParameter(f"the cache has {tokens} tokens from position {first} on; a sequence of llama.cpp begins at position 0")
     if streams > 1 and sequence >= streams:
         raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: give more streams, or 1")
     sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]
     held: list[int | None] = [tokens, None]
-    latents = cache[0].v is None
+    latents = not any(name.startswith("v.") for name in cache[0].states) if opaque else cache[0].v is None
     for number, layer in enumerate(cache):
-        of, kept = int(number in windows), _kept(number, layer, latents, tokens, windows.get(number))
+        of, window = int(number in windows), windows.get(number)
+        if opaque:
+            kept, blocks = opaque_blocks(number, layer, transposed, latents)
+            _check_kept(number, kept, tokens, window)
+            if kept > _most(tokens, window):
+                raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_most(tokens, window)} of {tokens}")
+        else:
+            kept = _kept(number, layer, latents, tokens, window)
+            blocks = [
+                _of_side(f"layer {number}", side, kind, dtype, kept, turned)
+                for side, turned, kind in zip((layer.k, layer.v), (False, transposed), kinds, strict=True)
+                if side is not None
+            ]
         if held[of] not in (None, kept):
             raise InvalidParameter(f"layer {number} would write {kept} tokens, and layers before it {held[of]}: they share their cells")
         held[of] = kept
-        for stored, side, turned, kind in zip(sides[of], (layer.k, layer.v), (False, transposed), kinds, strict=True):
-            if side is not None:
-                stored.append(_of_side(f"layer {number}", side, kind, dtype, kept, turned))
+        for stored, block in zip(sides[of], blocks, strict=False):
+            stored.append(block)
         if progress:
             progress(number + 1, len(cache))
     sections = []
     for (keys, values), count in zip(sides, held, strict=False):
         positions = np.arange(tokens - (count or 0), tokens, dtype=np.int32)
-        blocks = (tuple(block for block, _ in side) for side in (keys, values))
-        sections.append(Section(streams, sequence, positions, transposed, *blocks))
+        of_sides = (tuple(block for block, _ in side) for side in (keys, values))
+        sections.append(Section(streams, sequence, positions, transposed, *of_sides))
     data = [[values for _, values in (*keys, *values)] for keys, values in sides]
     form = SERVER if said[_IDS] == SERVER else LIST
     return write_file(where, pieces(StateFile(ids, form, tuple(sections)), data))
@@ -211,11 +236,7 @@ def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None
 
 def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
     """The recipe that stores quantized keys or values as they are. Raises InvalidParameter for another one, and for layers that differ."""
-    if parse_recipe(recipe).text != "raw":
-        raise InvalidParameter(
-            f"{where}: its keys or values are quantized ({' and '.join(stored[0])}), and kvpack keeps them as they are: use the recipe "
-            "raw, or save the slot of a context whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
-        )
+    check_raw(where, stored[0], recipe)
     if any(kinds != stored[0] for kinds in stored):
         raise InvalidParameter(
             f"{where}: its layers have cache types of several kinds, expected those of layer 0, {' and '.join(stored[0])}"
@@ -311,8 +332,17 @@ def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | N
         raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences; a sequence state is of one")
     if layer.seen != tokens:
         raise InvalidParameter(f"layer {number} ends after token {layer.seen}, and the cache after token {tokens}")
-    least, most = (tokens, tokens) if window is None else (max(1, min(tokens, window - 1)), min(tokens, window))
-    if layer.tokens < least:
+    _check_kept(number, layer.tokens, tokens, window)
+    return min(layer.tokens, _most(tokens, window))
+
+
+def _most(tokens: int, window: int | None) -> int:
+    """The most tokens that llama.cpp saves of a layer."""
+    return tokens if window is None else min(tokens, window)
+
+
+def _check_kept(number: int, kept: int, tokens: int, window: int | None) -> None:
+    """Raise InvalidParameter unless ``kept`` of the newest tokens are all, or all that the next one attends in ``window``."""
+    if kept < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"and a window of {window} has {window - 1} before the next one" if window else "give its sliding window"
-        raise InvalidParameter(f"layer {number} holds the newest {layer.tokens} of {tokens} tokens, {needed}")
-    return min(layer.tokens, most)
+        raise InvalidParameter(f"layer {number} holds the newest {kept} of {tokens} tokens, {needed}")

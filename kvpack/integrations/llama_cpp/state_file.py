@@ -48,13 +48,13 @@ class Kind(NamedTuple):
 
 
 QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34, 8)}
-"""The quantized types that kvpack holds bit for bit."""
+"""The quantized types that a codec holds bit for bit."""
+OPAQUE = {"q4_1": Kind(3, 20, 4), "q5_1": Kind(7, 24, 5), "iq4_nl": Kind(20, 18, 4)}
+"""The other quantized types that a cache may have, which no codec holds."""
+BLOCKS = {**QUANTIZED, **OPAQUE}
 
 _MAGIC, _VERSION = 0x67677371, 3
 _OTHER_MAGICS = {0x6767736E: "the state of a whole context ('ggsn')", 0x67676C61: "an adapter ('ggla')"}
-_MINIMUM = "a block's least value is stored in binary16, and the codec group's centre, half a range above it, would need more bits"
-_INEXACT = {3: ("q4_1", _MINIMUM), 7: ("q5_1", _MINIMUM), 20: ("iq4_nl", "its steps are unequal, and those of the codec group are equal")}
-"""The other types that a cache of llama.cpp may have, and why no codec of kvpack holds them bit for bit."""
 _MAX_STREAMS = 256
 """LLAMA_MAX_SEQ."""
 _SERVER_VERSION = 1
@@ -68,7 +68,7 @@ _OTHER_CELLS = (
 class Block(NamedTuple):
     """Keys or values of a layer at ``offset``: ``channels`` values per cell, one cell after another, or transposed.
 
-    ``dtype`` is one of TYPES or QUANTIZED.
+    ``dtype`` is one of TYPES or BLOCKS.
     """
 
     dtype: str
@@ -78,8 +78,8 @@ class Block(NamedTuple):
     @property
     def cell_bytes(self) -> int:
         """The bytes of a cell."""
-        if self.dtype in QUANTIZED:
-            return self.channels // BLOCK * QUANTIZED[self.dtype].size
+        if self.dtype in BLOCKS:
+            return self.channels // BLOCK * BLOCKS[self.dtype].size
         return self.channels * TYPES[self.dtype][1]
 
 
@@ -255,17 +255,11 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
 
 def _block(reader: Reader, what: str, cells: int, transposed: bool) -> Block:
     ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {what}")
-    numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *QUANTIZED.items())}
+    numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
     if dtype is None:
-        if ggml_type not in _INEXACT:
-            raise InvalidParameter(f"{reader.where}: {what} have ggml's type {ggml_type}, expected one of a cache; {_OTHER_CELLS}")
-        name, why = _INEXACT[ggml_type]
-        raise InvalidParameter(
-            f"{reader.where}: {what} are quantized ({name}), and kvpack holds {', '.join(QUANTIZED)} bit for bit, not this, because {why}: "
-            "save the slot of a context with other cache types (--cache-type-k, --cache-type-v)"
-        )
-    quantized = QUANTIZED.get(dtype)
+        raise InvalidParameter(f"{reader.where}: {what} have ggml's type {ggml_type}, expected one of a cache; {_OTHER_CELLS}")
+    quantized = BLOCKS.get(dtype)
     of_one = quantized.size if quantized else TYPES[dtype][1]
     if (transposed and (quantized or size != of_one)) or not size or size % of_one:
         raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {'value' if transposed else 'cell'} of {dtype}")
@@ -289,7 +283,7 @@ def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
         found += [struct.pack(f"<{stream + 2}I", section.streams, *[0] * stream, len(cells)), cells.tobytes()]
         found.append(struct.pack("<II", section.transposed, len(section.keys)))
         for number, (block, values) in enumerate(zip((*section.keys, *section.values), blocks, strict=True)):
-            kind = QUANTIZED[block.dtype].number if block.dtype in QUANTIZED else TYPES[block.dtype][0]
+            kind = BLOCKS[block.dtype].number if block.dtype in BLOCKS else TYPES[block.dtype][0]
             if section.transposed and number >= len(section.keys):
                 found.append(struct.pack("<iII", kind, TYPES[block.dtype][1], block.channels))
             else:

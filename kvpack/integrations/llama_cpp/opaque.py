@@ -1,0 +1,133 @@
+"""Slots in a quantized type that no codec of kvpack holds: their blocks are kept byte for byte, as states of their layers.
+
+A block of q4_1 and q5_1 is d * code + m, m being the block's least value in binary16; the codec group would have the centre
+m + (2^bits - 1) / 2 * d, which needs more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
+
+Every layer then has a state for its keys and one for its values, uint8 ``[1, token, byte]``, of tokens by position, named as
+``k.q4_1`` by their type; types that kvpack otherwise holds are kept so beside them. Layer 0 has the state ``token_ids``, where the ids are
+known. States are of one moment, so such a cache is whole or nothing: no prefix of it can be taken.
+
+Source: ggml-common.h of llama.cpp 0c1e57098, ``block_q4_1``, ``block_q5_1`` and ``block_iq4_nl``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.cache.dense_states import DenseLayer
+from kvpack.coding.recipes import parse_recipe
+from kvpack.file.inputs import ID_BYTES
+from kvpack.formats.errors import InvalidParameter
+
+from .state_file import BLOCK, BLOCKS, OPAQUE, TYPES, Block, Reader, StateFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.layer import Layer
+    from kvpack.coding.recipes import Recipe
+
+IDS = "token_ids"
+"""The state of layer 0 with the token ids, 4 bytes each."""
+
+
+def is_opaque(file: StateFile) -> bool:
+    """Whether a slot has a type that no codec holds."""
+    return any(block.dtype in OPAQUE for section in file.sections for block in (*section.keys, *section.values))
+
+
+def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
+    """Raise InvalidParameter for any recipe except raw, for keys or values of the quantized ``kinds``."""
+    if parse_recipe(recipe).text != "raw":
+        raise InvalidParameter(
+            f"{where}: its keys or values are quantized ({' and '.join(kinds)}), and kvpack keeps them as they are: use the recipe "
+            "raw, or save the slot of a context whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
+        )
+
+
+def opaque_layer(
+    reader: Reader, keys: Block, values: Block | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
+) -> DenseLayer:
+    """A layer's ``cells`` as states, in ``order``; ``transposed`` values are turned back. Raises MissingFile and InvalidParameter."""
+    states = {f"k.{keys.dtype}": _rows(reader, keys, order, cells, turned=False)}
+    if values is not None:
+        states[f"v.{values.dtype}"] = _rows(reader, values, order, cells, turned=transposed)
+    if ids:
+        states[IDS] = torch.frombuffer(bytearray(ids), dtype=torch.uint8)[None]
+    return DenseLayer(None, None, 0, states)
+
+
+def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
+    """Whether ``cache`` is one of ``opaque_layer``, all of it. Raises InvalidParameter for a part, and for a ``dtype`` of blocks."""
+    found = [_named(layer).keys() >= {"k"} for layer in cache]
+    if any(found) and not all(found):
+        raise InvalidParameter(
+            f"layer {found.index(False)} has no blocks of llama.cpp as a state, and layer {found.index(True)} has: expected all layers to"
+        )
+    if any(found) and dtype is not None:
+        raise InvalidParameter(
+            f"dtype is {dtype!r}, and the cache holds {cache.model.get('dtype', '')!r:.80}, which goes back as it came: leave dtype out"
+        )
+    return any(found)
+
+
+def opaque_ids(cache: Cache) -> bytes:
+    """The token ids of all tokens, or none. Raises InvalidParameter for those of other tokens."""
+    state = cache[0].states.get(IDS)
+    if state is None:
+        return b""
+    if state.dtype != torch.uint8 or tuple(state.shape) != (1, cache.start * ID_BYTES):
+        raise InvalidParameter(
+            f"the state {IDS} of layer 0 is {state.dtype} {list(state.shape)}, expected uint8 [1, {cache.start * ID_BYTES}]: "
+            f"{ID_BYTES} bytes for each token"
+        )
+    return bytes(state.cpu().numpy().data)
+
+
+def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[Block, memoryview]]]:
+    """The cells of layer ``number``, and its keys and values as llama.cpp has them. Raises InvalidParameter, naming the layer."""
+    named, found = _named(layer), []
+    if (
+        layer.sides
+        or named.keys() != ({"k"} if latents else {"k", "v"})
+        or (transposed and any(kind in BLOCKS for kind, _ in [*named.values()][1:]))
+    ):
+        held = " and ".join([*layer.sides, *layer.states])
+        how = "values of 16 or 32 bits, which are transposed" if transposed else "keys alone" if latents else "keys and values"
+        raise InvalidParameter(f"layer {number} holds {held}: expected the states of {how}, as k.q4_1 and v.fp16")
+    cells = {rows.shape[1] for _, rows in named.values()}
+    for side, (kind, rows) in named.items():
+        size = BLOCKS[kind].size if kind in BLOCKS else TYPES[kind][1]
+        if rows.dtype != torch.uint8 or rows.dim() != 3 or rows.shape[0] != 1 or rows.shape[2] % size or len(cells) != 1:
+            raise InvalidParameter(
+                f"layer {number}: the state {side}.{kind} is {rows.dtype} {list(rows.shape)}, expected uint8 [1, token, byte] with a "
+                f"multiple of {size} bytes, and as many tokens as its other states"
+            )
+        data = rows[0].cpu()
+        if side == "v" and transposed:
+            data = data.view(data.shape[0], -1, size).transpose(0, 1)
+        block = Block(kind, rows.shape[2] // size * (BLOCK if kind in BLOCKS else 1), 0)
+        found.append((block, data.contiguous().flatten().numpy().data))
+    return cells.pop(), found
+
+
+def _named(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
+    """The type and the rows of keys and of values, of a layer with such states."""
+    found = {}
+    for name, state in layer.states.items():
+        side, _, kind = name.partition(".")
+        if side in ("k", "v") and (kind in BLOCKS or kind in TYPES):
+            found[side] = kind, state
+    return dict(sorted(found.items()))
+
+
+def _rows(reader: Reader, block: Block, order: torch.Tensor | None, cells: int, *, turned: bool) -> torch.Tensor:
+    data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
+    reader.read_into(data.numpy().data, block.offset)
+    if turned:
+        data = data.view(block.channels, cells, -1).transpose(0, 1).flatten()
+    rows = data.view(1, cells, block.cell_bytes)
+    return rows if order is None else rows[:, order]

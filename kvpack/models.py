@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.formats.errors import KvpackError, MissingFile
+from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,10 +22,13 @@ BOS = 256
 def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa") -> Any:
     """The causal language model in the folder ``path``, or the demo's, in float32 with the named transformers attention.
 
-    Raises MissingFile, and KvpackError when transformers is not installed.
+    Raises MissingFile, InvalidParameter for a model that transformers does not load so, and KvpackError when it is not installed.
     """
     with model_folder(path) as folder:
-        model = transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        try:
+            model = transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        except ValueError as error:
+            raise InvalidParameter(f"{folder}: transformers does not load this model with the attention {attention!r}: {error}") from None
     return model.eval()
 
 

@@ -128,6 +128,25 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
         found.check_model({"name": "another", "weights": "sha256:0"})
     with pytest.raises(InvalidParameter, match="is the basis of a model whose weights is"):
         found.check_model({"weights": "sample-sha256:0"})
+    with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']} and the cache's complex64: load the model in "):
+        found.check_model({"weights": "sample-sha256:0", "dtype": "complex64"})
+
+
+def test_a_model_without_scaled_dot_product_attention_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(vocab_size=257, hidden_size=32, n_layer=2, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers does not load this model with the attention 'sdpa': Bloom"):
+        calibrate.run(tmp_path, None, str(tmp_path / "x.kvbasis"), calibrate.Settings())
+
+
+def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
+    found = Basis.load(basis)
+    same, other = dict(found.model), {**found.model, "rope": '{"rope_theta":7}'}
+    found.check_model(same)
+    with pytest.raises(InvalidParameter, match=r"""model whose rope is '\{.*', and that of the cache is '\{"rope_theta":7\}'"""):
+        found.check_model(other)
+    found.check_model({**other, "weights": "sha256:0"})
 
 
 @pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.LEAST_COST), (".frames", frames_fit.LEAST_COST)])

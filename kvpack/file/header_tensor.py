@@ -107,6 +107,28 @@ def _parsed(data: bytes) -> Header:
     return header
 
 
+def difference_of(data: bytes, expected: bytes) -> str:
+    """The first field in which the map ``data`` differs from the map ``expected``, with both values: for messages."""
+    try:
+        found = _unpacked(data)
+    except (InvalidHeader, LimitExceeded) as error:
+        return str(error)
+    return _difference("", found, _unpacked(expected)) or f"its description has {len(data)} bytes, expected {len(expected)}"
+
+
+def _difference(where: str, found: Any, expected: Any) -> str:
+    """The first difference of two values of msgpack; empty where there is none."""
+    if type(found) is type(expected) is dict and [*found] == [*expected]:
+        places = [(f"{where}.{name}".lstrip("."), found[name], expected[name]) for name in expected]
+    elif type(found) is type(expected) is list and len(found) == len(expected):
+        places = [(f"{where}[{number}]", *both) for number, both in enumerate(zip(found, expected, strict=True))]
+    elif type(found) is type(expected) is list:
+        return f"{where} has the length {len(found)}, expected {len(expected)}"
+    else:
+        return "" if found == expected else f"{where or 'the description'} is {found!r:.200}, expected {expected!r:.200}"
+    return next((text for place in places if (text := _difference(*place))), "")
+
+
 def newer(version: int) -> str:
     """The message for a file of a later major number."""
     return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"

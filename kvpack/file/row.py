@@ -10,7 +10,7 @@ from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParamete
 from kvpack.formats.lazy import numpy
 
 from .header import layout_bytes
-from .header_tensor import pack_contents
+from .header_tensor import difference_of, pack_contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,11 +160,12 @@ def check_row(data: memoryview, where: str) -> Frame:
 
 
 def check_same(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
-    """Raise InvalidHeader unless a checked row has this layout, namespace and key (None: any)."""
-    if frame.length != layout.nbytes or frame.description_bytes != len(layout.description):
-        raise InvalidHeader(f"{where}: is a row of {frame.length} bytes of another page, expected {layout.nbytes}")
-    if row[FRAME_BYTES : FRAME_BYTES + len(layout.description)] != layout.description:
-        raise InvalidHeader(f"{where}: is a row of another geometry or recipe")
+    """Raise InvalidHeader, which names the first difference, unless a checked row has this layout, namespace and key (None: any)."""
+    description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
+    if description != layout.description:
+        raise InvalidHeader(f"{where}: is the row of another page: {difference_of(description, layout.description)}")
+    if frame.length != layout.nbytes:
+        raise InvalidHeader(f"{where}: its length is {frame.length}, expected {layout.nbytes}")
     pads = [(100, FRAME_BYTES), (FRAME_BYTES + len(layout.description), layout.payload), *layout.pads]
     if any(any(row[begin:end]) for begin, end in pads):
         raise InvalidHeader(f"{where}: its padding is not zero")

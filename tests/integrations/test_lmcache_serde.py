@@ -162,7 +162,7 @@ def test_a_recipe_takes_the_basis_of_a_whole_model(create: Any, tmp_path: Path) 
             assert values is not None
             error = found[side, number] - values[0].transpose(0, 1).flatten(1)
             assert error.float().norm() < 0.01 * x.float().norm()
-    with pytest.raises(InvalidHeader, match=r"is a row of .*another"):
+    with pytest.raises(InvalidHeader, match=r"is the row of another page: recipe is .*, expected "):
         made[1].deserializer.deserialize(row, memory(found), ObjectKey(b"a", "m"))
     for call in (made[0].serializer.serialize, made[0].deserializer.deserialize):
         with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'm', and that of the cache is 'model'"):

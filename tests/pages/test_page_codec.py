@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -366,6 +367,47 @@ def test_rows_name_their_page() -> None:
     row[-1] ^= 1
     assert isinstance(codec.decode_into([row], target, [0])[0], DigestMismatch)
     assert not found[0].any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "geometry", "message"),
+    [
+        ("fp16", SMALL, "recipe is 'raw', expected 'fp16'"),
+        ("raw", replace(SMALL, dtype="fp16"), "ignorable.page-dtype is b'bf16', expected b'fp16'"),
+        ("raw", replace(SMALL, layers=2), "layers has the length 3, expected 2"),
+        ("raw", replace(SMALL, heads=1), "layers[0].k.heads is 2, expected 1"),
+        ("raw", replace(SMALL, tokens=SMALL.tokens + 1), f"layers[0].k.runs[0] is {SMALL.tokens}, expected {SMALL.tokens + 1}"),
+        ("raw", replace(SMALL, dim_v=None), "layers[0].v is {"),
+    ],
+    ids=["recipe", "dtype", "layers", "heads", "tokens", "sides"],
+)
+def test_a_row_of_another_page_says_what_differs(recipe: str, geometry: PageGeometry, message: str) -> None:
+    codec, other = PageCodec("raw", SMALL), PageCodec(recipe, geometry)
+    row = bytearray(codec.nbytes)
+    assert codec.encode_into(filled(SMALL, 1)[0], [0], [row]) == [None]
+    (refused,) = other.check([row])
+    assert isinstance(refused, InvalidHeader)
+    assert f"row 0: is the row of another page: {message}" in str(refused)
+
+
+def test_a_row_of_another_length_or_description_says_so() -> None:
+    codec = PageCodec("raw", SMALL)
+    row = bytearray(codec.nbytes)
+    assert codec.encode_into(filled(SMALL, 1)[0], [0], [row]) == [None]
+    longer = row + bytes(64)
+    longer[16:24] = len(longer).to_bytes(8, "little")
+    unreadable = row[: rows_of.FRAME_BYTES] + b"\xc1" + row[rows_of.FRAME_BYTES + 1 :]
+    shorter = bytearray(row)
+    shorter[96:100] = (int.from_bytes(row[96:100], "little") - 1).to_bytes(4, "little")
+    for changed, message in (
+        (longer, f"row 0: its length is {len(longer)}, expected {len(row)}"),
+        (unreadable, "is the row of another page: kvpack.header is not msgpack"),
+        (shorter, "is the row of another page: kvpack.header is not msgpack"),
+    ):
+        rows_of.write_checksum(memoryview(changed))
+        (refused,) = codec.check([changed])
+        assert isinstance(refused, InvalidHeader)
+        assert message in str(refused)
 
 
 @pytest.mark.parametrize(

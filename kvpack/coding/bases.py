@@ -210,23 +210,30 @@ class Basis:
     def check_model(self, model: Mapping[str, str]) -> None:
         """Raise InvalidParameter where ``model``, the identity of a cache's model, is another than that of the basis.
 
-        Where both know their weights in the same way, these and the settings of RoPE are compared and the name is not: the same model
-        may lie in another folder.
+        Where both know their weights in the same way, in the cache's dtype, these and the settings of RoPE are compared and the name is
+        not: the same model may lie in another folder.
         """
+        # The same weights are other bytes in another dtype.
+        weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
+        known = self.model if weights is None else {**self.model, "weights": weights}
         # A digest of all weights and one of a sample tell nothing of each other, nor do two texts of RoPE beside them.
-        kinds = [one["weights"].partition(":")[0] for one in (model, self.model) if "weights" in one]
+        kinds = [one["weights"].partition(":")[0] for one in (model, known) if "weights" in one]
         for name in ("weights", "rope") if len(kinds) == 2 and kinds[0] == kinds[1] else ("name",):
-            found, expected = model.get(name), self.model.get(name)
+            found, expected = model.get(name), known.get(name)
             if found is None or expected is None or found == expected:
                 continue
             if name == "name" and os.path.basename(found) == os.path.basename(expected):
                 continue
             dtypes = [one.get("dtype") for one in (self.model, model)]
-            # The same weights are other bytes in another dtype.
             note = f"; its dtype is {dtypes[0]} and the cache's {dtypes[1]}: load the model in {dtypes[0]}"
             ours = f"a model whose {name} is {expected!r}"
-            told = note if name == "weights" and None not in dtypes and dtypes[0] != dtypes[1] else ""
-            raise InvalidParameter(f"{self.where}: is the basis of {ours}, and that of the cache is {found!r}{told}")
+            unknown = name == "weights" and weights == self.model.get("weights") and None not in dtypes and dtypes[0] != dtypes[1]
+            raise InvalidParameter(f"{self.where}: is the basis of {ours}, and that of the cache is {found!r}{note if unknown else ''}")
+
+
+def weights_key(dtype: str) -> str:
+    """The key in the identity of a basis of the weights of its model loaded in ``dtype``, where that is not its own."""
+    return f"weights.{dtype}"
 
 
 def basis_bytes(

@@ -13,13 +13,13 @@ import kvpack
 from kvpack.bench.models import Text, make_twin, read_text, vocabulary
 from kvpack.bench.sizes import check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.bench.windows import prefill
-from kvpack.coding.bases import Basis, basis_bytes
+from kvpack.coding.bases import Basis, basis_bytes, weights_key
 from kvpack.file.atomic import write_file
 from kvpack.file.basis import SUFFIX
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.formats.transform import SCOPES
 from kvpack.integrations.transformers.models import identity_of
-from kvpack.models import load_model, model_folder
+from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.store.rope import same_up_to
 
 from .basis_fit import rows_of_all
@@ -42,6 +42,8 @@ PROGRESS_SUFFIX = ".progress"
 WIDEST_LAYER = 512
 """The most channels of a layer that have one frame if nothing else is asked for: decoding takes up to as many products per value."""
 SHOWN_BITS = (0.3, 0.6, 1.0)
+LOADED_DTYPES = ("bfloat16", "float16", "float32")
+"""The dtypes that models are loaded in: a basis is for each of them."""
 _TWIN_SAMPLE = 256
 
 
@@ -73,8 +75,8 @@ def run(
     if not out.endswith(SUFFIX):
         raise InvalidParameter(f"{out}: the name of a basis ends in {SUFFIX}")
     with model_folder(model) as folder:
-        identity = folder_identity(folder)
         network = load_model(folder)
+        identity = _identity_in_any_dtype(folder)
         words = read_text(text, folder, vocabulary(network))
     longest = same_up_to(network.config.get_text_config())
     tokens = window_tokens(settings.tokens, min(DEFAULT_TOKENS, longest or DEFAULT_TOKENS), words, positions(network))
@@ -85,8 +87,8 @@ def run(
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
     if settings.twin is not None:
         make_twin(network, settings.twin, window(words, 0, _TWIN_SAMPLE), settings.seed)
+        identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
-        identity.pop("weights", None)
     sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
     framing, reason = _framing(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "none" if framing is None else framing.scope
@@ -195,11 +197,19 @@ def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def folder_identity(folder: Path) -> dict[str, str]:
-    """The identity of the model in the dtype that users load it in: a sample of its weights tells it from others."""
-    from kvpack.models import transformers_library
+def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
+    """The identity of the model loaded in ``dtype``, by default its checkpoint's: a sample of its weights tells it from others."""
+    return identity_of(transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
 
-    return identity_of(transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval())
+
+def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
+    """The identity in the checkpoint's dtype, with the samples of weights in the others that users load models in."""
+    identity = folder_identity(folder)
+    for dtype in LOADED_DTYPES:
+        found = folder_identity(folder, dtype)
+        if dtype != identity.get("dtype") and "weights" in found:
+            identity[weights_key(dtype)] = found["weights"]
+    return identity
 
 
 def show(report: dict[str, Any]) -> None:

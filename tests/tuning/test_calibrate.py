@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import kvpack
 from kvpack import cli
 from kvpack.bench import quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
+from kvpack.integrations.transformers import KvpackCache
 from kvpack.tuning import basis_fit, calibrate, frames_fit, rope
 from kvpack.tuning.statistics import Statistics
+
+from small_models import small_llama  # isort: skip
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,6 +136,29 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
         found.check_model({"weights": "sample-sha256:0", "dtype": "complex64"})
 
 
+@pytest.fixture(scope="module")
+def of_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint in bfloat16 with its basis."""
+    folder = tmp_path_factory.mktemp("bf16")
+    small_llama(vocab_size=257).to(torch.bfloat16).save_pretrained(folder)
+    calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.Settings(tokens=32, score=8, windows=1, scope="none"))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
+def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(of_bf16, dtype=dtype).eval()
+    assert model.dtype == getattr(torch, "bfloat16" if dtype == "auto" else dtype)
+    basis = of_bf16 / "x.kvbasis"
+    assert Basis.load(basis).model["dtype"] == "bfloat16"
+    with torch.no_grad(), KvpackCache(model, "klt-4;tail=32", basis=basis) as cache:
+        model(torch.randint(0, 257, (1, 150)), past_key_values=cache)
+        assert cache.packed[0].k.packed_tokens > 100  # type: ignore[union-attr]
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+        with pytest.raises(InvalidParameter, match=r"is the basis of a model whose weights is 'sample-.*, and that .* is '[^']*'$"):
+            KvpackCache(model, "klt-4", basis=basis)
+
+
 def test_a_model_without_scaled_dot_product_attention_is_refused(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BloomConfig(vocab_size=257, hidden_size=32, n_layer=2, n_head=2)
@@ -236,7 +263,7 @@ def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["digest"] == Basis.load(out).digest.hex()
     twin, plain = Basis.load(out), Basis.load(basis)
     assert twin.rows(0, "k").rows.dtype == torch.float32
-    assert "weights" not in twin.model
+    assert not [key for key in twin.model if key.startswith("weights")]
     assert list(twin.sides()) == list(plain.sides())
     with pytest.raises(InvalidParameter, match=r"the name of a basis ends in \.kvbasis"):
         calibrate.run(None, None, str(tmp_path / "x"), SIZES)

@@ -15,6 +15,7 @@ import torch
 
 from kvpack.errors import InvalidParameter, MissingBasis
 
+from engine_conditions import CONDITIONS  # isort: skip
 from engine_stubs import import_over, parsed  # isort: skip
 from host_settings import Watched, unusual_host  # isort: skip
 from klt_bases import random_basis  # isort: skip
@@ -49,15 +50,18 @@ class StoreResult(int):
 class Interface:
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
+        self.used = 0
 
     def _notify_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
         self.told.append(("stored", len(keys)))
+        self.used += sum(sizes)
 
     def _notify_keys_accessed(self, keys: list[Any]) -> None:
         self.told.append(("accessed", len(keys)))
 
     def _notify_keys_deleted(self, keys: list[Any], sizes: list[int]) -> None:
         self.told.append(("deleted", len(keys)))
+        self.used -= sum(sizes)
 
 
 class Event:
@@ -218,11 +222,16 @@ def test_lmcaches_registry_has_the_metrics_of_every_store(opened: Callable[..., 
     metrics.shared_collector.cache_clear()
 
 
-def test_options_are_checked(opened: Callable[..., Any]) -> None:
+def test_options_are_checked(opened: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=r"expected head_dim, location, recipe, revision \(LMCache's keys name a model"):
         opened(revision=None)
     with pytest.raises(InvalidParameter, match=r"the adapter got .*other"):
         opened(other=1)
+    (tmp_path / "a file").write_bytes(b"")
+    with pytest.raises(InvalidParameter, match="a file: is not a folder, expected the folder of a store"):
+        opened(location=str(tmp_path / "a file"))
+    with pytest.raises(InvalidParameter, match="of lossless depend on the values"):
+        opened(recipe="lossless")
 
 
 def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -234,8 +243,127 @@ def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytes
     assert waited(lambda: adapter.query_load_result(number)).bits == [False]
     number = adapter.submit_lookup_and_lock_task(KEYS[:1], None)
     assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False]
-    assert "(load) failed: AttributeError" in caplog.text
+    assert "LMCache's load: 1 of 1 objects were refused, the first by AttributeError" in caplog.text
+
+    def broken(keys: Any, *_: Any) -> None:
+        raise OSError("no listener")
+
+    adapter._notify_keys_accessed = broken
+    number = adapter.submit_load_task(KEYS[:1], strange)
+    assert waited(lambda: adapter.query_load_result(number)).bits == [False]
+    assert "(load) failed: OSError: no listener" in caplog.text
     adapter.close()
+
+
+def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    """LMCache groups the objects of a task by model and rank: those of a hybrid model have several layouts."""
+    adapter = opened()
+    states = types.SimpleNamespace(tensor=torch.zeros(3, 50))
+    keys = [ObjectKey(b"a", object_group_id=1), ObjectKey(b"a"), ObjectKey(b"b", object_group_id=1), ObjectKey(b"b")]
+    given = objects(2)
+    number = adapter.submit_store_task(keys, [states, given[0], states, given[1]])
+    # LMCache knows no part of a task.
+    assert waited(adapter.pop_completed_store_tasks)[number] == -1
+    assert "LMCache's store: 2 of 4 objects were refused, the first by InvalidShape: the object is torch.float32 [3, 50]" in caplog.text
+    layouts = {**LAYOUTS, 1: types.SimpleNamespace(shapes=[torch.Size([3, 50])], dtypes=[torch.float32])}
+    number = adapter.submit_lookup_and_lock_task(keys, layouts)
+    assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False, True, False, True]
+    found = objects(2, seed=5)
+    number = adapter.submit_load_task(keys, [states, found[0], states, found[1]])
+    assert waited(lambda: adapter.query_load_result(number)).bits == [False, True, False, True]
+    assert all(torch.equal(one.tensor, source.tensor) for one, source in zip(found, given, strict=True))
+    assert adapter.report_status()["refused"] == {f"{kind} InvalidShape": 2 for kind in ("load", "lookup", "store")}
+    adapter.close()
+
+
+def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[..., Any]) -> None:
+    """Its quotas evict by them: what never falls would have it delete every object."""
+    adapter = opened()
+    longer = types.SimpleNamespace(tensor=torch.randn(2, 2, 32, 64).bfloat16())
+    done = []
+    for _ in range(2):
+        adapter.submit_store_task(KEYS[:2], [*objects(1), longer])
+        done += waited(adapter.pop_completed_store_tasks).values()
+    sizes = [store.codec.nbytes for store in adapter._stores.values()]
+    assert len(set(sizes)) == 2
+    assert done == [sum(sizes), 0]
+    assert adapter.used == sum(sizes)
+    adapter.delete([KEYS[0], KEYS[3]])
+    assert adapter.used == sizes[1]
+    adapter.delete(KEYS[:3])
+    assert adapter.used == 0
+    assert adapter.told == [("stored", 2), ("stored", 0), ("deleted", 1), ("deleted", 1)]
+    adapter.close()
+
+
+class Chunks:
+    """The adapter by the calls that LMCache makes."""
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter, self._given = adapter, objects(4)
+
+    def store(self, chunks: Any) -> list[bool]:
+        # A task is stored as a whole or not, so each has one object.
+        numbers = [self._adapter.submit_store_task([KEYS[chunk]], [self._given[chunk]]) for chunk in chunks]
+        done: dict[int, int] = {}
+        while len(done) < len(numbers):
+            done |= waited(self._adapter.pop_completed_store_tasks)
+        return [done[number] >= 0 for number in numbers]
+
+    def found(self, chunks: Any) -> list[bool]:
+        number = self._adapter.submit_lookup_and_lock_task([KEYS[chunk] for chunk in chunks], LAYOUTS)
+        return list(waited(lambda: self._adapter.query_lookup_and_lock_result(number)).bits)
+
+    def load(self, chunks: Any) -> list[bool]:
+        targets = [types.SimpleNamespace(tensor=torch.zeros(2, 2, 16, 64).bfloat16()) for _ in chunks]
+        number = self._adapter.submit_load_task([KEYS[chunk] for chunk in chunks], targets)
+        loaded: list[bool] = waited(lambda: self._adapter.query_load_result(number)).bits
+        for chunk, there, target in zip(chunks, loaded, targets, strict=True):
+            assert torch.equal(target.tensor, self._given[chunk].tensor) if there else not target.tensor.any()
+        return loaded
+
+    def counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = self._adapter.report_status()["stores"][0]
+        return counters
+
+    def close(self) -> None:
+        self._adapter.close()
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+def test_a_folder_in_any_condition_costs_misses_alone(
+    condition: Any, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condition(lambda folder=tmp_path, **options: Chunks(opened(location=str(folder), threads=1, **options)), tmp_path, monkeypatch)
+
+
+def test_a_restart_with_other_settings_misses(opened: Callable[..., Any]) -> None:
+    """LMCache's key has the model's name, the rank and the number of ranks, and the salt; all else is the adapter's."""
+    adapter = opened()
+    assert Chunks(adapter).store([0]) == [True]
+    adapter.close()
+    shapes = {
+        "another dtype": (2, 2, 16, 64),
+        "fewer heads": (2, 2, 16, 32),
+        "another block size": (2, 2, 32, 64),
+        "fewer layers": (2, 1, 16, 64),
+    }
+    for changes in ({}, {"revision": "other"}, {"head_dim": 64}, {"recipe": "fp16"}, {"kv_dtype": "auto"}):
+        adapter = opened(**changes)
+        assert Chunks(adapter).load([0]) == [not changes]
+        for name, shape in shapes.items():
+            target = types.SimpleNamespace(tensor=torch.zeros(shape, dtype=torch.float16 if name == "another dtype" else torch.bfloat16))
+            number = adapter.submit_load_task(KEYS[:1], [target])
+            assert waited(partial(adapter.query_load_result, number)).bits == [False]
+            assert not target.tensor.any()
+        for key in (
+            ObjectKey(KEYS[0].chunk_hash, kv_rank=1),
+            ObjectKey(KEYS[0].chunk_hash, "another"),
+            ObjectKey(KEYS[0].chunk_hash, cache_salt="t"),
+        ):
+            number = adapter.submit_lookup_and_lock_task([key], LAYOUTS)
+            assert waited(partial(adapter.query_lookup_and_lock_result, number)).bits == [False]
+        adapter.close()
 
 
 def test_objects_of_every_shape_are_deleted(opened: Callable[..., Any]) -> None:

@@ -14,9 +14,12 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.store.backend import MAX_ENTRY_BYTES
+from kvpack.store.counters import Counters
 from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.metrics import shared_collector
+from kvpack.store.opening import opened
 from kvpack.store.page_store import PageStore
 
 from .layouts import check_model, geometry_of, key_bytes, pages_of, recipe_of
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
+log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype"}
 _ADAPTERS = count()
@@ -46,9 +50,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 f"model, and not its weights), and may get {', '.join(sorted(OPTIONAL))}"
             )
         super().__init__()
-        self._recipe = recipe_of(str(params["recipe"]), params.get("basis"))
         self._kv_dtype = str(params.get("kv_dtype", ""))
         self._location, self._head_dim, self._max_bytes = params["location"], int(params["head_dim"]), params.get("max_bytes")
+        self._recipe = recipe_of(str(params["recipe"]), params.get("basis"), self._head_dim, self._kv_dtype)
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
         basis = self._recipe.basis
         self._identity = Identity(
@@ -59,7 +63,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             dtype=self._kv_dtype,
             extra=f"head_dim={self._head_dim}",
         )
+        self._check_location()
         self._stores: dict[Any, PageStore] = {}
+        self._refused = Counters(tell=lambda operation, error: None)
         self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")
         self._events = {kind: create_event_notifier() for kind in ("store", "lookup", "load")}
@@ -75,7 +81,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to store objects; those that are there are kept."""
+        """Begin to store objects; those that are there are kept, and one that is refused is left out alone."""
         return self._submit("store", lambda: self._stored(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -94,7 +100,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Nothing was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to load objects; one that is damaged is missing alone."""
+        """Begin to load objects; one that is damaged or refused is missing alone."""
         return self._submit("load", lambda: self._loaded(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:
@@ -103,15 +109,16 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def delete(self, keys: list[Any]) -> None:
         with self._lock:
             stores = list(self._stores.values())
-        for store in stores:
-            store.delete([key_bytes(key) for key in keys])
-        self._notify_keys_deleted(keys, [0] * len(keys))
+        sizes = [sum(store.delete([key_bytes(key)]) * store.codec.nbytes for store in stores) for key in keys]
+        removed = [number for number, size in enumerate(sizes) if size]
+        self._notify_keys_deleted([keys[number] for number in removed], [sizes[number] for number in removed])
 
     def report_status(self) -> dict[str, Any]:
-        """The counters of the stores, one for each shape of objects."""
+        """The counters of the stores, one for each shape of objects, and the objects that none of them took, by operation and reason."""
         with self._lock:
             counters = [store.counters() for store in self._stores.values()]
-        return {"is_healthy": True, "type": "KvpackL2Adapter", "location": str(self._location), "stores": counters}
+        refused = self._refused.as_dict()["faults"]
+        return {"is_healthy": True, "type": "KvpackL2Adapter", "location": str(self._location), "stores": counters, "refused": refused}
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -131,7 +138,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 result = work()
             except Exception as error:
                 # Whatever it was, LMCache waits for an answer.
-                logging.getLogger("kvpack").warning("LMCache's task %d (%s) failed: %s: %s", number, kind, type(error).__name__, error)
+                log.warning("LMCache's task %d (%s) failed: %s: %s", number, kind, type(error).__name__, error)
                 result = failed
             with self._lock:
                 self._done[kind][number] = result
@@ -143,6 +150,12 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _popped(self, kind: str, number: int) -> Any:
         with self._lock:
             return self._done[kind].pop(number, None)
+
+    def _check_location(self) -> None:
+        """Raise InvalidParameter, and what a backend raises, for a location that can be no store's: there is no object yet."""
+        options = {"max_bytes": self._max_bytes, "looking": True}
+        store = opened(self._location, self._identity, Counters(), MAX_ENTRY_BYTES, self._encryption, check_values=None, **options)
+        store.backend.close()
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
         """The store of objects of one layout. Raises InvalidShape and InvalidParameter."""
@@ -164,33 +177,70 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return self._stores[geometry]
 
     def _stored(self, keys: list[Any], objects: list[Any]) -> Any:
-        stored, size = [], 0
-        for key, given in zip(keys, objects, strict=True):
-            check_model(self._recipe, key)
-            store = self._store_of(given.tensor.shape, given.tensor.dtype)
-            if store.put([key_bytes(key)], pages_of(store.codec.geometry, given.tensor), [0]) == [True]:
-                stored.append(key)
-                size += store.codec.nbytes
-        self._notify_keys_stored(stored, [size // max(1, len(stored))] * len(stored))
-        return L2StoreResult(len(stored) == len(keys), size)
+        new: dict[int, int] = {}
+
+        def store(number: int) -> bool:
+            store, name = self._store_of_object(keys[number], objects[number]), [key_bytes(keys[number])]
+            there = store.present(name) == [True]
+            stored = store.put(name, pages_of(store.codec.geometry, objects[number].tensor), [0]) == [True]
+            if stored and not there:
+                new[number] = store.codec.nbytes
+            return stored
+
+        stored = self._each("store", keys, store)
+        self._notify_keys_stored([keys[number] for number in new], [*new.values()])
+        return L2StoreResult(all(stored), sum(new.values()))
 
     def _found(self, keys: list[Any], layouts: Any) -> Any:
-        found = Bitmap(len(keys))
-        for number, key in enumerate(keys):
-            layout = layouts.get(key.object_group_id)
-            if layout is not None and len(layout.shapes) == 1:
-                store = self._store_of(layout.shapes[0], layout.dtypes[0])
-                if store.present([key_bytes(key)]) == [True]:
-                    found.set(number)
-        return found
+        def find(number: int) -> bool:
+            layout = layouts.get(keys[number].object_group_id)
+            if layout is None or len(layout.shapes) != 1:
+                return False
+            store = self._store_of(layout.shapes[0], layout.dtypes[0])
+            return store.present([key_bytes(keys[number])]) == [True]
+
+        return _bitmap(self._each("lookup", keys, find))
 
     def _loaded(self, keys: list[Any], objects: list[Any]) -> Any:
-        loaded, there = Bitmap(len(keys)), []
-        for number, (key, target) in enumerate(zip(keys, objects, strict=True)):
-            check_model(self._recipe, key)
-            store = self._store_of(target.tensor.shape, target.tensor.dtype)
-            if store.get_into([key_bytes(key)], pages_of(store.codec.geometry, target.tensor), [0]) == [True]:
-                loaded.set(number)
-                there.append(key)
-        self._notify_keys_accessed(there)
-        return loaded
+        def load(number: int) -> bool:
+            store = self._store_of_object(keys[number], objects[number])
+            pages = pages_of(store.codec.geometry, objects[number].tensor)
+            return store.get_into([key_bytes(keys[number])], pages, [0]) == [True]
+
+        loaded = self._each("load", keys, load)
+        self._notify_keys_accessed([key for key, there in zip(keys, loaded, strict=True) if there])
+        return _bitmap(loaded)
+
+    def _store_of_object(self, key: Any, given: Any) -> PageStore:
+        check_model(self._recipe, key)
+        return self._store_of(given.tensor.shape, given.tensor.dtype)
+
+    def _each(self, kind: str, keys: list[Any], work: Callable[[int], bool]) -> list[bool]:
+        """What ``work`` answers for the object of each number; no for one that raises: LMCache has objects of several layouts in a task."""
+        done, refused = [], []
+        for number in range(len(keys)):
+            try:
+                done.append(work(number))
+            except Exception as error:
+                self._refused.fault(kind, error)
+                refused.append(error)
+                done.append(False)
+        if refused:
+            first = refused[0]
+            log.warning(
+                "LMCache's %s: %d of %d objects were refused, the first by %s: %s",
+                kind,
+                len(refused),
+                len(keys),
+                type(first).__name__,
+                first,
+            )
+        return done
+
+
+def _bitmap(found: list[bool]) -> Any:
+    bitmap = Bitmap(len(found))
+    for number, there in enumerate(found):
+        if there:
+            bitmap.set(number)
+    return bitmap

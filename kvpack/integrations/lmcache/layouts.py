@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.integrations.recipes import check_no_layers_named, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
+from kvpack.pages.codec import PageCodec
 from kvpack.pages.geometry import DTYPES, PageGeometry
 
 if TYPE_CHECKING:
@@ -17,15 +18,21 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK_TOKENS = 256
+"""Tokens of an object as LMCache makes them where it is not told otherwise."""
 
 
-def recipe_of(recipe: str, basis: str | None) -> Recipe:
+def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
     """The recipe with its ``basis``, if it needs one: an object of as many layers as the basis then holds all of the model's, in order.
 
-    Raises InvalidParameter for a recipe that names layers, and what ``recipe_with_basis`` raises.
+    Raises InvalidParameter for a recipe that names layers, what ``recipe_with_basis`` raises, and what ``PageCodec`` raises for the
+    recipe and ``head_dim``, before there is an object: one by one LMCache would only miss them.
     """
     check_no_layers_named(recipe, "LMCache's objects do not tell which layers of the model they hold")
-    return recipe_with_basis(recipe, basis, None)
+    found = recipe_with_basis(recipe, basis, None)
+    if found.basis is None and not kv_dtype:
+        PageCodec(found, PageGeometry(1, 1, _CHUNK_TOKENS, head_dim, head_dim)).close()
+    return found
 
 
 def check_model(recipe: Recipe, key: Any) -> None:

@@ -84,7 +84,9 @@ def create(kwargs: Mapping[str, Any]) -> Any:
             "name a model, and not its weights), and may get basis, threads, max_workers and kv_dtype"
         )
     recipe, revision, kv_dtype = (str(kwargs.get(name, "")) for name in ("recipe", "revision", "kv_dtype"))
-    codecs = Codecs(recipe_of(recipe, kwargs.get("basis")), int(kwargs["head_dim"]), revision, int(kwargs.get("threads", 1)), kv_dtype)
+    head_dim = int(kwargs["head_dim"])
+    packed = recipe_of(recipe, kwargs.get("basis"), head_dim, kv_dtype)
+    codecs = Codecs(packed, head_dim, revision, int(kwargs.get("threads", 1)), kv_dtype)
     workers = int(kwargs.get("max_workers", 1))
     return AsyncSerdeProcessor(KvpackSerializer(codecs), KvpackDeserializer(codecs), max_workers=workers)
 

@@ -1,0 +1,168 @@
+"""What operators do to the folder of an engine's adapter: it is read-only, full, evicted by others, or of a time to come."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from kvpack import Identity, PageBuffer, PageGeometry, PageStore
+from kvpack.store import page_store
+
+from faulty_os import FaultyOs  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import pytest
+
+CHANGING = ("mkdir", "unlink", "replace", "rename", "utime", "ftruncate", "pwrite", "writev")
+
+
+class Engine(Protocol):
+    """An adapter by its engine's own calls. Chunks are numbered from 0 to 3, and each has other values."""
+
+    def store(self, chunks: Sequence[int]) -> list[bool]: ...
+
+    def found(self, chunks: Sequence[int]) -> list[bool]: ...
+
+    def load(self, chunks: Sequence[int]) -> list[bool]:
+        """Whether each was loaded; fails for values that are not those of the chunk, and for changes of what was not loaded."""
+
+    def counters(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class ReadOnlyOs(FaultyOs):
+    """The module ``os`` on a file system that is mounted read-only: root may not write there, either."""
+
+    def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if name != "open" or args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return real(*args, **kwargs)
+
+        return refuse if name in (*CHANGING, "open") else real
+
+
+def read_only(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    engine = opened()
+    assert engine.store([0]) == [True]
+    engine.close()
+    for kept in (folder, folder / "none yet"):
+        with patch.context() as mounted:
+            ReadOnlyOs((), 0).install(mounted)
+            engine = opened(kept, max_bytes=10**8)
+            there = [kept == folder, False]
+            assert engine.found([0, 1]) == engine.load([0, 1]) == there
+            assert engine.store([0, 1]) == there
+            assert engine.load([0, 1]) == there
+            assert "put EROFS" in engine.counters()["faults"]
+            engine.close()
+    engine = opened()
+    assert engine.store([1]) == [True]
+    assert engine.load([0, 1]) == [True, True]
+    engine.close()
+
+
+def full_disk(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    engine = opened()
+    assert engine.store([0]) == [True]
+    with patch.context() as full:
+        FaultyOs(("writev",), 1, errno.ENOSPC, sticky=True).install(full)
+        assert engine.store([0, 1, 2]) == [True, False, False]
+        assert engine.load([0, 1]) == [True, False]
+        assert engine.counters()["faults"] == {"put ENOSPC": 2}
+    assert not list(folder.rglob("*.tmp"))
+    engine.close()
+    # Looked up before, and not there then.
+    engine = opened()
+    assert engine.store([1, 2]) == [True, True]
+    assert engine.load([0, 1, 2]) == [True] * 3
+    engine.close()
+
+
+def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    size = _entry_bytes(opened, folder)
+    engine = opened(folder / "other", max_bytes=2 * size + size // 2)
+    assert engine.store([0, 1]) == [True, True]
+    for hours in (1, 48):
+        with patch.context() as earlier:
+            earlier.setattr(
+                page_store.time, "time_ns", lambda hours=hours: time.clock_gettime_ns(time.CLOCK_REALTIME) - hours * 3600 * 10**9
+            )
+            for chunk in (2, 3):
+                # What was stored just now makes room for the next at the latest.
+                assert engine.store([chunk]) == [True]
+                assert engine.found([chunk]) == engine.load([chunk]) == [True]
+    assert _bytes_of(folder / "other") <= 2 * size + size // 2
+    assert engine.counters()["faults"] == {}
+    assert engine.store([0]) == [True]
+    assert engine.load([0]) == [True]
+    engine.close()
+
+
+def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Another process has filled the folder, and goes on to evict, while this one stores and loads."""
+    size = _entry_bytes(opened, folder)
+    budget = 6 * size
+    fork = multiprocessing.get_context("fork")
+    begun, stop = fork.Event(), fork.Event()
+    other = fork.Process(target=_fill, args=(folder / "other", budget, size, begun, stop), daemon=True)
+    other.start()
+    engine = opened(folder / "other", max_bytes=budget)
+    assert begun.wait(60)
+    loaded, end = 0, time.monotonic() + 1
+    while time.monotonic() < end:
+        engine.store(range(4))
+        loaded += sum(engine.load(range(4)))
+    stop.set()
+    other.join()
+    assert other.exitcode == 0
+    assert loaded
+    assert _bytes_of(folder / "other") <= budget
+    assert engine.counters()["damaged_entries"] == 0
+    assert engine.counters()["faults"] == {}
+    engine.close()
+
+
+def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
+    """The bytes of one chunk's entry."""
+    engine = opened(folder / "measured")
+    assert engine.store([0]) == [True]
+    engine.close()
+    return _bytes_of(folder / "measured")
+
+
+def _bytes_of(folder: Path) -> int:
+    """The bytes of all entries: an entry's folder is its first two digits."""
+    found = 0
+    for path in folder.glob("?/?/*"):
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
+
+
+def _fill(folder: Path, budget: int, size: int, begun: Any, stop: Any) -> None:
+    """Store pages of about ``size`` bytes of another engine, in turn, until ``stop``."""
+    geometry = PageGeometry(1, 1, max(1, size // 256), 64, 64)
+    values = torch.zeros(1, 1, geometry.tokens, 64, dtype=torch.bfloat16, device="cpu")
+    pages = PageBuffer(geometry, [values], [values])
+    with PageStore(folder, Identity("other", "raw"), geometry, max_bytes=budget) as store:
+        number = 0
+        while not stop.is_set():
+            store.put([number.to_bytes(8, "little")], pages, [0])
+            number += 1
+            if number == 20:
+                begun.set()
+
+
+CONDITIONS = (read_only, full_disk, clock_set_back, evicted_meanwhile)
+"""Each is called with ``opened(folder, **options)``, which opens an adapter over ``folder`` or another, that folder, and a patch."""

@@ -18,7 +18,7 @@ from kvpack.file.atomic import write_file
 from kvpack.file.basis import SUFFIX
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.formats.transform import SCOPES
-from kvpack.integrations.transformers.models import identity_of
+from kvpack.integrations.transformers.models import Model, identity_of
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.store.rope import same_up_to
 
@@ -44,7 +44,7 @@ WIDEST_LAYER = 512
 SHOWN_BITS = (0.3, 0.6, 1.0)
 LOADED_DTYPES = ("bfloat16", "float16", "float32")
 """The dtypes that models are loaded in: a basis is for each of them."""
-_TWIN_SAMPLE = 256
+_SAMPLE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def run(
     check_size("score", score, 1, tokens - 1 - SKIPPED, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
     if settings.twin is not None:
-        make_twin(network, settings.twin, window(words, 0, _TWIN_SAMPLE), settings.seed)
+        make_twin(network, settings.twin, _sample(network, words), settings.seed)
         identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
     sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
@@ -102,7 +102,8 @@ def run(
         if progress:
             progress(done, total)
 
-    layers = 1 + max(int(name.split(".")[0]) for name in found.sums)
+    # Layers that share those of others have none: a cache has them without sides.
+    layers = len(Model(network).layers_with_tokens())
     frames = None if framing is None else frames_of_all(found, framing, step)
     data = basis_bytes(rows_of_all(found, step), layers, identity, dtype, frames)
     basis = Basis.of_bytes(data, where=out)
@@ -131,7 +132,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
     if scope == "none":
         return None, None
-    sample = window(text, 0, min(_TWIN_SAMPLE, len(text.ids)))
+    sample = _sample(model, text)
     (k, _), *_ = pairs = prefill(model, sample)
     _check_pairs(pairs)
     try:
@@ -146,6 +147,11 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
             raise
         return None, str(error)
     return Framing(scope or ("layer" if k.shape[1] * k.shape[3] <= WIDEST_LAYER else "head"), found), None
+
+
+def _sample(model: Any, text: Text) -> torch.Tensor:
+    """The first tokens ``[1, token]`` of the text, as many as the model has positions for at most."""
+    return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)]
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -188,7 +194,7 @@ def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, framing:
 
 def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
     """Names the model, the text and the sizes, by what the model predicts after the text's first tokens."""
-    sample = window(text, 0, min(_TWIN_SAMPLE, len(text.ids)))
+    sample = _sample(model, text)
     with torch.inference_mode():
         logits = model(sample).logits[0]
     digest = xxhash.xxh3_128(logits.float().contiguous().numpy().tobytes())

@@ -72,11 +72,12 @@ class Statistics:
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
         """Count a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer, ``sampled`` of them kept.
 
-        With ``framing``, its frames are counted too.
+        With ``framing``, its frames are counted too. Raises InvalidParameter for predictions that are not finite, or depend on no pair.
         """
         generator = torch.Generator().manual_seed(seed)
         gradients = list(_gradients(model, tokens, pairs, generator))
         count = pairs[0][0].shape[2]
+        _check_gradients(gradients, tokens.shape[1] - count)
         chosen = SKIPPED + torch.randperm(count - SKIPPED, generator=generator, device="cpu")[:sampled]
         for number, pair in enumerate(pairs):
             for side, values in zip("kv", pair, strict=True):
@@ -125,6 +126,15 @@ class Statistics:
         except (SafetensorError, OSError) as error:
             raise InvalidParameter(f"{path}: could not be read as the progress of a calibration: {error}") from None
         return found
+
+
+def _check_gradients(gradients: Sequence[Pairs], score: int) -> None:
+    """Raise InvalidParameter unless predictions of the last ``score`` tokens of a window depend on a key or value before them."""
+    if not any(bool(one.any()) for found in gradients for pair in found for one in pair):
+        raise InvalidParameter(
+            f"the last {score} tokens of a window attend to none before them, as in a model that attends in chunks: "
+            "calibrate with another --tokens or --score"
+        )
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:

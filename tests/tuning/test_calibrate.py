@@ -20,6 +20,7 @@ from kvpack.tuning import basis_fit, calibrate, frames_fit, rope
 from kvpack.tuning.statistics import Statistics
 
 from small_models import small_llama  # isort: skip
+from zoo_models import model_of  # isort: skip
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,6 +166,51 @@ def test_a_model_without_scaled_dot_product_attention_is_refused(tmp_path: Path)
     transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers does not load this model with the attention 'sdpa': Bloom"):
         calibrate.run(tmp_path, None, str(tmp_path / "x.kvbasis"), calibrate.Settings())
+
+
+def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
+    """The basis of an architecture of the zoo, whose model is in ``folder``."""
+    model_of(name, vocab_size=257, **sizes).save_pretrained(folder)
+    calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.Settings(tokens=32, score=8, windows=1))
+    return folder / "x.kvbasis"
+
+
+@pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])
+def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_path: Path) -> None:
+    basis = calibrated(tmp_path, name, vocab_size_per_layer_input=257)
+    found = Basis.load(basis)
+    assert found.layers == 4
+    assert list(found.sides()) == [(0, "k"), (0, "v"), (1, "k"), (1, "v")]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for recipe in ("klt-4;tail=32", "transform-2;tail=0"):
+        with torch.no_grad(), KvpackCache(model, recipe, basis=basis) as cache:
+            model(torch.randint(0, 257, (1, 100)), past_key_values=cache)
+            kvpack.save(cache.packed, tmp_path / "x.kvpack")
+        assert len(kvpack.load(tmp_path / "x.kvpack", basis=basis)) == 4
+
+
+def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: the model has an encoder, expected a decoder alone"):
+        calibrated(tmp_path, "BART")
+
+
+def test_a_model_of_few_positions_is_read_in_short_samples(tmp_path: Path) -> None:
+    assert Basis.load(calibrated(tmp_path, "OPT")).framed() == []
+
+
+def test_predictions_without_a_past_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=r"^the last 8 tokens of a window attend to none before them, as in a model that attends in"):
+        calibrated(tmp_path, "Llama-4")
+    assert not list(tmp_path.glob("*.progress"))
+
+
+def test_predictions_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = small_llama(vocab_size=257)
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    settings = calibrate.Settings(tokens=32, score=8, windows=1, scope="none")
+    with pytest.raises(InvalidParameter, match="^the model's predictions in a window of the text are infinite or NaN$"):
+        calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), settings)
 
 
 def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:

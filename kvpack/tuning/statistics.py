@@ -155,6 +155,8 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
     flat = [one for pair in leaves for one in pair]
     with torch.enable_grad():
         logits = model(tokens[:, pairs[0][0].shape[2] :], past_key_values=DynamicCache(leaves)).logits[0].float()
+        if not bool(logits.isfinite().all()):
+            raise InvalidParameter("the model's predictions in a window of the text are infinite or NaN")
         for temperature in TEMPERATURES:
             log_probabilities = functional.log_softmax(logits / temperature, -1)
             drawn = torch.multinomial(log_probabilities.detach().exp(), 1, generator=generator)

@@ -331,9 +331,19 @@ class PageStore:
         # The caller may go on to change its lists.
         given, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
-            job = Job(next(self._jobs), kind, given, self._threads.pool.submit(work, given, places))
+            job = Job(next(self._jobs), kind, given, self._threads.pool.submit(self._counted, kind, work, given, places))
             self._running[job.number] = job
         return job
+
+    def _counted(
+        self, kind: str, work: Callable[[Sequence[bytes], Sequence[int]], list[bool]], keys: Sequence[bytes], slots: Sequence[int]
+    ) -> list[bool]:
+        """What ``work`` returns; what it raises is counted, as an engine may take it for misses."""
+        try:
+            return work(keys, slots)
+        except Exception as error:
+            self._counters.fault(kind, error)
+            raise
 
     @property
     def _running(self) -> dict[int, Job]:

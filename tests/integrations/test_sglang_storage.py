@@ -16,6 +16,7 @@ import kvpack
 from kvpack.errors import InvalidParameter, MissingBasis
 from kvpack.integrations import sglang as integration
 
+from engine_conditions import CONDITIONS  # isort: skip
 from engine_stubs import Metric, import_over  # isort: skip
 from host_settings import Watched, unusual_host  # isort: skip
 from klt_bases import random_basis  # isort: skip
@@ -128,9 +129,12 @@ def plain(made: Any, page: int) -> list[torch.Tensor]:
     return found
 
 
-def opened(storage: Any, made: Any, folder: Path, *, mla: bool = False, model: str = "a/model", **options: Any) -> Any:
+def opened(
+    storage: Any, made: Any, folder: Path, *, mla: bool = False, model: str = "a/model", tp: tuple[int, int] = (0, 1), **options: Any
+) -> Any:
     extra = {"backend_name": "kvpack", "interface_v1": 1, "location": str(folder), "recipe": "bf16", "revision": "abc", **options}
-    config = types.SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, is_mla_model=mla, model_name=model, extra_config=extra)
+    ranks = {"tp_rank": tp[0], "tp_size": tp[1], "pp_rank": 0, "pp_size": 1}
+    config = types.SimpleNamespace(**ranks, is_mla_model=mla, model_name=model, extra_config=extra)
     backend = storage.KvpackHiCache(config, {})
     backend.register_mem_pool_host(made)
     backend.on_host_pools_registered()
@@ -496,3 +500,78 @@ def test_recipes_of_layers_are_for_pools_of_all_layers(storage: Any, tmp_path: P
     with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and this pool does not hold all layers of the model"):
         backend.register_mem_host_pool_v2(pool("page_first"), "swa")
     backend.close()
+
+
+class Chunks:
+    """The backend by the calls of SGLang's cache controller, which loads to the last pages of a pool."""
+
+    def __init__(self, storage: Any, folder: Path, **options: Any) -> None:
+        self._pool = pool("page_first", 1)
+        self._given = [[x.clone() for x in plain(self._pool, page)] for page in range(4)]
+        self._backend = opened(storage, self._pool, folder, **options)
+
+    def store(self, chunks: Any) -> list[bool]:
+        stored: list[bool] = self._backend.batch_set_v1([str(chunk) for chunk in chunks], indices(*chunks))
+        return stored
+
+    def found(self, chunks: Any) -> list[bool]:
+        return [self._backend.exists(str(chunk)) for chunk in chunks]
+
+    def load(self, chunks: Any) -> list[bool]:
+        loaded = []
+        for chunk in chunks:
+            target = plain(self._pool, 5)
+            for x in target:
+                x.zero_()
+            loaded += self._backend.batch_get_v1([str(chunk)], indices(5))
+            assert all(torch.equal(x, y) if loaded[-1] else not x.any() for x, y in zip(target, self._given[chunk], strict=True))
+        return loaded
+
+    def counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = self._backend.store.counters()
+        return counters
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+def test_a_folder_in_any_condition_costs_misses_alone(
+    condition: Any, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condition(lambda folder=tmp_path, **options: Chunks(storage, folder, **options), tmp_path, monkeypatch)
+
+
+def test_a_restart_with_other_settings_misses(storage: Any, tmp_path: Path) -> None:
+    """SGLang's keys are those of tokens alone, whose pages of other tokens have other keys."""
+
+    def made(**values: Any) -> Any:
+        found = pool("page_first", 1)
+        vars(found).update(values)
+        found.k_buffer, found.v_buffer = (x.to(found.dtype) for x in (found.k_buffer, found.v_buffer))
+        return found
+
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"dtype": torch.float16}, {}),
+        ({"page_size": TOKENS // 2, "page_num": 2 * PAGES}, {}),
+        ({}, {"tp": (0, 2)}),
+        ({}, {"tp": (1, 2)}),
+        ({}, {"adapter": "a-lora"}),
+        ({}, {"revision": "other"}),
+        ({}, {"model": "another/model"}),
+        ({}, {"recipe": "raw"}),
+        ({}, {"tenant": "t"}),
+        ({}, {}),
+    ]
+    for number, (values, options) in enumerate(cases):
+        target = made(**values)
+        backend = opened(storage, target, tmp_path, **options)
+        before = target.k_buffer.clone()
+        there = number and not values and not options
+        assert backend.batch_exists(["key"]) == there
+        assert backend.batch_get_v1(["key"], torch.arange(target.page_size)) == [there], (values, options)
+        assert torch.equal(target.k_buffer, before)
+        if not number:
+            assert backend.batch_set_v1(["key"], indices(0)) == [True]
+        backend.close()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,12 +22,13 @@ import pytest
 import torch
 
 from kvpack import PageGeometry, PageLayout
-from kvpack.errors import InvalidParameter
+from kvpack.errors import InvalidParameter, RoundedWarning
 from kvpack.integrations import vllm as integration
 from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.identities import SETTINGS
 from kvpack.integrations.vllm.layouts import Rows, arrangement
 
+from engine_conditions import CONDITIONS  # isort: skip
 from engine_stubs import METADATA, STATS, Stats, check_defined  # isort: skip
 from host_settings import Watched, unusual_host  # isort: skip
 
@@ -406,3 +409,142 @@ def test_a_named_layout_is_certified_by_a_writer(name: str) -> None:
     other = "split" if name != "split" else "adjacent"
     with pytest.raises(InvalidParameter, match="is not that of this engine's pages"):
         Rows(other, 1, HEADS, TOKENS, DIM, "bf16").certify(layout)
+
+
+REQUEST = types.SimpleNamespace(req_id="r")
+
+
+class Chunks:
+    """The tier by the calls of vLLM's manager, which loads to the second half of its rows."""
+
+    def __init__(self, tier_class: Callable[..., Any], folder: Path, **options: Any) -> None:
+        self._memory = rows_of(Config("model"), 8)
+        fill(self._memory[:4], 1)
+        self._size = Config("model").worker_kv_bytes_per_block * 2
+        self.tier = opened(tier_class, Config("model"), self._memory, folder, **options)
+
+    def store(self, chunks: Any) -> list[bool]:
+        return self._done(TransferJob(1, [key(chunk) for chunk in chunks], numpy.array(chunks), False))
+
+    def found(self, chunks: Any) -> list[bool]:
+        self.tier.on_request_finished(REQUEST)
+        asked = [self.tier.lookup(key(chunk), REQUEST) for chunk in chunks]
+        assert asked == [LookupResult.RETRY] * len(asked)
+        self.tier.on_schedule_end(None)
+        return [self.tier.lookup(key(chunk), REQUEST) is LookupResult.HIT for chunk in chunks]
+
+    def load(self, chunks: Any) -> list[bool]:
+        self._memory[4:] = 0
+        loaded = self._done(TransferJob(2, [key(chunk) for chunk in chunks], numpy.array(chunks) + 4, True))
+        for chunk, there in zip(chunks, loaded, strict=True):
+            found, given = self._memory[chunk + 4, : self._size], self._memory[chunk, : self._size]
+            assert (found == given).all() if there else not found.any()
+        return loaded
+
+    def counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = self.tier.store.counters()
+        return counters
+
+    def close(self) -> None:
+        self.tier.shutdown()
+
+    def _done(self, job: TransferJob) -> list[bool]:
+        (self.tier.submit_load if job.is_promotion else self.tier.submit_store)(job)
+        (result,) = finished(self.tier, 1)
+        done = [one in (result.successful_keys or ()) for one in job.keys]
+        assert result.success == all(done)
+        return done
+
+
+def key(chunk: int) -> bytes:
+    return bytes([chunk]) * 36
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+def test_a_folder_in_any_condition_costs_misses_alone(
+    condition: Any, tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condition(lambda folder=tmp_path, **options: Chunks(tier_class, folder, **options), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({"dtype": "float16"}, {}),
+        ({"workers": 2}, {}),
+        ({"blocks_per_chunk": 1}, {}),
+        ({"groups": (types.SimpleNamespace(tokens_per_block=TOKENS // 2, layer_names=("a", "b", "c", "d", "e", "f"), group_id=0),)}, {}),
+        ({"extra_config": {SETTINGS: "another draft model, or factors of RoPE"}}, {}),
+        ({"name": "another"}, {}),
+        ({}, {"heads": 1, "head_dim": 2 * DIM}),
+        ({}, {"adapter": "a-lora"}),
+        ({}, {"revision": "abd"}),
+        ({}, {"recipe": "raw"}),
+        ({}, {"tenant": "t"}),
+        ({}, {"layout": "split"}),
+    ],
+    ids=["dtype", "tp", "chunk", "block", "settings", "model", "heads", "adapter", "weights", "recipe", "tenant", "layout"],
+)
+def test_a_restart_with_other_settings_misses(
+    config: dict[str, Any], options: dict[str, Any], tier_class: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = Chunks(tier_class, tmp_path)
+    assert engine.store([0]) == [True]
+    engine.close()
+    other = Config(**{"name": "model", **config})
+    memory = rows_of(other, 2)
+    tier = opened(tier_class, other, memory, tmp_path, **options)
+    assert tier.store.present([key(0)]) == [False]
+    tier.submit_load(TransferJob(1, [key(0)], numpy.array([0]), True))
+    assert not finished(tier, 1)[0].success
+    assert not memory.any()
+    memory[:] = 1
+    with warnings.catch_warnings(action="ignore", category=RoundedWarning):
+        tier.submit_store(TransferJob(2, [key(0)], numpy.array([0]), False))
+        assert finished(tier, 1)[0].success
+    tier.shutdown()
+    # Each keeps its own.
+    engine = Chunks(tier_class, tmp_path)
+    assert engine.load([0]) == [True]
+    engine.close()
+
+
+def test_a_request_that_is_gone_leaves_its_chunks_to_the_next(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    """One is aborted or preempted while its chunks are loaded, and another asks for them before they are there."""
+    engine = Chunks(tier_class, tmp_path)
+    assert engine.store([0, 1]) == [True, True]
+    assert engine.found([0, 1]) == [True, True]
+    tier, begin = engine.tier, threading.Event()
+    for _ in range(2):
+        tier.store._threads.pool.submit(begin.wait, 60)
+    tier.submit_load(TransferJob(5, [key(0), key(1)], numpy.array([4, 5]), True))
+    tier.on_request_finished(REQUEST)
+    assert tier.has_pending_work()
+    assert engine.found([0, 1]) == [True, True]
+    assert tier.store.delete([key(1)]) == 1
+    tier.submit_load(TransferJob(6, [key(0), key(1)], numpy.array([6, 7]), True))
+    assert list(tier.get_finished_jobs()) == []
+    begin.set()
+    tier.drain_jobs()
+    results = {result.job_id: (result.success, result.successful_keys) for result in tier.get_finished_jobs()}
+    assert results == {5: (False, [key(0)]), 6: (False, [key(0)])}
+    assert [tier.lookup(key(chunk), REQUEST) for chunk in (0, 1)] == [LookupResult.HIT, LookupResult.MISS]
+    size = engine._size
+    assert (engine._memory[[4, 6], :size] == engine._memory[0, :size]).all()
+    assert not engine._memory[[5, 7]].any()
+    assert not tier.has_pending_work()
+    engine.close()
+
+
+def test_a_job_that_fails_as_a_whole_is_counted(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is told of misses, and nothing else would tell the operator why."""
+    engine = Chunks(tier_class, tmp_path)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room for a row")
+
+    monkeypatch.setattr(engine.tier.store.codec, "encode_into", fails)
+    assert engine.store([0, 1]) == [False, False]
+    assert engine.counters()["faults"] == {"put MemoryError": 1}
+    assert engine.tier.get_stats().values[metrics.TIER + "faults"] == {("kvpack", "put", "MemoryError"): 1}
+    engine.close()

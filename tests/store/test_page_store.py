@@ -233,6 +233,7 @@ def test_jobs_are_polled(tmp_path: Path) -> None:
         store.drain()
         with pytest.raises(kvpack.OutOfBounds, match="slot 9 was given"):
             _ = failed.results
+        assert store.counters()["faults"] == {"get OutOfBounds": 1}
         with pytest.raises(InvalidParameter, match="1 keys were given for 2 slots"):
             store.submit_get(KEYS[:1], target, [0, 1])
 

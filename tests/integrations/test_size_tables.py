@@ -1,0 +1,29 @@
+"""The tables of bytes per token in the engines' pages are those of rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvpack import PageCodec, PageGeometry
+
+PAGES = Path(__file__).parents[2] / "kvpack" / "integrations"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "lmcache"])
+def test_a_table_has_the_bytes_of_rows(engine: str) -> None:
+    text = (PAGES / engine / "README.md").read_text()
+    model = re.search(
+        r"a model of (\d+) layers, (\d+) KV heads and head dim (\d+), .* keeps in ([\d,]+) bytes, in \w+ of (\d+) tokens:", text
+    )
+    assert model is not None
+    layers, heads, dim, raw, tokens = (int(number.replace(",", "")) for number in model.groups())
+    geometry = PageGeometry(layers, heads, tokens, dim, dim)
+    assert geometry.raw_bytes == raw * tokens
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d,]+) \| (\d\.\d\d) \|$", text[model.end() :], re.MULTILINE)
+    assert len(rows) >= 5
+    for recipe, size, ratio in rows:
+        with PageCodec(recipe, geometry) as codec:
+            assert (f"{codec.nbytes / tokens:,.0f}", f"{codec.nbytes / geometry.raw_bytes:.2f}") == (size, ratio), recipe

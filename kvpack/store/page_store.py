@@ -174,17 +174,21 @@ class PageStore:
     def get_into(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int]) -> list[bool]:
         """Load the pages of ``keys`` into ``slots``, and return for each whether it was loaded; other slots are left as they were.
 
-        Raises what ``PageCodec.decode_into`` raises.
+        Where keys continue one another, the first of them is evicted last. Raises what ``PageCodec.decode_into`` raises.
         """
         self._check(keys, slots)
         slots, _ = self.codec.checked(pages, slots, None, written=True)
         names = self._names(keys)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.codec.geometry.tokens)
-        loaded = [False] * len(keys)
+        loaded, now = [False] * len(keys), time.time_ns()
         with self._counters.timed("load"):
             for begin in range(0, len(keys), _PAGES_AT_ONCE):
-                self._get(range(begin, min(begin + _PAGES_AT_ONCE, len(keys))), names, keys, pages, slots, loaded)
+                self._get(range(begin, min(begin + _PAGES_AT_ONCE, len(keys))), names, keys, pages, slots, loaded, now)
+            chain = [name for name, there in zip(names, loaded, strict=True) if there]
+            if len(chain) > _PAGES_AT_ONCE:
+                # Noted part by part, pages were used after those that they continue.
+                self._backend.touch(chain, now)
         hits = sum(loaded)
         self._counters.add("hit_tokens", hits * self.codec.geometry.tokens)
         return loaded
@@ -282,7 +286,14 @@ class PageStore:
         return self._backend.put(chain, pieces, now)
 
     def _get(
-        self, numbers: Sequence[int], names: list[bytes], keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], loaded: list[bool]
+        self,
+        numbers: Sequence[int],
+        names: list[bytes],
+        keys: Sequence[bytes],
+        pages: PageBuffer,
+        slots: Sequence[int],
+        loaded: list[bool],
+        now: int,
     ) -> None:
         """Load the pages ``numbers``, from ever slower tiers where an entry is damaged."""
         beyond = dict.fromkeys(numbers, -1)
@@ -298,10 +309,10 @@ class PageStore:
             if rows:
                 chosen = [keys[number] for number in rows]
                 outcomes = [*self.codec.decode_into([*rows.values()], pages, [slots[n] for n in rows], keys=chosen, values=self._values)]
-            for number, refused in zip(rows, outcomes, strict=True):
+            for number, refused in reversed([*zip(rows, outcomes, strict=True)]):
                 if refused is None:
                     loaded[number] = True
-                    self._backend.accept([names[number]], [found[number]], time.time_ns())
+                    self._backend.accept([names[number]], [found[number]], now - number)
                 else:
                     refuse(self._backend, self._counters, names[number], found[number], refused)
             beyond = {number: entry.tier for number, entry in found.items() if not loaded[number]}

@@ -427,3 +427,21 @@ def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], t
     number = adapter.submit_load_task([ObjectKey(b"a", "x")], found)
     assert waited(lambda: adapter.query_load_result(number)).bits == [False]
     adapter.close()
+
+
+def test_the_objects_of_a_task_are_evicted_from_the_last_on(opened: Callable[..., Any]) -> None:
+    adapter = opened()
+    for kind in ("store", "load"):
+        number = getattr(adapter, f"submit_{kind}_task")(KEYS, objects(4))
+        waited(adapter.pop_completed_store_tasks if kind == "store" else lambda number=number: adapter.query_load_result(number))
+        (store,) = adapter._stores.values()
+        used = {stored.key: stored.used_ns for stored in store._backend.list()}
+        times = [used[name] for name in store._names([key_bytes(key) for key in KEYS])]
+        assert times == sorted(times, reverse=True)
+    adapter.close()
+
+
+def key_bytes(key: ObjectKey) -> bytes:
+    """As kvpack names an object: its module needs LMCache's names when it is imported."""
+    found: bytes = sys.modules["kvpack.integrations.lmcache.adapter"].key_bytes(key)
+    return found

@@ -548,3 +548,26 @@ def test_a_job_that_fails_as_a_whole_is_counted(tier_class: Callable[..., Any], 
     assert engine.counters()["faults"] == {"put MemoryError": 1}
     assert engine.tier.get_stats().values[metrics.TIER + "faults"] == {("kvpack", "put", "MemoryError"): 1}
     engine.close()
+
+
+def test_a_prefix_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    """vLLM's jobs have their keys in any order, and those of one request come in several jobs."""
+    keys = [key(chunk) for chunk in range(4)]
+    positions = {one: (number + 1) * 2 * TOKENS for number, one in enumerate(keys)}
+    request = types.SimpleNamespace(req_id="r", _offload_key_positions=positions)
+    engine = Chunks(tier_class, tmp_path)
+    tier = engine.tier
+    for job, chunks in ((1, [2, 0, 1]), (2, [3])):
+        tier.submit_store(TransferJob(job, [keys[chunk] for chunk in chunks], numpy.array(chunks), False, request))
+        assert finished(tier, 1)[0].success
+    assert _newest_first(tier, keys) == keys
+    assert engine.load([0, 1, 2, 3]) == [True] * 4
+    assert _newest_first(tier, keys) == keys
+    engine.close()
+
+
+def _newest_first(tier: Any, keys: list[bytes]) -> list[bytes]:
+    """The keys in the order in which the store evicts them last."""
+    used = {stored.key: stored.used_ns for stored in tier.store._backend.list()}
+    names = dict(zip(keys, tier.store._names(keys), strict=True))
+    return sorted(keys, key=lambda one: used[names[one]], reverse=True)

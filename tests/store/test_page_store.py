@@ -213,6 +213,20 @@ def test_descendants_are_evicted_before_their_ancestors(tmp_path: Path) -> None:
         assert store.present([*KEYS[:2], b"another", b"one more"]) == [True, True, False, True]
 
 
+def test_a_load_leaves_the_first_page_to_be_evicted_last(location: Any) -> None:
+    if type(location).__module__.startswith("obstore"):
+        pytest.skip("lists the times at which its entries were put")
+    keys = [bytes([number]) for number in range(20)]
+    given, target = pages(20)[0], cleared(20)[0]
+    with PageStore(location, IDENTITY, GEOMETRY) as store:
+        for slot, key in enumerate(keys):
+            store.put([key], given, [slot])
+        assert store.get_into(keys, target, range(20)) == [True] * 20
+        used = {stored.key: stored.used_ns for stored in store._backend.list()}
+        times = [used[name] for name in store._names(keys)]
+        assert times == sorted(times, reverse=True)
+
+
 def test_jobs_are_polled(tmp_path: Path) -> None:
     given, _ = pages()
     target, found = cleared()

@@ -157,7 +157,8 @@ def _fill(folder: Path, budget: int, size: int, begun: Any, stop: Any) -> None:
     pages = PageBuffer(geometry, [values], [values])
     with PageStore(folder, Identity("other", "raw"), geometry, max_bytes=budget) as store:
         number = 0
-        while not stop.is_set():
+        # Slowly enough that the other process loads some of what it stores.
+        while not stop.wait(0.01):
             store.put([number.to_bytes(8, "little")], pages, [0])
             number += 1
             if number == 20:

@@ -188,6 +188,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return stored
 
         stored = self._each("store", keys, store)
+        self._note_uses(keys, stored, objects)
         self._notify_keys_stored([keys[number] for number in new], [*new.values()])
         return L2StoreResult(all(stored), sum(new.values()))
 
@@ -208,8 +209,18 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return store.get_into([key_bytes(keys[number])], pages, [0]) == [True]
 
         loaded = self._each("load", keys, load)
+        self._note_uses(keys, loaded, objects)
         self._notify_keys_accessed([key for key, there in zip(keys, loaded, strict=True) if there])
         return _bitmap(loaded)
+
+    def _note_uses(self, keys: list[Any], there: list[bool], objects: list[Any]) -> None:
+        """Note that the objects of a task were used together: one by one the first, which the others continue, would be evicted first."""
+        chains: dict[PageStore, list[bytes]] = {}
+        for key, good, given in zip(keys, there, objects, strict=True):
+            if good:
+                chains.setdefault(self._store_of_object(key, given), []).append(key_bytes(key))
+        for store, chain in chains.items():
+            store.touch(chain)
 
     def _store_of_object(self, key: Any, given: Any) -> PageStore:
         check_model(self._recipe, key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -112,7 +114,14 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to encode and store chunks; those that are there are kept, and the store evicts by itself."""
-        self._begin(job_metadata, self.store.submit_put)
+        # vLLM's keys are a set, and those of one request begin with the chunks of its earlier jobs: a prefix is evicted from its end on.
+        positions = getattr(job_metadata.req_context, "_offload_key_positions", {})
+        chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
+        keys = sorted(chunks, key=lambda key: positions.get(key, 0))
+        first = min((positions[key] for key in keys if key in positions), default=0)
+        before = sorted((key for key, position in positions.items() if position < first), key=lambda key: positions[key])
+        ordered = replace(job_metadata, keys=keys, chunk_ids=[chunks[key] for key in keys])
+        self._begin(ordered, partial(self.store.submit_put, ancestors=[bytes(key) for key in before]))
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to load chunks into rows of the primary tier; a damaged one is a miss alone."""

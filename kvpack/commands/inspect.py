@@ -1,7 +1,8 @@
-"""kvpack inspect: the contents of a file, read from its checked header alone."""
+"""kvpack inspect: the contents of a file, read from its checked header alone, and the SHA-256 of a basis."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from itertools import groupby
@@ -30,9 +31,13 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary of one file."""
     from kvpack.file.container import open_file
+    from kvpack.file.limits import MAX_FILE_BYTES
+    from kvpack.file.user_files import read_bytes
 
     with open_file(arguments.file) as file:
         summary = summarize(file)
+    if summary["is_basis"]:
+        summary["sha256"] = hashlib.sha256(read_bytes(arguments.file, MAX_FILE_BYTES, "a basis")).hexdigest()
     if arguments.json:
         print_json(summary)
     else:
@@ -122,7 +127,11 @@ def _print(summary: dict[str, Any]) -> None:
     model = printable(", ".join(f"{name} {value}" for name, value in summary["model"].items())) or "not named"
     print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
     print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits per value (nominal {summary['nominal_bits']:.3f})")
-    print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")
+    if summary["is_basis"]:
+        print(f"a basis, which caches of the codecs klt and transform name by its SHA-256, {summary['sha256']}")
+        print(f"model {model}")
+    else:
+        print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")
     if summary["token_ids"] or summary["undetermined"]:
         other = "".join(f"; {printable(text)}" for text in summary["undetermined"])
         print(f"token ids of the first {summary['token_ids']:,} tokens{other}")
@@ -132,15 +141,14 @@ def _print(summary: dict[str, Any]) -> None:
         states = Counter(state["name"].partition(".")[0] for state in summary["states"])
         size = sum(state["stored_bytes"] for state in summary["states"])
         print(f"{len(summary['states']):,} states of {len(states):,} layers, {bytes_text(size)} bytes")
-    if summary["is_basis"]:
-        print("a basis, which caches of the codecs klt and transform name by its SHA-256")
     for digest in summary["bases"]:
         print(f"needs the basis {digest.hex()}")
     codecs = [_describe(params) for params in summary["codecs"]]
     whole = (summary["start"], summary["stop"])
     # The column appears only when some layer does not hold every token.
     positions = any((side["start"], side["stop"]) != whole for layer in summary["layers"] for side in layer.values())
-    columns = ["layers", "side", "codec", "batch", "heads", "tokens", "raw tail", "dim", "bits per\nvalue", "bytes"]
+    rows = "rows" if summary["is_basis"] else "tokens"
+    columns = ["layers", "side", "codec", "batch", "heads", rows, "raw tail", "dim", "bits per\nvalue", "bytes"]
     if positions:
         columns.insert(6, "positions")
     print_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -235,7 +236,11 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "klt-2", "--basis", str(given)]) == 0
     capsys.readouterr()
     assert cli.main(["inspect", str(given)]) == 0
-    assert "a basis, which caches of the codecs klt and transform name by its SHA-256" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"a basis, which caches of the codecs klt and transform name by its SHA-256, {basis.digest.hex()}\nmodel name x" in shown
+    assert "recipe" not in shown
+    assert cli.main(["inspect", str(given), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sha256"] == basis.digest.hex()
 
 
 def test_memory_for_own_rows_is_counted() -> None:

@@ -103,6 +103,11 @@ class Basis:
         """The layers and sides that it has, in order."""
         return iter(self._rows)
 
+    @property
+    def layers_with_rows(self) -> int:
+        """The layers up to the last one that has rows."""
+        return 1 + max((layer for layer, _ in self._rows), default=-1)
+
     def rows(self, layer: int, side: str) -> BasisRows:
         """The rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
         found = self._rows.get((layer, side))

@@ -127,7 +127,8 @@ def test_what_is_damaged_inside_goes_with_the_next_load(tmp_path: Path) -> None:
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 1))
     good = path.read_bytes()
-    for bad in (good[:-1], good[: len(good) // 2], good[:200] + b"x" + good[201:], good + b"x"):
+    # One byte is changed by its own value: what is encrypted may hold any byte already.
+    for bad in (good[:-1], good[: len(good) // 2], good[:200] + bytes([good[200] ^ 1]) + good[201:], good + b"x"):
         path.write_bytes(bad)
         assert store.load(ids)[0] == CHUNK
         assert store.save(ids, whole) == 3 * CHUNK

@@ -226,3 +226,15 @@ def test_the_largest_code_is_a_finite_binary16() -> None:
     scale_range.check(widest.numpy(), "x")
     pair = scale_range.pairs(torch.full((1, 1, 1, 1, 2), 255, dtype=torch.uint8), widest)
     assert pair.flatten().tolist() == [65024.0, 65024.0]
+
+
+def test_values_below_the_smallest_binary16_lose_a_rounding_of_it() -> None:
+    x = contents("gaussian", (1, 2, 1, 20), 3) * torch.tensor([2.0**-24, 30.0])[:, None, None]
+    check_round_trip(group(20, b=1, g=4, axis="token"), x)
+
+
+def test_signs_of_small_tokens_beside_a_large_one_of_their_group() -> None:
+    exponents = torch.full((128, 1), -20.0)
+    exponents[::4] = 9
+    x = contents("gaussian", (1, 2, 128, 112), 1) * torch.exp2(exponents)
+    check_round_trip(create("group", 112, "k", b="1", g="4", scales="u8", norm_rule="norm", qjl="fp16", qjl_seed="1"), x)

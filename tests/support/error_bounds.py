@@ -106,7 +106,8 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
         step, minimum = streams["scale_range"].float()[..., :2, None].unbind(-2)
         root = (_group_max(codec, (scaled - centre).abs()) / middle).sqrt()
         off = step / 2 + 2.0**-10 * (minimum + 255 * step)
-        bound = bound + middle * (2 * root + off) * off
+        # The range of the scales does not foresee by how much a centre is rounded to binary16.
+        bound = bound + middle * (2 * root + off) * off + 2.0**-25
     lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale == "fp16" else 2.0**-60
     return torch.where(factor > 0, bound * factor * (1 + 2.0**-20), lost)
 

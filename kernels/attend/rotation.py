@@ -39,19 +39,19 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str)
     """What ``rotate_queries`` reads for ``frames``: codecs and, of each, the channel of every column, -1 for none.
 
     Returns float32 ``[matrix, dim, column]``, what each channel of a query adds to each column of all frames, each frame padded to whole
-    blocks of columns; and int64 ``[block, 4]``: a block's first column in its frame, its frame's columns, and those of the frames before,
-    with and without padding. Channels from the head dim on are those of qjl's rotation, or of the offset of klt.
+    blocks of columns; and int64 ``[block, 3]``: a block's first column in its frame, its frame's columns, and those of all frames before.
+    Channels from the head dim on are those of qjl's rotation, or of the offset of klt.
     """
     parts, blocks = [], []
-    padded = before = 0
+    before = 0
     with torch.inference_mode(False):
         for codec, channels in frames:
             # Column -1 is that of no channel.
             turned = torch.nn.functional.pad(_coded_of(codec), (0, 1))[..., list(channels)]
             own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
-            blocks += [[first, len(channels), padded, before] for first in range(0, own, BLOCK_COLUMNS)]
-            padded, before = padded + own, before + len(channels)
+            blocks += [[first, len(channels), before] for first in range(0, own, BLOCK_COLUMNS)]
+            before += len(channels)
         return torch.cat(_as_many(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64, device=device)
 
 
@@ -157,18 +157,18 @@ def rotate_queries(
     A program takes ``ROWS`` padded rows: of one sequence where there is more than one matrix. With ``EARLY``, the next kernel may begin
     while this one runs.
     """
-    block = blocks + tl.program_id(1) * 4
+    block = blocks + tl.program_id(1) * 3
     first = tl.load(block)
     columns = tl.load(block + 1)
-    padded_before = tl.load(block + 2)
-    before = tl.load(block + 3)
+    before = tl.load(block + 2)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sequence = (number // padded).to(tl.int64)
     row = number % padded
     column = first + tl.arange(0, BLOCK_COLUMNS)
     matrix += (tl.program_id(0) * ROWS // padded % matrices).to(tl.int64) * DIM * matrix_columns
-    # No kernel writes it: it is there when the one before ends.
-    weights = load_weights(matrix, padded_before + column, matrix_columns, DIM, BLOCK_DIM)
+    # No kernel writes it: it is there when the one before ends. Blocks lie side by side in it, so that it waits for none of their table.
+    place = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    weights = load_weights(matrix, place, matrix_columns, DIM, BLOCK_DIM)
     if DEPENDENT:
         # Nothing releases the kernel that attends before this one ends: fp8 at B took 76.8 us with a release here, and 71.7 without.
         gdc_wait()

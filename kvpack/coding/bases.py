@@ -6,6 +6,7 @@ import hashlib
 import os
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.file import container
@@ -175,7 +176,7 @@ class Basis:
             found[place] = [part.mean().item() for part in torch.split(squares, RUN_COLUMNS)]
         return found
 
-    def widths(self, bits: float) -> dict[tuple[int, str], bytes]:
+    def widths(self, bits: float) -> Mapping[tuple[int, str], bytes]:
         """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
 
         A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one. Raises
@@ -183,11 +184,18 @@ class Basis:
         """
         if not LEAST_BITS <= bits <= MOST_BITS:
             raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value")
-        low, high = -60.0, 60.0
-        for _ in range(_STEPS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle)) > bits else (low, middle)
-        return self._at_slope(2.0**high)
+        if bits not in self._widths:
+            low, high = -60.0, 60.0
+            for _ in range(_STEPS):
+                middle = (low + high) / 2
+                low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle)) > bits else (low, middle)
+            self._widths[bits] = MappingProxyType(self._at_slope(2.0**high))
+        return self._widths[bits]
+
+    @cached_property
+    def _widths(self) -> dict[float, Mapping[tuple[int, str], bytes]]:
+        # Every layer and side of every pass asks for the same bits, and the search passes over the whole model.
+        return {}
 
     def _at_slope(self, slope: float) -> dict[tuple[int, str], bytes]:
         """The widths at which a further bit of any column lowers the weighted error by at most ``slope``."""

@@ -215,6 +215,8 @@ def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float) 
     mean = sum(codec.nominal_bits * codec.dim for codec in codecs_) / sum(codec.dim for codec in codecs_)
     assert bits - 1 < mean <= bits
     assert all(any(widths) for widths in found.values())
+    # Every layer and side of every pass asks: the search is made once.
+    assert basis.widths(bits) is found
     with pytest.raises(InvalidParameter, match=r"bits is 0.1, expected 0.25 to 8"):
         basis.widths(0.1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from functools import cached_property
 from itertools import pairwise
@@ -137,17 +138,30 @@ class Basis:
     def step(self, bits: float) -> int:
         """The step of the codec transform that takes at most ``bits`` bits per value on average, as far as the basis foresees.
 
-        Errors of all layers and sides are in one unit, so that one step is the best for all. Raises InvalidParameter for bits out of range.
+        Errors of all layers and sides are in one unit, so that one step is the best for all. Raises InvalidParameter for bits out of
+        range, and for fewer than files of the basis take at the coarsest step.
         """
         if not LEAST_TRANSFORM_BITS <= bits <= MOST_BITS:
             raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_TRANSFORM_BITS:g} to {MOST_BITS:g} bits per value")
         if bits not in self._steps:
-            self._steps[bits] = max((step for step in range(MAX_STEP + 1) if self.transform_bits(step) <= bits), default=0)
+            least = self.least_transform_bits
+            if bits < least:
+                # The next hundredth is a text that is accepted.
+                raise InvalidParameter(
+                    f"{self.where}: bits is {bits:g}, and a file of {FILE_TOKENS} tokens takes at least {least:.4g} bits per value with "
+                    f"the codec transform and this basis: write transform-{math.ceil(100 * least) / 100:g} or more"
+                )
+            self._steps[bits] = max(step for step in range(MAX_STEP + 1) if self.transform_bits(step) <= bits)
         return self._steps[bits]
 
     @cached_property
     def _steps(self) -> dict[float, int]:
         return {}
+
+    @cached_property
+    def least_transform_bits(self) -> float:
+        """The fewest bits per value that ``step`` takes: what the states of chunks and the streams of a file cost besides the symbols."""
+        return min(map(self.transform_bits, range(MAX_STEP + 1)))
 
     def transform_bits(self, step: int) -> float:
         """Bits per value of a file of the codec transform at ``step`` over all layers and sides, as far as the basis foresees."""
@@ -179,8 +193,8 @@ class Basis:
     def widths(self, bits: float) -> Mapping[tuple[int, str], bytes]:
         """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
 
-        A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one. Raises
-        InvalidParameter for bits out of range.
+        A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one, and its gains, also where
+        these are more than ``bits``, as at small head dims. Raises InvalidParameter for bits out of range.
         """
         if not LEAST_BITS <= bits <= MOST_BITS:
             raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value")

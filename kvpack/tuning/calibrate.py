@@ -117,7 +117,7 @@ def run(
         "model": identity,
         "text": words.name,
         **sizes,
-        "transform": [] if frames is None else [_rate(basis, bits) for bits in SHOWN_BITS],
+        "transform": [] if frames is None else [_rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits],
         "without_frames": reason,
     }
 

@@ -263,6 +263,12 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
             kvpack.Recipe(text)
     with pytest.raises(InvalidParameter, match=r"bits is 0.01, expected 0.05 to 8"):
         basis.step(0.01)
+    least = basis.least_transform_bits
+    with pytest.raises(InvalidParameter, match=rf"bits is 0.05, .* at least {least:.4g} .* codec transform .* write transform-") as told:
+        basis.step(0.05)
+    accepted = float(str(told.value).split("transform-")[1].split()[0])
+    assert least <= accepted < least + 0.011
+    assert basis.transform_bits(basis.step(accepted)) <= accepted
 
 
 def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

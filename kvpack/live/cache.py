@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -114,6 +114,12 @@ class LiveCache:
         self._captures = False
         self.launches = 0
         """Changes when launches do: a CUDA graph of ``update`` and ``attend`` must then be captured again."""
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidParameter(
+            "a LiveCache, which a KvpackCache has, is not pickled: kvpack.save writes live.freeze(), of a KvpackCache its packed, "
+            "and LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model) goes on"
+        )
 
     def __deepcopy__(self, memo: object) -> LiveCache:
         return self._continued(self.frozen_as_it_is())

@@ -151,6 +151,11 @@ def test_a_cache_is_not_pickled() -> None:
             torch.save(value, io.BytesIO())
 
 
+def test_a_live_cache_is_not_pickled() -> None:
+    with pytest.raises(InvalidParameter, match=r"a LiveCache, which a KvpackCache has, is not pickled: kvpack\.save writes live\.freeze"):
+        torch.save(kvpack.LiveCache("kivi-2", layers=1), io.BytesIO())
+
+
 def test_caches_compare_by_identity_and_copy_as_themselves() -> None:
     cache, other = (kvpack.pack(random_pairs(1, 40), "kivi-2") for _ in range(2))
     assert copy.deepcopy(cache) is cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,14 @@ def test_what_a_cache_is_made_of(model: Any) -> None:
     ]:
         with pytest.raises(kind, match=text):
             call()
+
+
+def test_what_would_move_or_pickle_a_cache_is_refused_by_name(model: Any) -> None:
+    with KvpackCache(model, "kivi-2") as cache:
+        with pytest.raises(InvalidParameter, match=r"layers\[1\] is packed, and its pages stay on their device: leave offload out"):
+            cache.offload(1)
+        with pytest.raises(InvalidParameter, match=r"a LiveCache, which a KvpackCache has, is not pickled: .* KvpackCache\.load"):
+            torch.save(cache, io.BytesIO())
 
 
 def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
@@ -155,6 +155,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Drop the newest ``-tokens_to_remove`` tokens (transformers passes a negative number)."""
         self.check_crop(tokens_to_remove)
         self.live.crop(-tokens_to_remove, self.number)
+
+    def offload(self) -> NoReturn:
+        """Raise InvalidParameter: transformers moves tensors, and this layer has pages."""
+        raise InvalidParameter(
+            f"layers[{self.number}] is packed, and its pages stay on their device: leave offload out, or save the cache and load it again"
+        )
 
     def reset(self) -> None:
         """Drop all tokens."""

@@ -41,6 +41,8 @@ _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that decide what a module's state is."""
 _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
+_FREQUENCIES = "inv_freq"
+"""The ending of buffers with the frequencies of a rotary embedding."""
 
 
 def weights_digest(found: Iterable[Part]) -> str:
@@ -150,8 +152,28 @@ def _module(part: Part) -> list[Any]:
     where = part.name or "the model"
     attributes = _attributes(where, vars(module))
     parameters = [[name, _kind(f"{where}.{name}", tensor)] for name, tensor in sorted(module._parameters.items()) if tensor is not None]
-    buffers = [[name, tensor_digest(f"{where}.{name}", tensor)] for name, tensor in sorted(module._buffers.items()) if tensor is not None]
+    buffers = [
+        [name, tensor_digest(f"{where}.{name}", _unstretched(module, name, tensor))]
+        for name, tensor in sorted(module._buffers.items())
+        if tensor is not None
+    ]
     return [part.name, class_name(type(module)), attributes, parameters, buffers]
+
+
+def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
+    """The frequencies that a rotary embedding has for short sequences, where its last pass decides those in ``buffer``; else ``buffer``."""
+    before, found, _ = name.rpartition(_FREQUENCIES)
+    first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
+    kind = getattr(module, "rope_type", None)
+    if isinstance(kind, dict):
+        kind = kind.get(before.removesuffix("_"))
+    if first is None or not isinstance(kind, str):
+        return buffer
+    if kind == "longrope":
+        return first
+    # Until a sequence is longer than the model was made for, nothing puts the first frequencies back.
+    longest = getattr(module, before + _NOTED_LENGTH, getattr(module, _NOTED_LENGTH, 0))
+    return first if "dynamic" in kind and longest > getattr(module, "original_max_seq_len", longest) else buffer
 
 
 def _attributes(where: str, found: Mapping[str, Any]) -> Any:

@@ -94,6 +94,26 @@ def test_rows_keep_what_all_of_them_begin_with(tmp_path: Path) -> None:
         KvpackCache.load(path, model, prompt=IDS)
 
 
+@pytest.mark.parametrize(("tokens", "prompt", "kept"), [(24, 23, 15), (24, 40, 0), (40, 20, 0)], ids=["both short", "to long", "from long"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_keys_of_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: int, kept: int, tmp_path: Path) -> None:
+    """Where the length of a sequence decides the frequencies of RoPE, equal token ids have other keys in a long one."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {"factor": 2.0}
+    settings = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 25, **factors}
+    model = model_of("Llama", rope_parameters=settings, max_position_embeddings=25)
+    path = file_of(model, tmp_path / "file", changed(30, 45)[:, :tokens])
+    ids = changed(15)[:, :prompt]
+    if kept:
+        cache = KvpackCache.load(path, model, prompt=ids)
+    else:
+        with pytest.warns(kvpack.KvpackWarning, match=r"none of them are kept: the (cache|prompt) has 40 tokens, and above 2[45]"):
+            cache = KvpackCache.load(path, model, prompt=ids)
+    with cache:
+        assert cache.get_seq_length() == kept
+        found = model(ids[:, kept:], past_key_values=cache).logits[:, -1]
+    assert torch.allclose(found, model(ids).logits[:, -1], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(("token", "kept"), [(58, 58), (20, 0)], ids=["inside what is held", "before it"])
 def test_sliding_layers_keep_what_they_can(token: int, kept: int, tmp_path: Path) -> None:
     model = model_of("Gemma-3")

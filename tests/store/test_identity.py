@@ -138,19 +138,6 @@ def test_the_same_model_has_the_same_identity_in_another_process() -> None:
         assert printed_elsewhere(script).split() == [mine, mine]
 
 
-def test_frequencies_that_follow_the_length_count_by_their_values() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = small_llama(rope_parameters=rope, max_position_embeddings=16)
-    mine = identity(model)
-    with torch.no_grad():
-        model(torch.arange(12)[None])
-        assert identity(model) == mine
-        model(torch.arange(30)[None])
-        assert changed_fields(identity(model), mine) == {"config"}
-        model(torch.arange(12)[None])
-    assert identity(model) == mine
-
-
 def test_weights_are_digested_by_value_unless_they_are_named() -> None:
     model = small_llama()
     mine = kvpack.Identity.of(model, "octopus-3")
@@ -299,6 +286,24 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
     assert store.match(ids[:80]) == 0
     plain = kvpack.Store(tmp_path / "plain", identity(small_llama(), name="m"), chunk=16)
     assert plain._longest is None
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_model_is_the_same_after_a_long_sequence(kind: str) -> None:
+    """The frequencies that the longest pass so far left behind are no part of the model, and a changed buffer is."""
+    model = with_rope(kind)
+    first = identity(model)
+    with torch.no_grad():
+        model(torch.tensor([list(range(50)) * 2]))
+    rotary = model.model.rotary_emb
+    assert not torch.equal(rotary.inv_freq, rotary.original_inv_freq)
+    assert identity(model) == first
+    rotary.original_inv_freq = rotary.original_inv_freq * 2
+    assert identity(model) != first
+    if kind == "dynamic":
+        changed = with_rope(kind)
+        changed.model.rotary_emb.inv_freq = changed.model.rotary_emb.inv_freq * 2
+        assert identity(changed) != first
 
 
 def test_a_setting_without_a_text_of_its_own_is_refused() -> None:

@@ -27,7 +27,7 @@ from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
-from .prompts import common_tokens
+from .prompts import check_frequencies, common_tokens
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
@@ -61,7 +61,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model
     computes the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one
-    attends to, none are, and a KvpackWarning tells so. The cache must hold its token ids, and depend on nothing else.
+    attends to, or the model's RoPE turns keys of either by the frequencies of long sequences (dynamic, longrope), none are, and a
+    KvpackWarning tells so. The cache must hold its token ids, and depend on nothing else.
 
     With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
     token for each sequence, with token ids, positions and a mask of padding on the left at most, from the third on. Every other
@@ -153,7 +154,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = dict(contents.metadata) if isinstance(contents, Cache) else {}
         if prompt is not None:
-            self._keep(common_tokens(contents, prompt) if isinstance(contents, Cache) else 0)
+            self._keep(contents, prompt)
 
     def _layer(self, number: int, held: bool, window: int | None, decoding: Decoding, states: int) -> Any:
         if states:
@@ -393,10 +394,13 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             )
         self._seen.add(type(module))
 
-    def _keep(self, tokens: int) -> None:
-        """Keep the first ``tokens``; none where a layer lacks some that the next token attends to."""
+    def _keep(self, contents: Any, prompt: torch.Tensor | Sequence[int]) -> None:
+        """Keep the tokens with which ``prompt`` and a packed cache begin; none where a layer lacks some, or they have other keys."""
+        tokens = common_tokens(contents, prompt) if isinstance(contents, Cache) else 0
         try:
             if tokens:
+                if self._model is not None:
+                    check_frequencies(contents, prompt, self._model.config)
                 self.crop(tokens - self.passes.record.tokens)
         except (OutOfBounds, InvalidShape) as error:
             text = f"the prompt and the cache begin with the same {tokens} tokens, and none of them are kept: {error}"

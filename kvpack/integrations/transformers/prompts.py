@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.store.rope import same_up_to
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
@@ -41,6 +42,20 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     most = min([len(known), cache.tokens, ids.shape[1] - 1, *inputs.starts])
     differing = (ids[:, :most] != torch.from_numpy(known[:most])).any(0).nonzero()
     return int(differing[0]) if len(differing) else most
+
+
+def check_frequencies(cache: Cache, prompt: Any, config: Any) -> None:
+    """Raise OutOfBounds where the keys of ``cache`` or of ``prompt`` are turned by other frequencies than those of a short sequence.
+
+    Some types of RoPE (dynamic, longrope) choose them by the length of the sequence, so that equal token ids have other keys.
+    """
+    longest = same_up_to(config)
+    for what, tokens in (("cache", cache.tokens), ("prompt", _ids(prompt).shape[1])):
+        if longest is not None and tokens > longest:
+            raise OutOfBounds(
+                f"the {what} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies, so that equal token ids may "
+                "have other keys"
+            )
 
 
 def _ids(prompt: Any) -> torch.Tensor:

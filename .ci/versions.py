@@ -27,7 +27,16 @@ EXTRAS = ("bench", "encryption", "object-store", "redis", "transformers")
 OLDEST_TRITON = "3.6"
 TRITONS = ("3.6", "3.7", "3.8", "3.9")
 
-TESTS = ("test_golden.py", "test_attention.py", "test_transformers.py", "test_recipes.py", "test_encryption.py")
+TESTS = (
+    "test_golden.py",
+    "test_attention.py",
+    "test_cache_names.py",
+    "test_transformers.py",
+    "test_transformers_batches.py",
+    "test_transformers_recording.py",
+    "test_recipes.py",
+    "test_encryption.py",
+)
 """The fast part: every codec's bytes and values, caches of models, and the packages of extras."""
 KERNELS = "decode_the_pages_of_a_cache or batches_and_heads or many_short_pages or pack_and_append"
 """The fast part in Triton's interpreter: attention, decoding and encoding."""

@@ -16,7 +16,7 @@ PARTS = {"formats": "kvpack.formats", "kernels": "kvpack.kernels", "kvpack": "kv
 
 FLOORS = (
     ("formats",),
-    ("errors", "file"),
+    ("cache_names", "errors", "file"),
     ("kernels",),
     ("coding",),
     ("cache",),

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvpack
+from kvpack import cache_names
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.modes import one_thread
 from kvpack.formats.errors import InvalidParameter
@@ -102,7 +103,7 @@ def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
         raise InvalidParameter(f"--tokens is {count}, {text.name} has {len(ids)}")
     cache = transformers_library().DynamicCache()
     with torch.inference_mode():
-        model.base_model(torch.tensor([ids[:count]]), past_key_values=cache)
+        model.base_model(torch.tensor([ids[:count]]), **cache_names.over(model.base_model, cache))
     pairs = [(layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)) for layer in cache.layers]
     return Source(f"{folder.name}, {count:,} tokens of {text.name}", pairs)
 

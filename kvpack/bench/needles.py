@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack import cache_names
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -59,7 +61,7 @@ def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:
-            logits = model(torch.tensor([[*question, *value[:-1]]]), past_key_values=cache()).logits[0, -len(value) :]
+            logits = model(torch.tensor([[*question, *value[:-1]]]), **cache_names.over(model, cache())).logits[0, -len(value) :]
             right.append(logits.argmax(-1).tolist() == [*value])
     return right
 

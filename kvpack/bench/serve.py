@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack import cache_names
 from kvpack.coding.modes import one_thread
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import transformers_library
@@ -294,6 +295,9 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     _reset_peak(device)
     with KvpackCache(model, cache, graphs=True) as past:
         generated = _generated(model, past, batch, device)
+    # Two tails at a time are no user's peak.
+    del past
+    _free(device)
     with KvpackCache(model, cache) as past:
         del cache
         eager = _eager_steps(model, past, batch, device)
@@ -314,20 +318,20 @@ def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     _wait(device)
     begin = time.perf_counter()
-    model.generate(ids, past_key_values=past, **options)
+    model.generate(ids, **cache_names.over(model, past), **options)
     _wait(device)
     return (time.perf_counter() - begin) / count
 
 
 def _eager_steps(model: Any, past: Any, batch: int, device: str) -> float:
     """Seconds of one decode step, the mean of several after those that compile."""
-    token = torch.full((batch, 1), 5, device=device)
+    token, over = torch.full((batch, 1), 5, device=device), cache_names.over(model, past)
     begin = 0.0
     for step in range(EAGER_STEPS + WARM_STEPS):
         if step == WARM_STEPS:
             _wait(device)
             begin = time.perf_counter()
-        model(token, past_key_values=past, use_cache=True, logits_to_keep=1)
+        model(token, **over, use_cache=True, logits_to_keep=1)
     _wait(device)
     return (time.perf_counter() - begin) / EAGER_STEPS
 
@@ -347,7 +351,7 @@ def _first_token_rows(
     row = {"tokens": tokens, "suffix": suffix}
 
     def logits(past: Any, given: torch.Tensor) -> None:
-        model(given, past_key_values=past, use_cache=True, logits_to_keep=1).logits.argmax().item()
+        model(given, **cache_names.over(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
 
     calls: dict[str, Callable[[], None]] = {
         "recompute": lambda: logits(library.DynamicCache(config=model.config), ids),

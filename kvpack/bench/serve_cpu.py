@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack import cache_names
+
 from .process_time import interleaved
 from .serve_peers import DYNAMIC, cache_bytes, row_of
 
@@ -55,7 +57,9 @@ def step_rows(
         runs = [*((plain, past) for past in made.values())]
         runs += [(model, held.enter_context(KvpackCache(model, cache))) for cache in packed.values()]
         generated = interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
-        eager = interleaved([partial(_step, *run, ids[:, -1:]) for run in runs], ROUNDS, STEPS, average=fmean)
+        eager = interleaved(
+            [partial(_step, model, cache_names.over(model, past), ids[:, -1:]) for model, past in runs], ROUNDS, STEPS, average=fmean
+        )
     rows = [
         {
             "cache": name, "eager_seconds": step.process, "generate_seconds": own.process / STEPS, "graph_seconds": None,
@@ -70,14 +74,14 @@ class _Generation:
     """Each call adds STEPS tokens to ``past``."""
 
     def __init__(self, model: Any, past: Any, ids: torch.Tensor) -> None:
-        self._model, self._past, self._ids = model, past, ids
+        self._model, self._over, self._ids = model, cache_names.over(model, past), ids
 
     def __call__(self) -> None:
         # Of ids alone, generate would hide those that it made and that are the padding's.
         options: dict[str, Any] = {"attention_mask": torch.ones_like(self._ids)}
         options |= {"min_new_tokens": STEPS, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
-        self._ids = self._model.generate(self._ids, past_key_values=self._past, **options)
+        self._ids = self._model.generate(self._ids, **self._over, **options)
 
 
-def _step(model: Any, past: Any, token: torch.Tensor) -> None:
-    model(token, past_key_values=past, use_cache=True, logits_to_keep=1)
+def _step(model: Any, over: dict[str, Any], token: torch.Tensor) -> None:
+    model(token, **over, use_cache=True, logits_to_keep=1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack import cache_names
 from kvpack.models import transformers_library
 
 if TYPE_CHECKING:
@@ -105,8 +106,10 @@ def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> fl
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)
 
+    given = cache_names.over(model, past)
+
     def step() -> None:
-        model(token, position_ids=position, past_key_values=past, use_cache=True, logits_to_keep=1)
+        model(token, position_ids=position, **given, use_cache=True, logits_to_keep=1)
 
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import kvpack
+from kvpack import cache_names
 from kvpack.attention import attend
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter
@@ -134,7 +135,7 @@ def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = N
     cache, options = DynamicCache(), {} if positions is None else {"position_ids": positions}
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
-        model.base_model(tokens, past_key_values=cache, **options)
+        model.base_model(tokens, **cache_names.over(model, cache), **options)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -145,7 +146,7 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
     with torch.inference_mode():
-        logits = model(tokens[:, prefix:-1], past_key_values=cache).logits[0]
+        logits = model(tokens[:, prefix:-1], **cache_names.over(model, cache)).logits[0]
         log_probabilities = functional.log_softmax(logits.float(), -1)
     loss = functional.nll_loss(log_probabilities, tokens[0, prefix + 1 :]).item()
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
@@ -161,7 +162,7 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1])[None]
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
-        logits = model(tokens, past_key_values=cache, position_ids=positions).logits[0]
+        logits = model(tokens, **cache_names.over(model, cache), position_ids=positions).logits[0]
         log_probabilities = functional.log_softmax(logits.float(), -1)
     loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
     return Forgotten(loss, _divergence(exact.log_probabilities, log_probabilities))
@@ -193,7 +194,7 @@ def read_packed(model: Any, exact: Exact, cache: Cache) -> Predicted:
     over = Bf16Cache(cache)
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
-        logits = model(exact.tokens[:, exact.prefix : -1], past_key_values=over).logits[0]
+        logits = model(exact.tokens[:, exact.prefix : -1], **cache_names.over(model, over)).logits[0]
         log_probabilities = functional.log_softmax(logits.float(), -1)
     loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
     return Predicted(loss, _divergence(exact.log_probabilities, log_probabilities), over.packed)

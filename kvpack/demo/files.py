@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 
 import kvpack
+from kvpack import cache_names
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
@@ -90,9 +91,9 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The (k, v) of every layer after BOS and ``prompt``, each ``[1, kv_head, token, dim]`` float32."""
     transformers = transformers_library()
-    cache = transformers.DynamicCache()
+    model, cache = load_model(), transformers.DynamicCache()
     with torch.inference_mode():
-        load_model()(torch.tensor([[BOS, *prompt]]), past_key_values=cache)
+        model(torch.tensor([[BOS, *prompt]]), **cache_names.over(model, cache))
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
@@ -152,7 +153,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
             answer = _greedy(model, fresh(), prompt[-1:] + b"\n[[key " + key + b" = ", len(value))
             answers.append({"key": key.decode(), "value": value.decode(), "answer": answer, "right": answer == value.decode()})
         sample = _greedy(model, fresh(), prompt[-1:], SAMPLE_BYTES)
-        logits = model(torch.tensor([[*prompt[-1:], *rest[:-1]]]), past_key_values=fresh()).logits[0]
+        logits = model(torch.tensor([[*prompt[-1:], *rest[:-1]]]), **cache_names.over(model, fresh())).logits[0]
         loss = functional.cross_entropy(logits.float(), torch.tensor([*rest])).item()
     return {
         "answers": answers,
@@ -211,7 +212,7 @@ def _greedy(model: Any, cache: Any, given: bytes, count: int) -> str:
     """The ``count`` likeliest bytes after ``given``, one after another."""
     tokens, result = torch.tensor([[*given]]), []
     for _ in range(count):
-        token = int(model(tokens, past_key_values=cache).logits[0, -1, :BOS].argmax())
+        token = int(model(tokens, **cache_names.over(model, cache)).logits[0, -1, :BOS].argmax())
         result.append(token)
         tokens = torch.tensor([[token]])
     return bytes(result).decode(errors="backslashreplace")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack import cache_names
 from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 from kvpack.models import BOS, demo_text, load_model, transformers_library
@@ -62,7 +63,7 @@ def use(location: str, recipe: str) -> dict[str, Any]:
         found, cache = store.load(prompt[:-1])
         if cache is None:
             dense = transformers_library().DynamicCache()
-            model(torch.tensor([prompt[:-1]]), past_key_values=dense)
+            model(torch.tensor([prompt[:-1]]), **cache_names.over(model, dense))
             store.save(prompt[:-1], kvpack.pack(dense, recipe))
             # All processes continue from the stored bytes, and so produce the same tokens.
             _, cache = store.load(prompt[:-1])
@@ -70,7 +71,7 @@ def use(location: str, recipe: str) -> dict[str, Any]:
             raise kvpack.KvpackError(f"nothing could be stored: {store.counters()['faults']}")
         past, given, tokens = KvpackCache(cache), torch.tensor([prompt[cache.tokens :]]), []
         for _ in range(NEW_TOKENS):
-            tokens.append(int(model(given, past_key_values=past).logits[0, -1, :BOS].argmax()))
+            tokens.append(int(model(given, **cache_names.over(model, past)).logits[0, -1, :BOS].argmax()))
             if len(tokens) == 1:
                 first = time.perf_counter() - started
             given = torch.tensor([tokens[-1:]])

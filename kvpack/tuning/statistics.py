@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional
 
+from kvpack import cache_names
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
 
@@ -152,9 +153,9 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]
-    flat = [one for pair in leaves for one in pair]
+    flat, over = [one for pair in leaves for one in pair], cache_names.over(model, DynamicCache(leaves))
     with torch.enable_grad():
-        logits = model(tokens[:, pairs[0][0].shape[2] :], past_key_values=DynamicCache(leaves)).logits[0].float()
+        logits = model(tokens[:, pairs[0][0].shape[2] :], **over).logits[0].float()
         if not bool(logits.isfinite().all()):
             raise InvalidParameter("the model's predictions in a window of the text are infinite or NaN")
         for temperature in TEMPERATURES:

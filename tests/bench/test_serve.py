@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kvpack
+from kvpack import cache_names
 from kvpack.bench import serve, serve_cpu, serve_peers
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
@@ -115,7 +116,7 @@ def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.Monkey
     @wraps(forward)
     def recorded(self: Any, *given: Any, **named: Any) -> Any:
         out = forward(self, *given, **named)
-        positions.append(named["past_key_values"].get_seq_length())
+        positions.append(cache_names.cache_in(named).get_seq_length())
         return out
 
     monkeypatch.setattr(library.Gemma3ForCausalLM, "forward", recorded)

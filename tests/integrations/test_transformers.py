@@ -229,7 +229,7 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
         expected = model(token_ids(2, 3), past_key_values=unpacked(packed), attention_mask=given).logits
         with pytest.warns(KvpackWarning, match="the attention mask hides tokens other than padding on the left") as told:
             found = model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=given).logits
-        assert len(told) == 1
+        assert [one.category for one in told].count(KvpackWarning) == 1
         assert torch.equal(found, expected)
     with (
         pytest.warns(KvpackWarning),

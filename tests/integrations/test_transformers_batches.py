@@ -57,7 +57,7 @@ def test_rows_of_unequal_lengths(name: str, where: str) -> None:
     expected = generated(model, ids, attention_mask=mask)
     with pytest.warns(kvpack.KvpackWarning, match="decodes the keys and values of its layer") as told, KvpackCache(model, "raw") as cache:
         assert generated(model, ids, cache, attention_mask=mask) == expected
-    assert len(told) == 1
+    assert [one.category for one in told].count(kvpack.KvpackWarning) == 1
 
 
 # Layers of Gemma-4 that share keys and values get the last rows of the mask.
@@ -310,7 +310,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 @pytest.mark.parametrize(("name", "sizes"), [("MambaConfig", {"state_size": 8}), ("RwkvConfig", {"attention_hidden_size": 32})])
 def test_models_without_keys_and_values_are_refused_by_name(name: str, sizes: dict[str, int]) -> None:
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SMALL, **sizes)).eval()
-    text = r"takes no past_key_values: .*, and a packed layer holds only"
+    text = r"(takes no cache of keys and values: .*, and a packed layer holds only|has no layer with keys and values: only its states)"
     pairs = kvpack.pack([(torch.zeros(1, 2, 4, 8),) * 2] * model.config.num_hidden_layers, "raw")
     with pytest.raises(InvalidParameter, match=text):
         KvpackCache(model, "raw")

@@ -96,7 +96,7 @@ def test_models_that_need_tensors_get_them_with_a_warning(name: str) -> None:
     expected = model(FOLLOWING, past_key_values=model(PROMPT, use_cache=True).past_key_values).logits
     with pytest.warns(kvpack.KvpackWarning, match=f"{type(model).__name__} has attention that cannot take packed layers") as told:
         cache = KvpackCache(packed, model)
-    assert len(told) == 1
+    assert [one.category for one in told].count(KvpackWarning) == 1
     assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, expected)
     assert cache.packed.tokens == 37
     with warnings.catch_warnings():
@@ -114,7 +114,7 @@ def test_packed_cross_attention_is_decoded_with_a_warning() -> None:
     model.set_attn_implementation("kvpack")
     with pytest.warns(kvpack.KvpackWarning, match="decodes the keys and values") as told:
         found = model(**options, past_key_values=EncoderDecoderCache(*(KvpackCache(cache) for cache in packed))).logits
-    assert len(told) == 1
+    assert [one.category for one in told].count(KvpackWarning) == 1
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

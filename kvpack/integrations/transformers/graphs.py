@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules import module as modules
 from transformers.utils import ModelOutput
 
+from kvpack.cache_names import NAMES, cache_in
 from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import KvpackWarning
 
@@ -95,7 +96,7 @@ class StepGraphs:
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
         """The step that a pass is; None for any other pass."""
-        given = {name: value for name, value in arguments.items() if value is not None and name != "past_key_values"}
+        given = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
         ids, positions = given.get("input_ids"), given.get("position_ids")
         if not given.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
             return None
@@ -310,7 +311,7 @@ class _Forward:
         model = self._model()
         assert model is not None
         forward = type(model).forward.__get__(model) if self._before is None else self._before
-        graphs = getattr(kwargs.get("past_key_values"), "graphs", None)
+        graphs = getattr(cache_in(kwargs), "graphs", None)
         if graphs is None or len(args) > len(self._names):
             return forward(*args, **kwargs)
         return graphs(forward, model, {**dict(zip(self._names, args, strict=False)), **kwargs})

@@ -12,6 +12,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
+from kvpack.cache_names import cache_in, cache_of
 from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
@@ -41,22 +42,22 @@ class Hooks:
 
         def before(number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = arguments_of(module, args, kwargs)
-            compiled = _compiled_calls(_past(arguments), arguments)
+            compiled = _compiled_calls(cache_in(arguments), arguments)
             if compiled is not None:
                 compiled.compiled_begin(number, arguments)
                 return
             hooks = mine()
-            for passes in [*passes_over(_past(arguments)), *(hooks.recordings if hooks is not None else ())]:
+            for passes in [*passes_over(cache_in(arguments)), *(hooks.recordings if hooks is not None else ())]:
                 passes.enter(module, arguments)
 
         def after(number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             arguments = arguments_of(module, args, kwargs)
-            compiled = _compiled_calls(_past(arguments), arguments)
+            compiled = _compiled_calls(cache_in(arguments), arguments)
             if compiled is not None:
                 compiled.compiled_end(number)
                 return
             hooks = mine()
-            for passes in [*passes_over(_past(arguments)), *(hooks.recordings if hooks is not None else ())]:
+            for passes in [*passes_over(cache_in(arguments)), *(hooks.recordings if hooks is not None else ())]:
                 passes.leave(module, arguments, output)
 
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
@@ -116,7 +117,7 @@ class Passes:
             if self.current is not None:
                 self.current.check_positions(arguments)
             return None
-        self.has_encoder = isinstance(_past(arguments), EncoderDecoderCache)
+        self.has_encoder = isinstance(cache_in(arguments), EncoderDecoderCache)
         unfinished, self.current = self.current, None
         self.current = Pass(module, arguments, start, self.has_encoder)
         return unfinished
@@ -139,13 +140,13 @@ class Recording:
         self._records: weakref.WeakKeyDictionary[TransformersCache, Record] = weakref.WeakKeyDictionary()
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        self._passes.enter(module, arguments, _tokens(_past(arguments)))
+        self._passes.enter(module, arguments, _tokens(cache_in(arguments)))
 
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         ended = self._passes.leave(module)
-        past = _past(arguments)
+        past = cache_in(arguments)
         if past is None:
-            past = getattr(output, "past_key_values", None)
+            past = cache_of(output)
         if ended is None:
             return
         for cache in _parts(past):
@@ -220,10 +221,6 @@ def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | Non
     return past.compiled if compiled_calls.takes(arguments) else None
 
 
-def _past(arguments: dict[str, Any]) -> Any:
-    return arguments.get("past_key_values", arguments.get("layer_past"))
-
-
 def _tokens(past: Any) -> int:
     return int(past.get_seq_length()) if isinstance(past, TransformersCache) else 0
 
@@ -257,7 +254,7 @@ class _Prepare:
         return self if copied is None else _Prepare(copied)
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        past, alive = kwargs.get("past_key_values"), self._owner()
+        past, alive = cache_in(kwargs), self._owner()
         assert alive is not None
         # Of a cache of two parts, the second holds what the encoder was given.
         for passes in passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past):

@@ -59,7 +59,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 
-    # Cropping leaves tokens packed that were raw before, so transformers must not treat it as an exact undo.
+    # Cropping leaves tokens packed that were raw before, which is no exact undo; assisted decoding says that it crops, and may.
     is_croppable = False
     supports_early_init = False
 
@@ -134,6 +134,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """Keep all tokens until the next ``crop``, and until the one after that."""
         self.live.keep_past(self.number)
+        self.is_croppable = True
 
     def check_window(self, crop: int = 0) -> None:
         """Raise InvalidShape when the next token would attend to tokens that the layer skipped."""

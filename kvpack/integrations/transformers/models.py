@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.fingerprint import SAMPLE, weights_sample
 from kvpack.store.identity import Identity
@@ -38,10 +39,6 @@ _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 
 _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
-
-_CACHES = {"past_key_values", "layer_past"}
-"""The arguments in which a model's forward takes its cache."""
-
 
 _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """Kinds of PEFT's adapters that are a cache."""
@@ -65,7 +62,7 @@ class Model:
         decoder = outer.get_decoder()
         decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
         self.name = type(outer).__name__
-        self._takes_cache = any(not _CACHES.isdisjoint(inspect.signature(module.forward).parameters) for module in inside)
+        self._takes_cache = any(not inspect.signature(module.forward).parameters.keys().isdisjoint(cache_names.NAMES) for module in inside)
         self.config: Any = outer.config.get_text_config(decoder=True)
         self.has_encoder = bool(outer.config.is_encoder_decoder)
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
@@ -98,12 +95,7 @@ class Model:
         for number, layer in enumerate(self._layers):
             self._check_layer(number, layer)
         self._check_takes_cache()
-        held = [isinstance(layer, CacheLayerMixin) for layer in self._layers]
-        if not any(held):
-            raise InvalidParameter(
-                f"{self.name} has no layer with keys and values: only its states grow with no token, and nothing is packed"
-            )
-        return held
+        return self._held
 
     def states(self, layers: int) -> list[int]:
         """For each of the first ``layers`` layers the states that it keeps of each kind, 0 for a layer without any."""
@@ -122,13 +114,21 @@ class Model:
     def _check_takes_cache(self) -> None:
         if not self._takes_cache:
             raise InvalidParameter(
-                f"{self.name} takes no past_key_values: it keeps other states, and a packed layer holds only keys and values"
+                f"{self.name} takes no cache of keys and values: it keeps other states, and a packed layer holds only keys and values"
+            )
+        if not any(self._held):
+            raise InvalidParameter(
+                f"{self.name} has no layer with keys and values: only its states grow with no token, and nothing is packed"
             )
         if crossing := getattr(self.config, "cross_attention_layers", None):
             raise InvalidParameter(
                 f"layers {list(crossing)} of {self.name} keep what images gave, and a packed cache holds keys and values of the same "
                 "tokens in every layer"
             )
+
+    @property
+    def _held(self) -> list[bool]:
+        return [isinstance(layer, CacheLayerMixin) for layer in self._layers]
 
     def _check_layer(self, number: int, layer: Any) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_WITH_STATES):

@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack.cache_names import NAMES
+
 from .changes import adapters_in_effect, chosen_by_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _WITHOUT_EFFECT = {
+    *NAMES,
     "labels",
-    "layer_past",
     "logits_to_keep",
     "num_items_in_batch",
     "num_logits_to_keep",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
-    "past_key_values",
     "return_dict",
     "use_cache",
 }

@@ -1,0 +1,29 @@
+"""The names under which models take and return their caches: transformers 5.24 calls ``past_key_values`` ``cache``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+NAMES = ("cache", "past_key_values", "layer_past")
+"""The arguments in which a model's forward takes its cache. Models with code of their own keep the older names."""
+
+
+def over(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """The argument of a call of ``model``, or of its ``generate``, that is a pass over ``cache``."""
+    known = inspect.signature(getattr(model, "forward", model)).parameters
+    return {next((name for name in NAMES if name in known), NAMES[0]): cache}
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the ``arguments`` of a call; None without one."""
+    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that the output of a forward pass holds; None without one."""
+    # Of outputs, the older name warns where there is the newer one.
+    return next((getattr(output, name) for name in NAMES[:2] if hasattr(output, name)), None)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
     DynamicCache,
     EncoderDecoderCache,
     MllamaForCausalLM,
@@ -54,6 +56,47 @@ def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torc
         seen += part.shape[1]
         result.append(model(part, past_key_values=past, attention_mask=None if mask is None else mask[:, :seen]).logits)
     return result
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_that_says_it_is_not_causal_is_as_over_plain_tensors(attention: str) -> None:
+    """Eager attention goes by the mask, and SDPA by is_causal where it has none: of a prompt alone, and not of what continues it."""
+    model = model_of("Llama", attention=attention)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    for mask in (None, PADDING):
+        expected, past = logits_of(model, attention, mask=mask), KvpackCache(model, "raw")
+        seen = 0
+        for part, own in zip(torch.cat([PROMPT, FOLLOWING], 1).expand(2, -1).split([32, 4, 1], 1), expected, strict=True):
+            seen += part.shape[1]
+            found = model(part, past_key_values=past, attention_mask=None if mask is None else mask[:, :seen]).logits
+            hidden = 5 if seen == 32 and mask is not None else 0
+            assert torch.allclose(found[:, hidden:], own[:, hidden:], rtol=0, atol=1e-5 * float(own.abs().max()))
+        past.release()
+
+
+def test_a_mask_is_causal_where_the_model_asks_for_one_and_its_attention_does_not_say_so() -> None:
+    """BigBirdPegasus has eager attention alone, and is_causal is False on it."""
+    torch.manual_seed(0)
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4}
+    config = BigBirdPegasusConfig(d_model=32, vocab_size=64, max_position_embeddings=64, **sizes)
+    model = BigBirdPegasusForCausalLM(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    padding = torch.ones(1, 37, dtype=torch.int64)
+    padding[0, :5] = 0
+    for mask in (None, padding):
+        results = []
+        for past in (DynamicCache(config=config), KvpackCache(model, "raw")):
+            parts = torch.cat([PROMPT, FOLLOWING], 1).split([24, 12, 1], 1)
+            seen = [24, 36, 37]
+            logits = [
+                model(part, past_key_values=past, attention_mask=None if mask is None else mask[:, :stop]).logits
+                for part, stop in zip(parts, seen, strict=True)
+            ]
+            results.append(torch.cat(logits, 1)[:, 5:])
+        past.release()
+        assert torch.allclose(*results, rtol=0, atol=1e-5 * float(results[0].abs().max()))
 
 
 PADDING = torch.ones(2, 37, dtype=torch.int64)

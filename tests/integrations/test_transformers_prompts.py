@@ -106,7 +106,7 @@ def test_keys_of_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: 
     if kept:
         cache = KvpackCache.load(path, model, prompt=ids)
     else:
-        with pytest.warns(kvpack.KvpackWarning, match=r"none of them are kept: the (cache|prompt) has 40 tokens, and above 2[45]"):
+        with pytest.warns(kvpack.KvpackWarning, match=r"no tokens of .* kept for the prompt: the (cache|prompt) has 40 .*above 2[45]"):
             cache = KvpackCache.load(path, model, prompt=ids)
     with cache:
         assert cache.get_seq_length() == kept

@@ -17,7 +17,7 @@ from kvpack.store.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
 
-from kvpack.integrations.transformers import KvpackCache  # noqa: E402
+from kvpack.integrations.transformers import KvpackCache, recording  # noqa: E402
 
 from small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402 isort: skip
 
@@ -286,6 +286,26 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
     assert store.match(ids[:80]) == 0
     plain = kvpack.Store(tmp_path / "plain", identity(small_llama(), name="m"), chunk=16)
     assert plain._longest is None
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_beginning_of_a_long_sequence_is_no_prefix_of_a_short_one(kind: str, tmp_path: Any) -> None:
+    """Its keys are those of the long one, however few of them are left."""
+    model, ids = with_rope(kind), list(range(50)) * 2
+    store = kvpack.Store(tmp_path, kvpack.Identity.of(model, "raw", name="m"), chunk=16)
+    with torch.no_grad(), KvpackCache(model, "raw") as past, recording(model) as record:
+        model(torch.tensor([ids]), past_key_values=past)
+        dense = transformers.DynamicCache(config=model.config)
+        model(torch.tensor([ids]), past_key_values=dense)
+        sliced = past.packed[:, :32]
+        past.crop(-68)
+        given = kvpack.pack(dense, "raw", inputs=record.inputs(dense))[:, :32]
+        for cache in (sliced, past.packed, given):
+            with pytest.raises(InvalidParameter, match=r"tokens 0 to \d+ have the RoPE frequencies of a sequence of more than 6[34]"):
+                store.save(ids[:32], cache)
+    with torch.no_grad(), KvpackCache(model, "raw") as past:
+        model(torch.tensor([ids[:32]]), past_key_values=past)
+        assert store.save(ids[:32], past.packed) == 32
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

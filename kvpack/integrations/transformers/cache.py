@@ -27,7 +27,7 @@ from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
-from .prompts import check_frequencies, common_tokens
+from .prompts import common_tokens, other_frequencies
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
@@ -141,6 +141,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._hooks = None if model is None else Hooks.on(model, inside)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
+        self.masked: dict[bool, bool] = {}
+        """Of layers with and without a sliding window, whether the model's own attention had a causal mask in this pass."""
         self.compiled = CompiledCalls(self, len(self.layers))
         number = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
         # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
@@ -319,7 +321,13 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         # transformers asks for layer 0 also where that keeps states alone, and means the first that attends.
         asked = self.layers[layer_idx] if self.layers[layer_idx] in attending else attending[0]
         packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == asked.is_sliding)
+        self.masked[asked.is_sliding] = False
+        packed.leave_to_attention = partial(self.masked.__setitem__, asked.is_sliding)
         return packed, offset
+
+    def is_masked(self, layer: int) -> bool:
+        """Whether the model's own attention had a causal mask for ``layer``: some models ask for one, and say is_causal=False."""
+        return self.masked.get(self.layers[layer].is_sliding, False)
 
     @property
     def is_linear(self) -> list[bool]:
@@ -396,11 +404,15 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def _keep(self, contents: Any, prompt: torch.Tensor | Sequence[int]) -> None:
         """Keep the tokens with which ``prompt`` and a packed cache begin; none where a layer lacks some, or they have other keys."""
-        tokens = common_tokens(contents, prompt) if isinstance(contents, Cache) else 0
+        tokens = 0
+        if isinstance(contents, Cache):
+            other = "" if self._model is None else other_frequencies(contents, prompt, self._model.config)
+            if other:
+                warnings.warn(f"no tokens of the cache are kept for the prompt: {other}", KvpackWarning, stacklevel=4)
+            else:
+                tokens = common_tokens(contents, prompt)
         try:
             if tokens:
-                if self._model is not None:
-                    check_frequencies(contents, prompt, self._model.config)
                 self.crop(tokens - self.passes.record.tokens)
         except (OutOfBounds, InvalidShape) as error:
             text = f"the prompt and the cache begin with the same {tokens} tokens, and none of them are kept: {error}"

@@ -68,9 +68,11 @@ def attention(
             "KvpackCache(cache, model, dense=True) decodes each layer for its call"
         )
     causal, window = options.get("is_causal"), options.get("sliding_window")
+    if causal is None:
+        causal = getattr(module, "is_causal", True) or (isinstance(key, PackedStates) and key.cache.is_masked(key.number))
     given_options: dict[str, Any] = {
         "scale": options.get("scaling"),
-        "causal": getattr(module, "is_causal", True) if causal is None else causal,
+        "causal": causal,
         "softcap": options.get("softcap"),
         "sliding_window": window,
         "sink_logits": options.get("s_aux"),

@@ -48,10 +48,21 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
             return _four_dimensions(packed.captured.starts)
         padding = padding_of(packed, options.get("kv_offset", 0), options.get("attention_mask"))
         if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
+            packed.leave_to_attention(_has_mask(plain_name(config), kv_length, padding.starts is not None, **options))
             return _four_dimensions(padding.starts)
         # Without a mask, packed attention would be called.
         options["allow_is_causal_skip"] = False
     return AttentionMaskInterface()[plain_name(config)](kv_length=kv_length, config=config, **options)
+
+
+def _has_mask(
+    name: str, kv_length: int, padded: bool, *, q_length: int, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
+) -> bool:
+    """Whether attention ``name`` is given a causal mask of these keys, and does not go by its module's ``is_causal``."""
+    if name != "sdpa":
+        return not name.startswith("flash")
+    within = local_size is None or kv_length < local_size
+    return not (allow_is_causal_skip and within and not padded and kv_length == q_length)
 
 
 def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:

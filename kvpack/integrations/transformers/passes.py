@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.cache_names import NAMES
+from kvpack.store.rope import same_up_to
 
 from .changes import adapters_in_effect, chosen_by_row
 
@@ -56,6 +57,8 @@ class Pass:
         self.ids = ids.detach().clone() if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
         self.start = start
         self.adapters = adapters_in_effect(module)
+        config = getattr(module, "config", None)
+        self._longest = None if config is None else same_up_to(config.get_text_config(decoder=True))
         self._found: list[str] = []
         self._expected: list[tuple[torch.Tensor | bool, str]] = []
         self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None
@@ -96,6 +99,8 @@ class Pass:
             found.insert(0, "came from embeddings, not from token ids")
         elif self.ids is not None and self.ids.shape[1] != tokens:
             found.insert(0, f"came from a forward pass over {self.ids.shape[1]} token ids, not {tokens}")
+        if self._longest is not None and self.start + tokens > self._longest:
+            found.append(f"have the RoPE frequencies of a sequence of more than {self._longest} tokens")
         found += [text for holds, text in self._expected if not bool(holds)]
         return list(dict.fromkeys(found))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 from kvpack.store.rope import same_up_to
 
 if TYPE_CHECKING:
@@ -44,18 +44,16 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     return int(differing[0]) if len(differing) else most
 
 
-def check_frequencies(cache: Cache, prompt: Any, config: Any) -> None:
-    """Raise OutOfBounds where the keys of ``cache`` or of ``prompt`` are turned by other frequencies than those of a short sequence.
+def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
+    """Why equal token ids may have other keys in ``cache`` than in ``prompt``, or nothing.
 
-    Some types of RoPE (dynamic, longrope) choose them by the length of the sequence, so that equal token ids have other keys.
+    Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
     longest = same_up_to(config)
     for what, tokens in (("cache", cache.tokens), ("prompt", _ids(prompt).shape[1])):
         if longest is not None and tokens > longest:
-            raise OutOfBounds(
-                f"the {what} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies, so that equal token ids may "
-                "have other keys"
-            )
+            return f"the {what} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
+    return ""
 
 
 def _ids(prompt: Any) -> torch.Tensor:

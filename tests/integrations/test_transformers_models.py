@@ -75,6 +75,25 @@ def test_attention_that_says_it_is_not_causal_is_as_over_plain_tensors(attention
         past.release()
 
 
+def test_compiled_attention_that_says_it_is_not_causal_is_refused() -> None:
+    model = model_of("Llama", attention="eager")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    compiled = torch.compile(model, backend="eager")
+    with (
+        KvpackCache(model, "raw") as past,
+        pytest.raises(InvalidParameter, match=r"Attention says is_causal=False, .* to the model itself"),
+    ):
+        compiled(PROMPT, past_key_values=past)
+    with KvpackCache(model, "raw") as past:
+        model(PROMPT, past_key_values=past)
+        found = compiled(FOLLOWING[:, :1], past_key_values=past).logits
+    past = DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=past)
+    expected = model(FOLLOWING[:, :1], past_key_values=past).logits
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
 def test_a_mask_is_causal_where_the_model_asks_for_one_and_its_attention_does_not_say_so() -> None:
     """BigBirdPegasus has eager attention alone, and is_causal is False on it."""
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 from .layers import check_window, check_window_given
 from .masks import check_columns
 from .plain import plain_attention
-from .states import PackedStates
+from .states import PackedStates, left_out
 
 _WITHOUT_COUNTERPART = {
     "position_bias": "a position bias",
@@ -69,6 +69,8 @@ def attention(
         )
     causal, window = options.get("is_causal"), options.get("sliding_window")
     if causal is None:
+        if torch.compiler.is_dynamo_compiling() and isinstance(key, PackedStates) and query.shape[2] > 1:
+            _check_compiled(type(module).__name__, getattr(module, "is_causal", True))
         causal = getattr(module, "is_causal", True) or (isinstance(key, PackedStates) and key.cache.is_masked(key.number))
     given_options: dict[str, Any] = {
         "scale": options.get("scaling"),
@@ -84,6 +86,20 @@ def attention(
         check_window(key.skipped, key.tokens - query.shape[2], window)
         out = attend(query, key, **given_options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_compiled(name: str, causal: bool) -> None:
+    """Raise InvalidParameter for a module that says it is not causal: what mask its own attention has is found in eager code."""
+    if not causal:
+        _refuse_compiled(name)
+
+
+@left_out("what mask attention has that says is_causal=False is found in eager code")
+def _refuse_compiled(name: str) -> NoReturn:
+    raise InvalidParameter(
+        f"{name} says is_causal=False, and whether it has a causal mask is found in eager code: pass several tokens to the model itself, "
+        "and its steps of one token to the compiled one"
+    )
 
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:

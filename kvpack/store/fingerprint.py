@@ -41,6 +41,8 @@ _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that decide what a module's state is."""
 _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
+_NOTED_POSITIONS = "rope_deltas"
+"""The attribute in which a model notes where the last prompt's text goes on after its images; None before the first."""
 _FREQUENCIES = "inv_freq"
 """The ending of buffers with the frequencies of a rotary embedding."""
 
@@ -180,7 +182,7 @@ def _attributes(where: str, found: Mapping[str, Any]) -> Any:
     """The plain attributes that are settings, by name."""
     own = []
     for name in _settings_among(tuple(found)):
-        value = found[name]
+        value = None if name == _NOTED_POSITIONS else found[name]
         # Most are scalars, which are as they are.
         if type(value) in SCALARS:
             own.append([name, value])

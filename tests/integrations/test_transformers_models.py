@@ -58,6 +58,22 @@ def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torc
     return result
 
 
+def test_a_model_is_the_same_after_a_prompt_with_an_image() -> None:
+    """It notes where the text after the image goes on, and every prompt has that set anew."""
+    model, other = (model_of("Qwen2-VL", image_token_id=60) for _ in range(2))
+    prompt = PROMPT.clone()
+    prompt[:, 8:24] = 60
+    with KvpackCache(model, "raw") as past:
+        model(prompt, past_key_values=past, **images())
+        packed = past.packed
+    with KvpackCache(model, "raw") as past:
+        model(PROMPT, past_key_values=past)
+        text = past.packed
+    assert text.model == packed.model
+    KvpackCache(model, packed, rope_deltas=model.model.rope_deltas).release()
+    KvpackCache(other, text).release()
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_that_says_it_is_not_causal_is_as_over_plain_tensors(attention: str) -> None:
     """Eager attention goes by the mask, and SDPA by is_causal where it has none: of a prompt alone, and not of what continues it."""

@@ -324,7 +324,8 @@ INLINE vf exponential(vf x) {
     p = p * rest + 1.6666665459e-1f;
     p = p * rest + 5.0000001201e-1f;
     p = p * rest * rest + rest + 1.f;
-    vf power = (vf)(((vi)rounded - (vi)magic + 127) << 23);
+    /* Far below -87 these are no numbers that fit, and not used: unsigned ones wrap. */
+    vf power = (vf)(((vu)rounded - (vu)magic + 127) << 23);
     return (vf)((vi)(p * power) & ~(x < -87.f));
 }
 

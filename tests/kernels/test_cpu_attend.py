@@ -278,6 +278,19 @@ def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
     assert kvpack.attend(q, layer, **options).shape[:3] == q.shape[:3]
 
 
+@pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3", "raw"])
+def test_scores_thousands_of_thousands_apart(recipe: str) -> None:
+    """Exponentials of 8.8 to 17 million below 0 have exponents that no integer of 32 bits holds: the checkers run it."""
+    k, v = random_pairs(1, 300)[0]
+    k *= 2.0**-10
+    k[:, :, 7] = 1.5
+    layer = kvpack.pack([(k, v)], recipe)[0]
+    q = torch.full((1, 2, 1, 64), 2.0**20)
+    assert attention.cpu_kernels(q, layer) is not None
+    found = kvpack.attend(q, layer)
+    torch.testing.assert_close(found[0, :, 0], layer.v.unpack(torch.float32)[0, :, 7])
+
+
 def test_counts_of_words_that_are_not_there_read_nothing_outside() -> None:
     layer = kvpack.pack(random_pairs(1, 600), "lossless")[0]
     for side in layer.sides.values():

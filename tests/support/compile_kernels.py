@@ -1,9 +1,10 @@
 """Compile what operations launch on a CUDA device, for a chip of compute capability 9.0, on a machine without one.
 
-    python compile_kernels.py RECIPE...
+    python compile_kernels.py [--every] RECIPE...
 
 Triton's interpreter takes programs that its compiler refuses: constants that are given two values, tuples without names, variables of a
-loop that change their shape. Launches only compile here, so results are memory as it was. The last line is a JSON object: the kernels
+loop that change their shape. Launches only compile here, so results are memory as it was. Calls are those with the fewest and the most
+options, which are not what loaders differ by, or with ``--every`` all that differ in code. The last line is a JSON object: the kernels
 that were compiled, and what failed.
 """
 
@@ -103,15 +104,15 @@ def packed(recipe: str) -> Layer:
     return synthetic_basis.pack(pair[0], pair[1], recipe)
 
 
-def attend(layer: Layer, recipe: str, compiled: Compiled) -> None:
+def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
     lengths, starts = torch.full((2,), TOKENS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     scale = DIM**-0.5
     calls = {
         "a query": (1, Options(scale)),
-        "a query, lengths": (1, Options(scale, lengths=True)),
-        "a query, starts": (1, Options(scale, starts=True)),
         "capped queries in a window, lengths and starts": (9, Options(scale, softcap=5.0, sliding_window=70, lengths=True, starts=True)),
     }
+    if every:
+        calls |= {"a query, lengths": (1, Options(scale, lengths=True)), "a query, starts": (1, Options(scale, starts=True))}
     for what, (q_len, options) in calls.items():
         q = torch.randn(2, 4 * HEADS, q_len, DIM).to(torch.bfloat16)
         given = lengths if options.lengths else None, starts if options.starts else None
@@ -120,7 +121,7 @@ def attend(layer: Layer, recipe: str, compiled: Compiled) -> None:
             compiled.attempt(f"{recipe}: {what}", call)
     q = torch.randn(2, 4 * HEADS, 1, DIM).to(torch.bfloat16)
     if growing.GrowingCall.takes(q, layer):
-        for options in (Options(scale), Options(scale, sliding_window=70, starts=True)):
+        for options in (Options(scale, sliding_window=70, starts=True), *([Options(scale)] if every else ())):
             given = starts if options.starts else None
             step = partial(lambda options, given: growing.GrowingCall(q, layer, options)(q, lengths, None, given), options, given)
             compiled.attempt(f"{recipe}: a step, {options}", step)
@@ -151,13 +152,14 @@ def check(side: Side) -> None:
         dispatch.check_chunks(side.codec, side.pages[0].streams, "x")
 
 
-def main(recipes: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    every, recipes = "--every" in arguments, [argument for argument in arguments if argument != "--every"]
     layers = {recipe: packed(recipe) for recipe in recipes}
     compiled = Compiled()
     compile_alone(compiled)
     dispatch.uses_triton = lambda device: True  # type: ignore[assignment]
     for recipe, layer in layers.items():
-        attend(layer, recipe, compiled)
+        attend(layer, recipe, compiled, every)
         code(layer, recipe, compiled)
     found = {"triton": triton.__version__, "kernels": sorted(compiled.kernels), "failed": compiled.failed, "seconds": compiled.seconds}
     # Triton prints modules that it refuses, without an end of line.

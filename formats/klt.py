@@ -33,7 +33,7 @@ ROWS = {"basis": None, **NORMS}
 """Stored dtypes of the rows of the basis, by parameter value; they are not stored for ``basis``."""
 
 MAX_LAYER = 4095
-_LARGEST_GAIN = 65504.0
+LARGEST_GAIN = 65504.0
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> to
     """
     near = (common > 0) & (own * decoded <= 2 * common.square())
     found = torch.where(near, own / common, common.clamp_min(0) / decoded)
-    return torch.where(torch.isfinite(found), found, 1.0).clamp_max(_LARGEST_GAIN)
+    return torch.where(torch.isfinite(found), found, 1.0).clamp_max(LARGEST_GAIN)
 
 
 @lru_cache(TABLES_KEPT)

@@ -26,7 +26,7 @@ KERNELS = {
     "nvfp4": {"attend_split", "decode_tiles", "_encode"},
     "octopus-qjl-2": {"attend_split"},
     "int-4-med3": {"attend_split"},
-    "klt=63211000:53100000": {"attend_split", "decode_tiles"},
+    "klt=63211000:53100000": {"attend_split", "decode_tiles", "_encode"},
     "transform=0.6:layer": {"_decode", "_multiply"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }

@@ -1,0 +1,311 @@
+"""Encode klt on the GPU (spec/codecs/klt.md); ``formats/klt.py`` is the oracle.
+
+Widths are data to the kernels, so that those of all layers and sides of a model are compiled once: one kernel writes a byte per column,
+and another packs the columns of a width.
+
+Matrices of bases are binary32. The matrix units take them, and rows, as sums of bfloat16: of the products of their parts those are left
+out that are below the last bit of binary32.
+"""
+
+# Triton has no types, and tuples of tensors are of several lengths.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.basis import RUN_COLUMNS, run_slice
+from kvpack.formats.klt import LARGEST_GAIN, used_widths
+from kvpack.kernels.words.columns import launch, tile_origin
+
+from .columns import WARPS
+from .rows import LARGEST_SQUARE, all_moved, block_tokens, flag_unless, input_of, load_rows, moved, origin_of
+
+if TYPE_CHECKING:
+    from kvpack.formats.basis import BasisRows
+    from kvpack.formats.klt import Klt
+
+    from .rows import Origins
+
+BLOCK_TOKENS = 64
+BLOCK_WORDS = 1024
+COLUMNS = tl.constexpr(RUN_COLUMNS)
+
+PARTS = tl.constexpr(3)
+"""bfloat16 numbers whose sum is a binary32."""
+
+_PARTS_OF = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+"""bfloat16 numbers whose sum is a value of a row."""
+
+_PACKING_WARPS = 4
+
+_OF_RUN = tl.constexpr(3)
+
+
+class OnDevice(NamedTuple):
+    """What the kernels read of the rows of a basis, for some widths.
+
+    ``matrix``, bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, is what channels add to columns, of runs that have a width; the
+    sum of its parts is binary32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and the squares of weights.
+    ``tables``, float32 ``[kv_head, entry]``, has for each run its entries, the bounds between these, and a value. ``runs``, int32
+    ``[run, _OF_RUN]``, are their widths, their first entries and their first columns in the order of streams.
+    """
+
+    matrix: torch.Tensor
+    columns: torch.Tensor
+    tables: torch.Tensor
+    runs: torch.Tensor
+
+
+_KEPT: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int, str], OnDevice | None]] = WeakKeyDictionary()
+
+
+def encode(
+    codec: Klt,
+    x: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    planes: tuple[torch.Tensor, ...],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
+) -> bool:
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not take.
+
+    That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, InvalidShape for another
+    number of heads, and InvalidParameter for a matrix without an inverse.
+    """
+    if codec.rows != "basis":
+        return False
+    source = codec.source_for(x.shape[1])
+    arguments, constants = input_of(x, origins)
+    there = _on_device(source, codec.widths, constants["PADDED_DIM"], x.device)
+    if there is None:
+        return False
+    del constants["PARTS"]
+    batch, heads, tokens, _ = x.shape
+    columns = RUN_COLUMNS * len(there.runs)
+    levels = torch.empty(batch, heads, tokens, columns, dtype=torch.uint8, device=x.device)
+    block = block_tokens(x, BLOCK_TOKENS)
+    launch(
+        _encode, batch * heads * -(-tokens // block), x.device,
+        *arguments, *there, levels, streams.get("gain"), flag, len(there.runs), there.tables.shape[1],
+        **constants, PARTS_OF_ROWS=_PARTS_OF[x.dtype], LARGEST=LARGEST_SQUARE, LARGEST_GAIN=LARGEST_GAIN, BLOCK_TOKENS=block,
+        warps=WARPS, fusion=True,
+    )  # fmt: skip
+    first_plane = first_column = 0
+    for width, packing in zip(used_widths(codec.widths), codec.packings().values(), strict=True):
+        places = packing.width + packing.width % 2
+        launch(
+            _pack, batch * -(-heads * tokens * places // BLOCK_WORDS), x.device,
+            levels, planes[first_plane : first_plane + len(packing.planes)], None if origins is None else origins.table,
+            heads * tokens, columns, first_column, packing.symbols, width, packing.width, BLOCK_WORDS=BLOCK_WORDS, warps=_PACKING_WARPS,
+        )  # fmt: skip
+        first_plane += len(packing.planes)
+        first_column += RUN_COLUMNS * codec.widths.count(width)
+    return True
+
+
+def _on_device(source: BasisRows, widths: bytes, padded_dim: int, device: torch.device) -> OnDevice | None:
+    """What is kept as long as ``source``; None where the level of a value is not its code in every table."""
+    kept = _KEPT.setdefault(source, {})
+    key = widths, padded_dim, str(device)
+    if key not in kept:
+        # Tensors made in inference mode could not be used with autograd later; the caller's default device may be another.
+        with torch.inference_mode(False), torch.device("cpu"):
+            made = _made(source, widths, padded_dim)
+            kept[key] = made and OnDevice(*(part.to(device) for part in made))
+    return kept[key]
+
+
+def _made(source: BasisRows, widths: bytes, padded_dim: int) -> OnDevice | None:
+    if len(source.rows) != 1:
+        return None
+    tables, runs = [], []
+    first_entry = 0
+    for run, width in enumerate(widths):
+        if width:
+            table = source.table(run, width)[0].cpu()
+            if not (table[:, 1:] >= table[:, :-1]).all():
+                return None
+            narrower = sum(0 < other < width for other in widths) + widths[:run].count(width)
+            runs.append([width, first_entry, RUN_COLUMNS * narrower])
+            tables += [table, (table[:, 1:] + table[:, :-1]) / 2, table[:, :1]]
+            first_entry += 2 << width
+    rest = _coded(source.inverse[0].cpu(), widths)
+    rest = torch.nn.functional.pad(rest, (0, 0, 0, padded_dim - rest.shape[2]))
+    parts = []
+    for _ in range(PARTS.value):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].to(torch.float32)
+    columns = torch.cat([source.mean[0], source.weights[0].square()], 1).cpu()
+    return OnDevice(
+        torch.stack(parts, 2).contiguous(),
+        _coded(columns, widths).contiguous(),
+        torch.cat(tables, 1),
+        torch.tensor(runs, dtype=torch.int32),
+    )
+
+
+def _coded(rows: torch.Tensor, widths: bytes) -> torch.Tensor:
+    """``[head, ..., column]`` as ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros behind the last column."""
+    dim = rows.shape[-1]
+    runs = [rows[..., run_slice(run, dim)] for run, width in enumerate(widths) if width]
+    return torch.stack([torch.nn.functional.pad(run, (0, RUN_COLUMNS - run.shape[-1])) for run in runs], 1)
+
+
+@triton.jit(do_not_specialize=["run_count", "table_values"])
+def _encode(
+    x: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    origins: tl.tensor,
+    matrix: tl.tensor,
+    columns: tl.tensor,
+    tables: tl.tensor,
+    runs: tl.tensor,
+    levels: tl.tensor,
+    gains: tl.tensor,
+    flag: tl.tensor,
+    run_count: tl.tensor,
+    table_values: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARTS_OF_ROWS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LARGEST_GAIN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    """Write the levels and gains of ``BLOCK_TOKENS`` tokens of one head, a run of columns at a time.
+
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides, ``levels`` uint8 ``[batch, kv_head, token, column]``, columns in the order of
+    streams, and ``gains`` ``[batch, kv_head, token]``, if the codec stores them; tiles are ``[token, column]``. A tile is flagged unless
+    the weighted squared lengths of its tokens are below ``LARGEST``.
+    """
+    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    valid = token < tokens
+    row = head * tokens + token
+    levels += (batch * heads * tokens + row) * (run_count * COLUMNS)
+    if origins is not None:
+        origin = origin_of(origins, batch, ALIGNED)
+        x += origin.input
+        if gains is not None:
+            gains = moved(gains, origin.streams)
+        flag += origin.flag
+        batch = batch * 0
+    rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
+    parts = _split(rows.to(tl.float32), PARTS_OF_ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    matrix += head * run_count * (PARTS * PADDED_DIM * COLUMNS) + tl.arange(0, PADDED_DIM)[:, None] * COLUMNS + column
+    columns += head * run_count * (2 * COLUMNS) + column
+    tables += head * table_values
+    own = tl.zeros(token.shape, tl.float32)
+    common = tl.zeros(token.shape, tl.float32)
+    decoded = tl.zeros(token.shape, tl.float32)
+    for run in range(run_count):
+        value = tl.zeros((BLOCK_TOKENS, COLUMNS), tl.float32)
+        for last in tl.static_range(PARTS):
+            # The smallest products first.
+            factor = tl.load(matrix + (run * PARTS + (PARTS - 1 - last)) * (PADDED_DIM * COLUMNS)).to(OPERAND)
+            for number in tl.static_range(PARTS_OF_ROWS):
+                if number <= last:
+                    value = tl.dot(parts[number].to(OPERAND), factor, value, input_precision="ieee")
+        value -= tl.load(columns + run * (2 * COLUMNS))
+        square = tl.load(columns + (run * 2 + 1) * COLUMNS)
+        width = tl.load(runs + run * _OF_RUN)
+        entries = tables + tl.load(runs + (run * _OF_RUN + 1))
+        # The level of a value is the number of bounds below it.
+        level = tl.zeros((BLOCK_TOKENS, COLUMNS), tl.int32)
+        for step in range(width):
+            half = 1 << (width - 1 - step)
+            bound = tl.load(entries + ((1 << width) + half - 1) + level)
+            level += tl.where(value > bound, half, 0)
+        entry = tl.load(entries + level)
+        own += tl.sum(value * value * square, 1)[:, None]
+        common += tl.sum(value * entry * square, 1)[:, None]
+        decoded += tl.sum(entry * entry * square, 1)[:, None]
+        tl.store(levels + tl.load(runs + (run * _OF_RUN + 2)) + column, level.to(tl.uint8), valid)
+    flag_unless(own < LARGEST, flag)
+    if gains is not None:
+        gain = _gain(own, common, decoded, LARGEST_GAIN).to(gains.dtype.element_ty)
+        tl.store(gains + (batch * heads * tokens + row), gain, valid)
+
+
+@triton.jit
+def _split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
+    """``COUNT`` tiles of bfloat16 whose sum is ``rows``, float32."""
+    parts = ()
+    for _ in tl.static_range(COUNT):
+        part = rows.to(tl.bfloat16)
+        parts = parts + (part,)
+        rows = rows - part.to(tl.float32)
+    return parts
+
+
+@triton.jit
+def _gain(own: tl.tensor, common: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
+    """The factors of tokens, as ``formats/klt.py`` finds them: 1 where there is none."""
+    near = (common > 0) & (own * decoded <= 2 * common * common)
+    above = tl.where(near, own, tl.maximum(common, 0.0))
+    below = tl.where(near, common, decoded)
+    found = above / tl.where(below > 0, below, 1.0)
+    return tl.where((below > 0) & (found < float("inf")), tl.minimum(found, LARGEST_GAIN), 1.0)
+
+
+@triton.jit(do_not_specialize=["rows", "stored", "first", "symbols", "bits", "width"])
+def _pack(
+    levels: tl.tensor,
+    planes: tl.tuple,
+    origins: tl.tensor,
+    rows: tl.tensor,
+    stored: tl.tensor,
+    first: tl.tensor,
+    symbols: tl.tensor,
+    bits: tl.tensor,
+    width: tl.tensor,
+    BLOCK_WORDS: tl.constexpr,
+) -> None:
+    """Write ``BLOCK_WORDS`` words of each plane of one stream: columns(``symbols``, 2^``bits``, F) of ``width`` words (spec/README.md).
+
+    ``levels`` is uint8 ``[batch, row, stored]``, whose columns from ``first`` on are the stream's symbols. A plane of bytes is given as
+    uint8.
+    """
+    # Planes of bytes have one for an odd number of columns, too.
+    places = width + width % 2
+    blocks = tl.cdiv(rows.to(tl.int64) * places, BLOCK_WORDS)
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // blocks
+    start = program % blocks * BLOCK_WORDS
+    place = (start % places).to(tl.int32) + tl.arange(0, BLOCK_WORDS)
+    column = place % places
+    row = start // places + place // places
+    inside = row < rows
+    valid = inside & (column < width)
+    levels += (batch * rows + row) * stored + first + column
+    if origins is not None:
+        planes = all_moved(planes, origin_of(origins, batch, 1).streams)
+    else:
+        row += batch * rows
+    for plane in tl.static_range(len(planes)):
+        word = tl.zeros((BLOCK_WORDS,), tl.int32)
+        for field in range(16 * plane // bits, (16 * plane + 15) // bits + 1):
+            level = tl.load(levels + field * width, valid & (field * width + column < symbols), 0).to(tl.int32)
+            shift = field * bits - 16 * plane
+            word |= (level << tl.maximum(shift, 0)) >> tl.maximum(-shift, 0)
+        if planes[plane].dtype.element_ty == tl.uint8:
+            half = places // 2
+            # Byte c of the last plane's W is the low or the high one of word c mod W / 2.
+            tl.store(planes[plane] + row * places + (column % half * 2 + column // half), (word & 0xFF).to(tl.uint8), inside)
+        else:
+            tl.store(planes[plane] + row * width + column, (word & 0xFFFF).to(tl.uint16), valid)

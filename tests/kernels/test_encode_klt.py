@@ -1,0 +1,129 @@
+"""Encoding of klt by Triton against formats/: codes that are equal but for values next to a bound, gains of their error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvpack.formats.basis import BasisRows, rows_of, run_slice
+from kvpack.formats.errors import InvalidShape, MissingBasis
+from kvpack.formats.klt import Klt
+
+from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
+from klt_bases import random_rows  # isort: skip
+from strategies import contents, poisoned  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
+
+HEADS = 2
+
+NEXT_TO_A_BOUND = 2.0**-18
+"""Of the length of a token: how far from the bound of two entries sums of binary32 may put a value on either side of it."""
+
+CASES = [
+    pytest.param(128, bytes([6, 3, 2, 1, 1, 0, 0, 0]), "bfloat16", "fp16", id="widths that calibrations find"),
+    pytest.param(128, bytes([1, 2, 3, 4, 5, 6, 7, 8]), "bfloat16", "fp16", id="every width"),
+    pytest.param(96, bytes([1, 3, 0, 3, 1, 3]), "float16", "none", id="runs of one width apart"),
+    pytest.param(64, bytes([3, 3, 3, 3]), "float32", "fp16", id="float32"),
+    pytest.param(40, bytes([0, 2, 5]), "bfloat16", "fp16", id="a partial run"),
+    pytest.param(5, bytes([3]), "float16", "fp16", id="few channels"),
+    pytest.param(256, bytes([4, 2, 1, *[0] * 13]), "bfloat16", "fp16", id="many channels"),
+]
+
+
+def klt(dim: int, widths: bytes, gain: str = "fp16", rows: str = "basis") -> Klt:
+    return Klt.of(dim, bytes(range(32)), 0, "k", widths, gain, rows, BasisRows(random_rows(HEADS, dim, "k")[None]))
+
+
+def values(dim: int, dtype: str, batch: int, tokens: int) -> torch.Tensor:
+    """``[batch, HEADS, tokens, dim]``: tokens of several sizes, one of zeros."""
+    x = contents("gaussian", (batch, HEADS, tokens, dim), dim) * torch.exp2(torch.arange(tokens) % 7 - 3.0)[:, None]
+    x[0, -1, 0] = 0
+    return x.to(getattr(torch, dtype))
+
+
+def encoded(codec: Klt, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    from kvpack.kernels.encode import encode
+
+    with torch.device(DEVICE):
+        streams = encode.encode(codec, poisoned(x))
+    return None if streams is None else {name: stream.cpu() for name, stream in streams.items()}
+
+
+def check(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> None:
+    """Codes are those of formats/ but for values next to a bound, and gains differ by a rounding where all codes are equal."""
+    expected = codec.encode(x.float())
+    assert {name: (stream.shape, stream.dtype) for name, stream in streams.items()} == {
+        name: (stream.shape, stream.dtype) for name, stream in expected.items()
+    }
+    assert codec.source is not None
+    mine, theirs = ({**zip_codes(codec, found)} for found in (streams, expected))
+    frame = x.double() @ codec.source.inverse.double() - codec.source.mean.double()
+    room = NEXT_TO_A_BOUND * (x.double().norm(dim=-1, keepdim=True) * codec.source.inverse.double().abs().max() + 1)
+    equal = torch.ones(x.shape[:3], dtype=torch.bool)
+    for run, width in enumerate(codec.widths):
+        if width:
+            table = codec.source.table(run, width).double().expand(x.shape[0], -1, -1)
+            value = frame[..., run_slice(run, codec.dim)]
+            errors = [(table.gather(2, codes[run].flatten(2)).view(value.shape) - value).abs() for codes in (mine, theirs)]
+            assert ((errors[0] - errors[1]).abs() <= 2 * room).all()
+            equal &= (mine[run] == theirs[run]).all(-1)
+    assert equal.float().mean() > 0.98
+    if codec.gain != "none":
+        torch.testing.assert_close(streams["gain"][equal], expected["gain"][equal], rtol=2e-3, atol=0)
+
+
+def zip_codes(codec: Klt, streams: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The codes of each run with a width, int64 ``[batch, kv_head, token, column]``."""
+    rest = dict(zip(sorted({*codec.widths} - {0}), codec.digits(streams), strict=True))
+    found = {}
+    for run, width in enumerate(codec.widths):
+        if width:
+            columns = run_slice(run, codec.dim)
+            count = columns.stop - columns.start
+            found[run], rest[width] = rest[width][..., :count].to(torch.int64), rest[width][..., count:]
+    return found
+
+
+@pytest.mark.parametrize(("dim", "widths", "dtype", "gain"), CASES)
+def test_codes_are_those_of_the_format(dim: int, widths: bytes, dtype: str, gain: str) -> None:
+    codec, x = klt(dim, widths, gain), values(dim, dtype, 2, 70)
+    streams = encoded(codec, x)
+    assert streams is not None
+    check(codec, x, streams)
+
+
+def test_one_token() -> None:
+    """Sizes of 1 are known when a kernel is compiled, and are no tensors there."""
+    codec, x = klt(64, bytes([4, 1, 0, 0])), values(64, "bfloat16", 1, 1)
+    streams = encoded(codec, x)
+    assert streams is not None
+    check(codec, x, streams)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_the_kernel_lacks_is_left_to_the_format() -> None:
+    x = values(32, "float32", 1, 9)
+    assert encoded(klt(32, bytes([3, 1]), rows="fp32"), x) is None
+    codec = klt(32, bytes([3, 1]))
+    assert codec.source is not None
+    # The tables of a run follow one another, and the widest ones are the last.
+    rows = codec.source.rows.clone()
+    rows[..., 34:, :] = rows[..., 34:, :].flatten(2).flip(2).view(1, HEADS, rows_of(32) - 34, 32)
+    assert encoded(replace(codec, source=BasisRows(rows)), x) is None
+    x[0, 1, 5] = 1e30
+    assert encoded(codec, x) is None
+
+
+def test_a_basis_is_needed_of_as_many_heads() -> None:
+    codec, x = klt(32, bytes([3, 1])), values(32, "float32", 1, 9)
+    with pytest.raises(MissingBasis, match="were not given"):
+        encoded(replace(codec, source=None), x)
+    with pytest.raises(InvalidShape, match="a basis of 2 heads, and the values have 1"):
+        encoded(codec, x[:, :1])

@@ -147,7 +147,7 @@ def _made(source: BasisRows, widths: bytes, padded_dim: int) -> OnDevice | None:
         torch.stack(parts, 2).contiguous(),
         _coded(columns, widths).contiguous(),
         torch.cat(tables, 1),
-        torch.tensor(runs, dtype=torch.int32),
+        torch.tensor(runs, dtype=torch.int32, device="cpu"),
     )
 
 

@@ -12,8 +12,8 @@ import torch
 
 import kvpack
 from kvpack.coding.dispatch import uses_triton
-from kvpack.coding.recipes import parse_recipe
 
+from . import synthetic_basis
 from .timing import graph_seconds, median_seconds
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ RECIPES = (
     "kv=quaternion:s=24,r=3",
     "kv=quaternion:s=96,r=4",
     "kv=quaternion:s=192,r=6",
+    "klt=63211000:53100000",
 )
 
 PAPER_SECONDS = {
@@ -79,17 +80,19 @@ def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
     del targets
     rows = []
     for recipe in recipes:
-        for side, codec in codecs_of(recipe, shape.dim):
+        for side, codec in codecs_of(recipe, shape.heads, shape.dim):
             rows.append(_row(inputs, recipe, side, codec, copied))
             torch.cuda.empty_cache()
     return {**shape._asdict(), "bytes": inputs[0].nbytes, "copy_seconds": copied, "rows": rows}
 
 
-def codecs_of(recipe: str, dim: int) -> Iterator[tuple[str, Codec]]:
-    """The sides of ``recipe`` and their codecs, without duplicates and raw codecs."""
+def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
+    """The sides of ``recipe``, which may name a synthetic basis of klt, and their codecs, without duplicates and raw codecs."""
+    named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
+    parsed = kvpack.Recipe(named, basis)
     found: list[Codec] = []
     for side in "kv":
-        codec = parse_recipe(recipe).codec(0, 1, side, dim)
+        codec = parsed.codec(0, 1, side, dim)
         if codec.exact_dtype is None and codec not in found:
             found.append(codec)
             yield side, codec
@@ -103,7 +106,9 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
     runs = [encoding.run for encoding in encodings if encoding is not None and encoding.run()]
     seconds = graph_seconds(runs) if runs else None
     pair = (inputs[0], None) if side == "k" else (None, inputs[0])
-    layer = kvpack.pack([pair], recipe)[0]
+    _, heads, _, dim = inputs[0].shape
+    named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
+    layer = kvpack.pack([pair], named, basis=basis)[0]
     size = inputs[0].nbytes
     stored = sum(stream.nbytes for page in layer.sides[side].pages for stream in page.streams.values())
     unpacked = median_seconds(lambda: layer.unpack(torch.bfloat16))
@@ -112,7 +117,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
         "gb_per_s": None if seconds is None else size / seconds / 1e9,
         "of_floor": None if seconds is None else seconds / (copied * (size + stored) / (2 * size)),
         "paper_seconds": PAPER_SECONDS.get(recipe),
-        "pack_seconds": median_seconds(lambda: kvpack.pack([pair], recipe)),
+        "pack_seconds": median_seconds(lambda: kvpack.pack([pair], named, basis=basis)),
         "unpack_seconds": unpacked, "unpack_gb_per_s": size / unpacked / 1e9,
     }  # fmt: skip
 

@@ -124,8 +124,8 @@ def run(
         tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes or RECIPES, bandwidth)})
         if progress:
             progress(done, len(every) + 1)
-    # Writers of klt and transform have no kernel of their own.
-    encoded = [recipe for recipe in recipes or encode_kernels.RECIPES if not synthetic_basis.is_synthetic(recipe)]
+    # Writers of transform have no kernel of their own.
+    encoded = [recipe for recipe in recipes or encode_kernels.RECIPES if not recipe.startswith(synthetic_basis.TRANSFORM)]
     encode = encode_kernels.run(encoded) if "encode" in parts and encoded else None
     unpack = unpack_kernels.run(recipes or unpack_kernels.RECIPES) if "unpack" in parts else None
     shapes_of_queries = [shape for _, shape in named] if parts == ("queries",) and set(shapes) != set(SHAPES) else [QUERIES_SHAPE]

@@ -46,11 +46,6 @@ _LEAST_TABLE, _TABLES, _REACH = -4, 41, 63
 """Standard deviations of the tables, in steps: from 2^-4 on, four to an octave; and their largest level."""
 
 
-def is_synthetic(recipe: str) -> bool:
-    """Whether ``recipe`` names a synthetic basis."""
-    return recipe.startswith((NAME, TRANSFORM))
-
-
 def check(recipe: str) -> None:
     """Raise InvalidRecipe or InvalidParameter unless ``recipe`` is one, or names a synthetic basis."""
     if recipe.startswith(NAME):
@@ -61,21 +56,26 @@ def check(recipe: str) -> None:
         parse_recipe(recipe)
 
 
-def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
-    """``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, by a synthetic basis where it names one."""
-    if not is_synthetic(recipe):
-        layer: Layer = kvpack.pack([(k, v)], recipe)[0]
-        return layer
+def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
+    """What kvpack packs by for ``recipe``, of KV ``heads`` of these ``dims`` of keys and values: a recipe and its basis, if it has one."""
     if recipe.startswith(TRANSFORM):
         rate, scope = _rate(recipe)
-        framed = _framed(scope, k.shape[1], (k.shape[3], v.shape[3]))
-        made = tuple(_coloured(x, framed.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
-        coded: Layer = kvpack.pack([made], f"kv=transform:bits={rate}", basis=framed)[0]
-        return coded
-    basis, bits = _basis(recipe, k.shape[1], (k.shape[3], v.shape[3]))
-    # Not less than what the widths take: the next bit of a run is far away.
-    own: Layer = kvpack.pack([(k, v)], f"kv=klt:bits={bits + 1e-4:.4f}", basis=basis)[0]
-    return own
+        return f"kv=transform:bits={rate}", _framed(scope, heads, dims)
+    if recipe.startswith(NAME):
+        basis, bits = _basis(recipe, heads, dims)
+        # Not less than what the widths take: the next bit of a run is far away.
+        return f"kv=klt:bits={bits + 1e-4:.4f}", basis
+    return recipe, None
+
+
+def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
+    """``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, by a synthetic basis where it names one."""
+    named, basis = named_by(recipe, k.shape[1], (k.shape[3], v.shape[3]))
+    if recipe.startswith(TRANSFORM):
+        assert basis is not None
+        k, v = (_coloured(x, basis.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
+    layer: Layer = kvpack.pack([(k, v)], named, basis=basis)[0]
+    return layer
 
 
 def _widths(recipe: str) -> tuple[list[int], list[int]]:

@@ -8,13 +8,14 @@ from kvpack.bench import encode_kernels
 
 
 def test_equal_and_raw_sides_are_left_out() -> None:
-    recipes = ("kivi-2", "octopus-3", "bf16")
-    assert {recipe: [(side, codec.id) for side, codec in encode_kernels.codecs_of(recipe, 64)] for recipe in recipes} == {
+    recipes = ("kivi-2", "octopus-3", "bf16", "klt=6310:5310")
+    assert {recipe: [(side, codec.id) for side, codec in encode_kernels.codecs_of(recipe, 2, 64)] for recipe in recipes} == {
         "kivi-2": [("k", "group"), ("v", "group")],
         "octopus-3": [("k", "octahedral"), ("v", "group")],
         "bf16": [],
+        "klt=6310:5310": [("k", "klt"), ("v", "klt")],
     }
-    assert [side for side, _ in encode_kernels.codecs_of("kv=scalar:b=3", 64)] == ["k"]
+    assert [side for side, _ in encode_kernels.codecs_of("kv=scalar:b=3", 2, 64)] == ["k"]
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +34,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.cuda
 def test_a_small_shape() -> None:
-    report = encode_kernels.run(["kivi-4", "kv=group:b=2,scales=u8"], encode_kernels.Shape(1, 2, 2048, 64))
-    assert [(row["side"], row["seconds"] is not None) for row in report["rows"]] == [("k", True), ("v", True), ("k", False), ("v", False)]
+    recipes = ["kivi-4", "kv=group:b=2,scales=u8", "klt=6310:5310"]
+    report = encode_kernels.run(recipes, encode_kernels.Shape(1, 2, 2048, 64))
+    assert [(row["recipe"], row["side"]) for row in report["rows"]] == [(recipe, side) for recipe in recipes for side in "kv"]
+    assert [row["seconds"] is not None for row in report["rows"]] == [True, True, False, False, True, True]
     assert all(row["pack_seconds"] > 0 and row["unpack_seconds"] > 0 for row in report["rows"])
     assert report["rows"][0]["seconds"] < report["rows"][0]["pack_seconds"]

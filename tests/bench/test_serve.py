@@ -12,7 +12,7 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.bench import serve, serve_cpu, serve_peers
+from kvpack.bench import serve, serve_cpu, serve_peers, serve_turns
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import transformers_library
@@ -82,6 +82,35 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
     assert [line.split()[4:] for line in printed.splitlines() if "not timed" in line] == [["none", "not", "timed"]]
     (row,) = [line for line in printed.splitlines() if "1 x 50" in line and "DynamicCache" in line]
     assert row.rstrip().endswith("does not fit")
+
+
+def test_eager_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a device, without its graphs."""
+    monkeypatch.setattr(serve_turns, "TURNS", 3)
+    model = serve._model("small", 1, "cpu", None)
+    passes: list[tuple[str, bool]] = []
+    steps = serve_turns.seconds_of
+
+    def recorded(runs: tuple[serve_turns.Steps, ...], *rest: Any) -> dict[str, float]:
+        for run in runs:
+            run.model.register_forward_pre_hook(lambda *_, run=run: passes.append((run.name, run.model is model)))
+        return steps(runs[::2], *rest)
+
+    monkeypatch.setattr(serve, "seconds_of", recorded)
+    with torch.no_grad():
+        found = serve._in_turns(model, 2, 40, "octopus-3", "cpu")
+    assert set(found) == {"DynamicCache", "octopus-3"}
+    each = serve_turns.WARM_STEPS + serve_turns.STEPS
+    turn = [("DynamicCache", False), ("DynamicCache, flash", False)] * each + [("octopus-3", True)] * each
+    assert passes == turn * 3
+    row = {"batch": 2, "tokens": 40, "cache_bytes": 8, "peak_bytes": None, "generate_seconds": 1.0, "graph_seconds": None}
+    dense = {**row, "cache": "DynamicCache", "eager_seconds": 1.0}
+    packed = {**row, "cache": "octopus-3", "eager_seconds": 3.0, "eager_seconds_in_turn": {"DynamicCache": 4.0, "DynamicCache, flash": 6.0}}
+    report = {"shape": "small", "layers": 1, "device": "a device", "dtype": "fp32", "weights_bytes": 1, "first_token": []}
+    monkeypatch.setenv("COLUMNS", "200")
+    serve.show({**report, "decode": [dense, packed]})
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "octopus-3" in line]
+    assert line[5:9] == ["3000.00", "0.75", "/", "0.50"]
 
 
 def test_a_first_token_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,48 @@
+"""Eager decode steps of several caches in turns: the host of a device, which decides what they take, is not equally fast at all times."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack import cache_names
+
+from .serve_graphs import flash_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+WARM_STEPS, STEPS, TURNS = 2, 8, 6
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Decode steps of ``model`` over ``past``; ``flash``: with flash attention where SDPA attends."""
+
+    name: str
+    model: Any
+    past: Any
+    flash: bool = False
+
+
+def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
+    """Seconds of one step of each of ``runs`` by its name: the median of its turns, each a mean after steps to warm up."""
+    token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
+    found: dict[str, list[float]] = {run.name: [] for run in runs}
+    for _ in range(TURNS):
+        for run in runs:
+            over, begin = cache_names.over(run.model, run.past), 0.0
+            with flash_attention() if run.flash else nullcontext():
+                for step in range(WARM_STEPS + STEPS):
+                    if step == WARM_STEPS:
+                        wait(device)
+                        begin = time.perf_counter()
+                    run.model(token, **over, use_cache=True, logits_to_keep=1)
+                wait(device)
+            found[run.name].append((time.perf_counter() - begin) / STEPS)
+    return {name: median(seconds) for name, seconds in found.items()}

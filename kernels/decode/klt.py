@@ -1,17 +1,24 @@
-"""Unpack klt: tiles by the loader of attention, then the matrix of each head, a part of the tokens at a time."""
+"""Unpack klt: tiles by the loader of attention, then the matrix of each head on the matrix units, a part of the tokens at a time."""
+
+# Triton has no types.
+# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+import triton
+from triton import language as tl
 
+from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.klt import Klt
-from kvpack.formats.products import product
 from kvpack.kernels.attend import plan, rotation
+from kvpack.kernels.words.columns import launch
 
 from . import tiles
-from .decode import FUSED_DTYPES
+from .decode import FUSED_DTYPES, fits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +28,20 @@ if TYPE_CHECKING:
     from .rows import Packed
 
 PART_BYTES = 64 << 20
-"""Bytes of binary32 values at once."""
+"""Bytes of decoded tiles at once."""
+
+ROWS, SPAN, CHANNELS, WARPS = 128, 512, 128, 8
+"""Tokens that are multiplied at once and by a program, channels of a program at most, and its warps."""
+
+_PARTS = tl.constexpr(2)
+"""binary16 numbers whose sum is an entry of a matrix within 2^-22 of it, or 2^-25 of 1."""
 
 
 def takes(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
     """Whether ``unpack`` takes a codec and an output; rows that the cache holds are left to torch."""
-    return isinstance(codec, Klt) and codec.rows == "basis" and out.dtype in FUSED_DTYPES and tiles.loader_of(codec) is not None
+    return (
+        isinstance(codec, Klt) and codec.rows == "basis" and out.dtype in FUSED_DTYPES and fits(out) and tiles.loader_of(codec) is not None
+    )
 
 
 def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
@@ -38,13 +53,84 @@ def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
     work = tiles.work_of(codec, packed, batch, heads, out.device)
     if not work.blocks * batch * heads:
         return
-    matrix = rotation.value_matrix(((codec, plan.columns(codec, False)),), 1, str(out.device))
-    # The last row is the mean token.
-    columns, mean = matrix[:, :-1], matrix[:, -1:]
-    at_once = PART_BYTES // (4 * (columns.shape[1] + dim) * batch * heads)
-    with torch.autocast(out.device.type, enabled=False):
-        for blocks, start, stop in work.parts(at_once):
-            values = torch.empty(batch, heads, stop - start, columns.shape[1], dtype=torch.float16, device=out.device)
-            factors = torch.ones(batch, heads, stop - start, dtype=torch.float32, device=out.device)
-            tiles.decode(codec, work, values, blocks, None if codec.gain == "none" else factors)
-            out[:, :, start:stop] = product(values.to(torch.float32) * factors[..., None], columns) + mean
+    matrix, means = _matrix(codec, str(out.device))
+    columns = matrix.shape[2]
+    at_once = PART_BYTES // (2 * columns * batch * heads)
+    for blocks, start, stop in work.parts(at_once):
+        tokens = stop - start
+        values = torch.empty(batch, heads, tokens, columns, dtype=torch.float16, device=out.device)
+        factors = None if codec.gain == "none" else torch.empty(batch, heads, tokens, dtype=torch.float32, device=out.device)
+        tiles.decode(codec, work, values, blocks, factors)
+        channels = min(CHANNELS, matrix.shape[3])
+        launch(
+            _to_original, batch * heads * -(-tokens // SPAN) * (matrix.shape[3] // channels), out.device,
+            out, *out.stride()[:3], start, tokens, heads, values, factors, matrix, means, columns, len(matrix), DIM=dim,
+            PADDED_DIM=matrix.shape[3], CHANNELS=channels, PADDED_COLUMNS=max(16, next_power_of_two(columns)), ROWS=ROWS, SPAN=SPAN,
+            warps=WARPS, fusion=True,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each column adds to each channel, binary16 ``[matrix, part, column, padded dim]``, and mean tokens ``[matrix, padded dim]``."""
+    every = rotation.value_matrix(((codec, plan.columns(codec, False)),), 1, "cpu")
+    with torch.inference_mode(False), torch.device("cpu"):
+        every = torch.nn.functional.pad(every, (0, max(16, next_power_of_two(codec.dim)) - codec.dim))
+        # The last row is the mean token.
+        rest, parts = every[:, :-1], []
+        for _ in range(_PARTS.value):
+            parts.append(rest.to(torch.float16))
+            rest = rest - parts[-1].to(torch.float32)
+        return torch.stack(parts, 1).contiguous().to(device), every[:, -1].contiguous().to(device)
+
+
+@triton.jit(do_not_specialize=["start", "tokens", "heads", "columns", "matrices"])
+def _to_original(
+    out: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    start: tl.tensor,
+    tokens: tl.tensor,
+    heads: tl.tensor,
+    values: tl.tensor,
+    factors: tl.tensor,
+    matrix: tl.tensor,
+    means: tl.tensor,
+    columns: tl.tensor,
+    matrices: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PADDED_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> None:
+    """Multiply ``SPAN`` tokens of one head with ``CHANNELS`` channels of its matrix, then with their factors, and add the mean token.
+
+    ``values`` is binary16 ``[batch, kv_head, token, column]``, ``factors`` float32 ``[batch, kv_head, token]`` or None, and token 0 of
+    both is token ``start`` of ``out``.
+    """
+    channel = tl.program_id(0) % (PADDED_DIM // CHANNELS) * CHANNELS + tl.arange(0, CHANNELS)
+    program = tl.program_id(0) // (PADDED_DIM // CHANNELS)
+    blocks = tl.cdiv(tokens, SPAN)
+    sequence = (program // blocks).to(tl.int64)
+    first = program % blocks * SPAN
+    column = tl.arange(0, PADDED_COLUMNS)
+    number = sequence % matrices
+    place = matrix + number * _PARTS * columns * PADDED_DIM + column[:, None] * PADDED_DIM + channel[None, :]
+    upper = tl.load(place, column[:, None] < columns, 0.0)
+    lower = tl.load(place + columns * PADDED_DIM, column[:, None] < columns, 0.0)
+    mean = tl.load(means + number * PADDED_DIM + channel)[None, :]
+    out += sequence // heads * batch_stride + sequence % heads * head_stride + channel[None, :]
+    for offset in range(0, SPAN, ROWS):
+        token = first + offset + tl.arange(0, ROWS)[:, None]
+        row = sequence * tokens + token
+        tile = tl.load(values + row * columns + column[None, :], (token < tokens) & (column[None, :] < columns), 0.0)
+        # The smaller products first.
+        value = tl.dot(tile, lower)
+        value = tl.dot(tile, upper, value)
+        if factors is not None:
+            value *= tl.load(factors + row, token < tokens, 0.0)
+        value = (value + mean).to(out.dtype.element_ty)
+        tl.store(out + (start + token).to(tl.int64) * token_stride, value, (token < tokens) & (channel < DIM)[None, :])

@@ -115,7 +115,7 @@ class Columns:
 
     @property
     def plane_words(self) -> list[int]:
-        """The words a row of every plane."""
+        """The words per row of every plane."""
         return [self.width] * (self.column_bytes // 2) + [ceil_div(self.width, 2)] * (self.column_bytes % 2)
 
     @property
@@ -161,7 +161,7 @@ def default_fields(symbols: int, bases: tuple[int, ...]) -> int:
 
 
 def default_row_bytes(symbols: int, *bases: int) -> int:
-    """The bytes a row of several streams of one digit each, each at its default F."""
+    """The bytes per row of several streams of one digit each, each at its default F."""
     return sum(Columns(symbols, (base,), default_fields(symbols, (base,)), (base,)).row_bytes for base in bases)
 
 

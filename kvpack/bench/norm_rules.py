@@ -111,7 +111,7 @@ def show(report: dict[str, Any]) -> None:
         )
     settings = report["settings"]
     sizes = f"{settings['windows']} windows of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
-    columns = ["recipe", "bits,\nnorm", "bits a\nvalue", "KL (nats),\nnorm", "KL\n(nats)", "ratio", "difference"]
+    columns = ["recipe", "bits,\nnorm", "bits per\nvalue", "KL (nats),\nnorm", "KL\n(nats)", "ratio", "difference"]
     print_table(f"{report['model']}, {report['text']}: {sizes}", columns, rows)
     print("norm: norm_rule=norm, the norms that the papers store; without it, encoders store the factor that keeps products right.")
     print(f"Difference: of KL, paired by window, Student's t interval of {CONFIDENCE:.0%} over the windows.")

@@ -70,7 +70,7 @@ def add_largest_columns() -> None:
 def add_ties() -> None:
     even = create("angle", 10, n="72", norm="linear3", rotation="none")
     assert [name for name in even.packings() if name.startswith("angle_")]
-    shows = "72 bins at head dim 10: split and exact base take 4 bytes a row, the rounded base 6"
+    shows = "72 bins at head dim 10: split and exact base take 4 bytes per row, the rounded base 6"
     add_valid("angle-split-before-exact-base", shows, lambda: one_side(even, tail=0), "angle-4", "front-12")
 
 

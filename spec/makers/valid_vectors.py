@@ -145,7 +145,7 @@ def add_quaternion() -> None:
         rotation = "signed-hadamard" if dim == 12 else "none"
         words = {"s": secondary, "r": radius, "arrangement": arrangement, "norm": "fp32" if dim == 9 else "fp16", "seed": str(dim)}
         codec = create("quaternion", dim, rotation=rotation, rotation_seed="5", **words)
-        shows = f"{secondary} secondary quaternions, {radius} bits a radius, {arrangement}, head dim {dim}, rotation {rotation}"
+        shows = f"{secondary} secondary quaternions, {radius} bits per radius, {arrangement}, head dim {dim}, rotation {rotation}"
         add(f"quaternion-{secondary}-{radius}-{arrangement}", shows, lambda c=codec: one_side(c), "quaternion-4", "front-12")
     small = create("quaternion", 4, s="2", r="2", rotation="none")
     shows = "scales that are subnormal, negative and zero"

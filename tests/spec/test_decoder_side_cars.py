@@ -89,7 +89,7 @@ def test_the_layout() -> None:
 def test_the_sizes_at_head_dim_128() -> None:
     text = section(PAGE, "Layout")
     figures = re.search(
-        r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes an entry; `qjl` takes (\d+) bytes", text
+        r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes per entry; `qjl` takes (\d+) bytes", text
     )
     assert figures is not None
     codec = with_all()

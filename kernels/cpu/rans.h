@@ -31,10 +31,10 @@ INLINE void rans_symbol(RansRun *run, int64_t i) {
 enum { ONE_TABLE, OF_SYMBOLS, BY_HALVING };
 
 /* A table of few symbols. Node n is the first slot from which its right child 2n + 1 is meant, else its left one 2n; leaf FEW + i is the
-   i-th symbol that has slots, with its first slot, and with its frequency above its number. */
+   i-th symbol that has slots, with its first slot and its frequency. */
 enum { FEW = 32 };
 typedef struct {
-    uint32_t node[FEW], first[FEW], found[FEW];
+    uint16_t node[FEW], first[FEW], frequency[FEW], symbol[FEW];
 } FewSymbols;
 
 #if LEVEL == 4
@@ -42,13 +42,13 @@ typedef struct {
 static int few_symbols(const uint32_t *slots, FewSymbols *few) {
     uint32_t at = 0;
     for (int i = 0; i < FEW; i++) {
-        few->first[i] = at;
-        few->found[i] = 0;
+        few->first[i] = (uint16_t)at;
+        few->frequency[i] = few->symbol[i] = 0;
         if (at >= RANS_SLOTS) continue;
         if (slots[at] >> 20 != at) return 0;
-        uint32_t frequency = (slots[at] >> 8 & (RANS_SLOTS - 1)) + 1;
-        few->found[i] = frequency << 8 | (slots[at] & 255);
-        at += frequency;
+        few->frequency[i] = (uint16_t)((slots[at] >> 8 & (RANS_SLOTS - 1)) + 1);
+        few->symbol[i] = slots[at] & 255;
+        at += few->frequency[i];
     }
     few->node[0] = 0;
     for (uint32_t width = FEW, n = 1; width > 1; width /= 2)
@@ -56,42 +56,52 @@ static int few_symbols(const uint32_t *slots, FewSymbols *few) {
     return at == RANS_SLOTS;
 }
 
-/* The leaves of 16 slots: five halvings take less than a gather. */
-INLINE vi leaves_of(const FewSymbols *few, vu slot) {
-    __m512i nodes = _mm512_loadu_si512(few->node), last = _mm512_loadu_si512(few->node + FEW / 2), one = _mm512_set1_epi32(1);
-    __mmask16 right = _mm512_cmpge_epu32_mask((__m512i)slot, _mm512_set1_epi32((int32_t)few->node[1]));
-    __m512i n = _mm512_mask_add_epi32(_mm512_set1_epi32(2), right, _mm512_set1_epi32(2), one);
-    UNROLLED for (int level = 1; level < 5; level++) {
-        /* Of a number of 16 and more the last bits say where it is in the second table. */
-        right = _mm512_cmpge_epu32_mask((__m512i)slot, _mm512_permutexvar_epi32(n, level < 4 ? nodes : last));
-        n = _mm512_add_epi32(n, n);
-        n = _mm512_mask_add_epi32(n, right, n, one);
+/* Those lanes that are too small take a word each, in their order. Loads 16 words where it may take fewer: they are in the array, if not of
+   the chunk. */
+INLINE vu refilled(const RansRun *run, vu x, int64_t *at) {
+    __mmask16 low = _mm512_cmplt_epu32_mask((__m512i)x, _mm512_set1_epi32(RANS_LEAST));
+    __m512i next = _mm512_maskz_expand_epi32(low, (__m512i)load_words(run->words + *at));
+    *at += __builtin_popcount(low);
+    return (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
+}
+
+/* Symbols `i` on, one of every lane: five halvings take less than two gathers. A word holds a slot of either half of the lanes, so that both
+   are looked up at once; the second half's is the upper word of each pair. */
+INLINE void rans_step_of_few(const RansRun *run, int64_t i, const FewSymbols *few, vu *state, int64_t *at) {
+    const __m512i node = _mm512_loadu_si512(few->node), one = _mm512_set1_epi16(1);
+    __m512i slot = _mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)state[0], (__m512i)(state[1] << 16));
+    slot = _mm512_and_si512(slot, _mm512_set1_epi16(RANS_SLOTS - 1));
+    /* Nodes 2, 1 and 3 are in the order of their slots: the number of those that a slot reaches is that of two halvings. */
+    __m512i n = _mm512_set1_epi16(4);
+    n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[2])), n, one);
+    n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[1])), n, one);
+    n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[3])), n, one);
+    UNROLLED for (int level = 2; level < 5; level++) {
+        __mmask32 right = _mm512_cmpge_epu16_mask(slot, _mm512_permutexvar_epi16(n, node));
+        n = _mm512_add_epi16(n, n);
+        n = _mm512_mask_add_epi16(n, right, n, one);
     }
-    return (vi)n;
+    vu frequency = (vu)_mm512_permutexvar_epi16(n, _mm512_loadu_si512(few->frequency));
+    vu rest = (vu)_mm512_sub_epi16(slot, _mm512_permutexvar_epi16(n, _mm512_loadu_si512(few->first)));
+    state[0] = refilled(run, (frequency & 0xffff) * (state[0] >> RANS_BITS) + (rest & 0xffff), at);
+    state[1] = refilled(run, (frequency >> 16) * (state[1] >> RANS_BITS) + (rest >> 16), at);
+    vu symbols = (vu)_mm512_permutexvar_epi16(n, _mm512_loadu_si512(few->symbol));
+    _mm_storeu_si128((__m128i *)(run->symbols + i), _mm512_cvtepi32_epi8((__m512i)symbols));
+    _mm_storeu_si128((__m128i *)(run->symbols + i + 16), _mm512_cvtepi32_epi8((__m512i)(symbols >> 16)));
 }
 
-INLINE vu of_leaf(const uint32_t *table, vi leaf) {
-    return (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)leaf, _mm512_loadu_si512(table + 16));
-}
-
-/* Symbols `i` on, one of every lane. Loads 16 words where it may take fewer: they are in the array, if not of the chunk. */
+/* Symbols `i` on, one of every lane. */
 INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols *few, vu *state, int64_t *at) {
+    if (kind == BY_HALVING) {
+        rans_step_of_few(run, i, few, state, at);
+        return;
+    }
     UNROLLED for (int part = 0; part < 2; part++) {
-        vu x = state[part], slot = x & (RANS_SLOTS - 1), found;
-        if (kind == BY_HALVING) {
-            vi leaf = leaves_of(few, slot);
-            found = of_leaf(few->found, leaf);
-            x = (found >> 8) * (x >> RANS_BITS) + slot - of_leaf(few->first, leaf);
-        } else {
-            vu place = slot;
-            if (kind == OF_SYMBOLS) place |= (vu)load_octets(run->tables + i + 16 * part) << RANS_BITS;
-            found = (vu)_mm512_i32gather_epi32((__m512i)place, run->slots, 4);
-            x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
-        }
-        __mmask16 low = _mm512_cmplt_epu32_mask((__m512i)x, _mm512_set1_epi32(RANS_LEAST));
-        __m512i next = _mm512_maskz_expand_epi32(low, (__m512i)load_words(run->words + *at));
-        state[part] = (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
-        *at += __builtin_popcount(low);
+        vu x = state[part], slot = x & (RANS_SLOTS - 1), place = slot;
+        if (kind == OF_SYMBOLS) place |= (vu)load_octets(run->tables + i + 16 * part) << RANS_BITS;
+        vu found = (vu)_mm512_i32gather_epi32((__m512i)place, run->slots, 4);
+        x = ((found >> 8 & (RANS_SLOTS - 1)) + 1) * (x >> RANS_BITS) + slot - (found >> 20);
+        state[part] = refilled(run, x, at);
         _mm_storeu_si128((__m128i *)(run->symbols + i + 16 * part), _mm512_cvtepi32_epi8((__m512i)found));
     }
 }

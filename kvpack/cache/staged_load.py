@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 1 << 29
 """The most staging memory of one load, unless twice its largest copy is more."""
-COPY_BYTES = 1 << 25
+COPY_BYTES = 1 << 24
 """The most bytes of a copy, but for a side that the host checks; small layers are copied together."""
 READ_BYTES = 1 << 22
 """The most bytes of a read, but for such a side: threads read the bytes of one copy together, so that it begins soon."""
@@ -46,11 +46,12 @@ _READERS = 12
 """Threads that only read. More wait for each other, since each read takes the interpreter a moment.
 
 H200s' machines of 16 cores loaded 1.02 GB, medians of two rounds: with reads of 2 MiB in 45 and 42 ms by 8 threads, with reads of 4 MiB in
-45 and 42 by 8, 37 and 39 by 10, 33 and 40 by 12, 40 and 41 by 16; with reads of 8 MiB in 48 and 47 by 8.
+45 and 42 by 8, 37 and 39 by 10, 33 and 40 by 12, 40 and 41 by 16; with reads of 8 MiB in 48 and 47 by 8. An H100's of as many cores
+loaded it in 38 to 41 ms with copies of 32 MiB, in 36 with these and two reads waiting, and in 56 to 68 where threads begin the copies.
 """
 _CHECKERS = 16
 """Threads that also check what they read."""
-_WAITING = 4
+_WAITING = 2
 """Reads that have memory before a thread begins them: less memory is more of it in the processor's cache."""
 
 

@@ -29,7 +29,7 @@ from .process_time import interleaved
 from .serve_cpu import ROUNDS, STEPS, room, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
 from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, outcome, peers, row_of
-from .serve_turns import Steps, seconds_of
+from .serve_turns import ALONE, Steps, alone, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -288,14 +288,14 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
 
 
 def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Seconds of eager steps by cache: a DynamicCache, also with flash attention, and ``recipe``."""
+    """Seconds of eager steps by cache: a DynamicCache, also with flash attention, ``recipe``, and none."""
     from kvpack.integrations.transformers import KvpackCache
 
     plain = with_plain_attention(model)
     dense = _dynamic_cache(plain, _states(plain, batch, tokens, device), tokens)
     with KvpackCache(model, _packed(model, batch, tokens, recipe, device)) as past:
-        runs = Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True), Steps(recipe, model, past)
-        return seconds_of(runs, batch, device, _wait)
+        runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True), Steps(recipe, model, past)]
+        return seconds_of([*runs, alone(with_plain_attention(plain), tokens)], batch, device, _wait)
 
 
 def _packed(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
@@ -493,8 +493,9 @@ def show(report: dict[str, Any]) -> None:
     on_cpu, dtype = report["device"] == "cpu", report["dtype"]
     title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights in {dtype}, on {report['device']}"
     beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
+    in_turns = beside + " / alone" * any(ALONE in row.get("eager_seconds_in_turn", {}) for row in report["decode"])
     columns = [
-        "batch x tokens", "cache", "cache\nbytes", "eager\nms", beside, "generate\nms/token", beside, f"x {dtype}\nin a graph",
+        "batch x tokens", "cache", "cache\nbytes", "eager\nms", in_turns, "generate\nms/token", beside, f"x {dtype}\nin a graph",
         "graph\nms", f"x {dtype}\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
     # Columns of what only devices have stay empty on a CPU.
@@ -508,6 +509,7 @@ def show(report: dict[str, Any]) -> None:
         print("\nEvery eager step is of a length that is new, as in generate.")
         print("Over packed caches generate replays graphs (graphs=True), and is timed once its kernels are compiled.")
         print("Ratios of eager steps are of steps in turns, where both caches fit: the host is not equally fast at all times.")
+        print("alone: the model with no cache, and attention that gives back its queries; where steps take little more, the host decides.")
         print("A StaticCache has a mask over all its room; generate compiles its steps where compiled is said (--compiled), once before.")
         print(f"The {dtype} graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")
     rows = []

@@ -41,7 +41,7 @@ class StaticStates:
         self._positions = [torch.tensor([length], device=keys.device) for length, (keys, _) in zip(lengths, states, strict=True)]
         # A window holds one token more than were kept, and always the same number.
         self._stops = [length + (ROOM // 2 if length == tokens else 1) for length in lengths]
-        self.cache = library.Cache(layers=[_layer(library, tokens) for _ in states])
+        self.cache = cache_of_length(tokens, len(states))
         library.AttentionInterface.register(NAME, self._attend)
         library.AttentionMaskInterface.register(NAME, lambda *_, **__: None)
 
@@ -71,7 +71,10 @@ class StaticStates:
         return out.transpose(1, 2).contiguous(), None
 
 
-def _layer(library: Any, tokens: int) -> Any:
+def cache_of_length(tokens: int, layers: int) -> Any:
+    """A transformers cache that says that it holds ``tokens`` tokens, and keeps none: a layer gives back what it is given."""
+    library: Any = transformers_library()
+
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]
         is_sliding = False
 
@@ -97,7 +100,7 @@ def _layer(library: Any, tokens: int) -> Any:
         def get_max_cache_shape(self) -> int:
             return -1
 
-    return Layer()
+    return library.Cache(layers=[Layer() for _ in range(layers)])
 
 
 def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack import cache_names
+from kvpack.models import transformers_library
 
-from .serve_graphs import flash_attention
+from .serve_graphs import cache_of_length, flash_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
+ALONE = "the model alone"
+"""The name of steps without a cache: what a model takes whatever attends."""
+_NOTHING = "kvpack bench nothing"
+"""The name of attention that attends to nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,19 @@ class Steps:
     model: Any
     past: Any
     flash: bool = False
+
+
+def alone(model: Any, tokens: int) -> Steps:
+    """Steps after ``tokens`` tokens of ``model`` with attention that gives its queries back; its attention stays so."""
+    library = transformers_library()
+
+    def attend(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:
+        return q[..., : v.shape[3]].transpose(1, 2).contiguous(), None
+
+    library.AttentionInterface.register(_NOTHING, attend)
+    library.AttentionMaskInterface.register(_NOTHING, lambda *_, **__: None)
+    model.set_attn_implementation(_NOTHING)
+    return Steps(ALONE, model, cache_of_length(tokens, model.config.num_hidden_layers))
 
 
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:

@@ -91,26 +91,42 @@ def test_eager_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     passes: list[tuple[str, bool]] = []
     steps = serve_turns.seconds_of
 
-    def recorded(runs: tuple[serve_turns.Steps, ...], *rest: Any) -> dict[str, float]:
+    def recorded(runs: list[serve_turns.Steps], *rest: Any) -> dict[str, float]:
         for run in runs:
             run.model.register_forward_pre_hook(lambda *_, run=run: passes.append((run.name, run.model is model)))
-        return steps(runs[::2], *rest)
+        return steps([runs[0], *runs[2:]], *rest)
 
     monkeypatch.setattr(serve, "seconds_of", recorded)
     with torch.no_grad():
         found = serve._in_turns(model, 2, 40, "octopus-3", "cpu")
-    assert set(found) == {"DynamicCache", "octopus-3"}
+    assert set(found) == {"DynamicCache", "octopus-3", "the model alone"}
     each = serve_turns.WARM_STEPS + serve_turns.STEPS
     turn = [("DynamicCache", False), ("DynamicCache, flash", False)] * each + [("octopus-3", True)] * each
-    assert passes == turn * 3
+    assert passes == (turn + [("the model alone", False)] * each) * 3
     row = {"batch": 2, "tokens": 40, "cache_bytes": 8, "peak_bytes": None, "generate_seconds": 1.0, "graph_seconds": None}
     dense = {**row, "cache": "DynamicCache", "eager_seconds": 1.0}
-    packed = {**row, "cache": "octopus-3", "eager_seconds": 3.0, "eager_seconds_in_turn": {"DynamicCache": 4.0, "DynamicCache, flash": 6.0}}
+    others = {"DynamicCache": 4.0, "DynamicCache, flash": 6.0, "the model alone": 2.0}
+    packed = {**row, "cache": "octopus-3", "eager_seconds": 3.0, "eager_seconds_in_turn": others}
     report = {"shape": "small", "layers": 1, "device": "a device", "dtype": "fp32", "weights_bytes": 1, "first_token": []}
     monkeypatch.setenv("COLUMNS", "200")
     serve.show({**report, "decode": [dense, packed]})
-    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "octopus-3" in line]
-    assert line[5:9] == ["3000.00", "0.75", "/", "0.50"]
+    printed = capsys.readouterr().out
+    (line,) = [line.split() for line in printed.splitlines() if "octopus-3" in line]
+    assert line[5:11] == ["3000.00", "0.75", "/", "0.50", "/", "1.50"]
+    assert "alone: the model with no cache" in printed
+
+
+def test_steps_of_a_model_alone_compute_all_but_attention() -> None:
+    model = serve._model("small", 2, "cpu", None)
+    steps = serve_turns.alone(serve_cpu.with_plain_attention(model), 40)
+    token = torch.tensor([[5]])
+    with torch.no_grad():
+        out = steps.model(token, past_key_values=steps.past, use_cache=True)
+        again = steps.model(token, past_key_values=steps.past, use_cache=True)
+        assert not torch.equal(out.logits, model(token, use_cache=False).logits)
+    assert torch.equal(out.logits, again.logits)
+    assert steps.past.get_seq_length() == 40
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_first_token_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,17 +64,19 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
 
 
 def bound(header: Header, source: Any = None) -> Header:
-    """``header`` with codecs that have the bases they need, from ``source`` as ``find`` takes it.
+    """``header`` with codecs of sides that have the bases they need, from ``source`` as ``find`` takes it.
 
     Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.
     """
-    needed = {codec.basis for codec in header.codecs if isinstance(codec, Klt | Transform) and _is_unbound(codec)}
+    used = {side.codec for layer in header.layers for _, side in layer.sides()}
+    chosen = [(number in used, codec) for number, codec in enumerate(header.codecs)]
+    needed = {codec.basis for of_a_side, codec in chosen if of_a_side and isinstance(codec, Klt | Transform) and _is_unbound(codec)}
     if not needed:
         return header
     if source is None:
         raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, its path, or the path of a folder that holds it")
     bases = {digest: find(source, digest) for digest in needed}
-    codecs = tuple(_bound(number, codec, bases) for number, codec in enumerate(header.codecs))
+    codecs = tuple(_bound(number, codec, bases) if of_a_side else codec for number, (of_a_side, codec) in enumerate(chosen))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
             codec = codecs[side.codec]

@@ -25,6 +25,7 @@ from kvpack.formats.basis import BasisRows, rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, InvalidShape, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt, columns_of
 
+from file_parts import changed  # isort: skip
 from klt_bases import random_basis, random_rows, with_random_basis  # isort: skip
 from side_car_recipes import attention  # isort: skip
 from spec_pages import SPEC, section  # isort: skip
@@ -149,6 +150,14 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
         kvpack.load(folder / "b.kvbasis")
     with pytest.raises(InvalidParameter, match="is a cache, expected a basis"):
         Basis.load(path)
+
+
+def test_codecs_that_no_side_uses_need_no_basis(basis: Basis, tmp_path: Path) -> None:
+    path, codec = tmp_path / "x.kvpack", Klt.of(32, basis.digest, 0, "k", b"\2\2")
+    kvpack.save(kvpack.pack(pairs(3), "raw"), path)
+    entry = {"id": codec.id, **codec.params()}
+    path.write_bytes(changed(path.read_bytes(), lambda parts: parts.header["codecs"].append(entry)))
+    assert kvpack.load(path).tokens == 3
 
 
 def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:

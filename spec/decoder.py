@@ -468,16 +468,16 @@ class Walk:
     def id(self) -> bytes | None:
         """The id of the next value where it is the map of a codec, else None."""
         kind, count = self.head()
-        found = None
         if kind != "map":
             self.pass_by(kind, count)
             return None
+        ids = []
         for _ in range(count):
-            if self.string() == b"id" and found is None:
-                found = self.string()
+            if self.string() == b"id":
+                ids.append(self.string())
             else:
                 self.pass_by(*self.head())
-        return found
+        return ids[0] if ids else None
 
 
 def refuse_news(data: bytes, more_codecs: Sequence[str] = ()) -> None:

@@ -140,15 +140,15 @@ class _Walk:
         return None
 
     def entry(self, key: str) -> str | None:
-        """Skip the next value, a map; return its string for ``key``, or None."""
+        """Skip the next value, a map; return its first value for ``key`` if that is a string, or None."""
         kind, count = self.value()
         if kind != _MAP:
             self.leave(kind, count)
             return None
-        found = None
+        found, seen = None, False
         for _ in range(count):
-            if self.string() == key and found is None:
-                found = self.string()
+            if self.string() == key and not seen:
+                found, seen = self.string(), True
             else:
                 self.skip(1)
         return found

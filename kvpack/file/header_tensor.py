@@ -66,7 +66,11 @@ def parse_header(data: bytes) -> Header:
     """
     try:
         return _parsed(data)
-    except (UnknownCodec, InvalidHeader, LimitExceeded):
+    except UnknownCodec:
+        _refuse_news(data)
+        # The first of several ids counts, and it is known.
+        raise InvalidHeader("kvpack.header is not canonical msgpack: the key id occurs twice in the map of a codec") from None
+    except (InvalidHeader, LimitExceeded):
         _refuse_news(data)
         raise
 

@@ -360,6 +360,20 @@ def test_a_walk_passes_by_values_of_any_form(first: object, second: object, vers
     assert news(data, [""], ["raw"]) == (version, "new", "fractal")
 
 
+@pytest.mark.parametrize(("first", "second", "unknown"), [("fractal", "raw", "fractal"), ("raw", "fractal", None), (1, "fractal", None)])
+def test_the_first_of_several_ids_of_a_codec_counts(first: object, second: object, unknown: str | None) -> None:
+    data = b"\x81\xa6codecs\x91\x82" + b"".join(map(msgpack.packb, ("id", first, "id", second)))
+    assert news(data, (), ["raw"]).codec == unknown
+
+
+def test_a_later_id_of_a_codec_is_not_called_unknown() -> None:
+    top = header_map()
+    codec = msgpack.packb(top["codecs"][0])
+    twice = bytes([codec[0] + 1]) + codec[1:] + msgpack.packb("id") + msgpack.packb("fractal")
+    with pytest.raises(InvalidHeader, match="the key id occurs twice"):
+        parse_header(msgpack.packb(top).replace(codec, twice))
+
+
 def test_a_newer_codec_is_unknown_whatever_its_parameters() -> None:
     top = header_map()
     top["codecs"][1] = {"id": "fractal", "tree": [[1], {"a": b"b"}]}

@@ -176,6 +176,10 @@ def vectors() -> dict[str, Vector]:
         "opaque-of-text": Vector("opaque whose dim is text", "row-8", opaque(dim="8")),
         "of-two-sequences": Vector("sides of two sequences", "row-3", described(both(batch=2))),
         "of-two-runs": Vector("sides of two runs", "row-3", described(both(runs=[1, 2]), "kv=group:b=2,g=4,axis=token")),
+        "of-no-runs": Vector("sides of no runs, and no tokens", "row-3", described(both(runs=[]))),
+        "with-entries": Vector(
+            "a stream with a row per entry, and no entries", "row-3", described(outliers, "kv=group:b=2,g=4,axis=channel")
+        ),
         "with-a-tail": Vector("sides with a tail", "row-3", described(both(tail=1))),
         "with-a-window": Vector("sides with a window", "row-3", described(both(window=4))),
         "of-other-heads": Vector(
@@ -200,6 +204,13 @@ def opaque(**parameters: Any) -> Callable[[], bytes]:
 
 def both(**values: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda header: [side(number, name, **values)(header) for number in range(2) for name in "kv"]
+
+
+def outliers(header: dict[str, Any]) -> None:
+    """Gives every codec outliers, of which no side has any."""
+    for codec in header["codecs"]:
+        codec["outliers"] = {"fields": 1}
+    both(entries={"outliers": 0})(header)
 
 
 def unaligned() -> bytes:

@@ -119,16 +119,17 @@ def add_refused_bases() -> None:
         ("of-other-heads", "transform-7", {}, 1, "a number of heads that is not that of the basis"),
     ):
         made = replace(value, **changes, source=None)
+        add(f"transform-basis-{name}", rule, "InvalidHeader", shows, lambda of=made, by=heads: empty(of, by), basis=BASIS)
 
-        def make(made: Transform = made, heads: int = heads) -> bytes:
-            layouts = made.layout(1, heads, 1).items()
-            streams = {stream: torch.zeros(layout.shape, dtype=torch.int16).view(torch.uint16) for stream, layout in layouts}
-            streams["tokens"] = torch.ones(1, 1, 1, dtype=torch.int16).view(torch.uint16)
-            streams["states"].view(torch.int16)[..., 1::2] = 1
-            tail = torch.zeros(1, heads, 0, made.dim, dtype=torch.bfloat16)
-            return file_of((Side(made, (Page(made, 1, streams),), tail), None))
 
-        add(f"transform-basis-{name}", rule, "InvalidHeader", shows, make, basis=BASIS)
+def empty(by: Transform, heads: int) -> bytes:
+    """A file of one group of one token without columns."""
+    layouts = by.layout(1, heads, 1).items()
+    streams = {stream: torch.zeros(layout.shape, dtype=torch.int16).view(torch.uint16) for stream, layout in layouts}
+    streams["tokens"] = torch.ones(1, 1, 1, dtype=torch.int16).view(torch.uint16)
+    streams["states"].view(torch.int16)[..., 1::2] = 1
+    tail = torch.zeros(1, heads, 0, by.dim, dtype=torch.bfloat16)
+    return file_of((Side(by, (Page(by, 1, streams),), tail), None))
 
 
 @cache

@@ -25,6 +25,7 @@ import lossless_vectors  # isort: skip
 import transform_corner_vectors  # isort: skip
 import transform_vectors  # isort: skip
 import metadata_vectors  # isort: skip
+import misreading_vectors  # isort: skip
 import parameter_vectors  # isort: skip
 import position_vectors  # isort: skip
 import row_vectors  # isort: skip
@@ -59,6 +60,7 @@ MODULES = (
     state_vectors,
     klt_vectors,
     transform_corner_vectors,
+    misreading_vectors,
 )
 for module in MODULES:
     module.add_all()

@@ -70,7 +70,7 @@ def targets() -> Callable[[str], Target]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
     target = targets(name)
-    assert any(target.check(data) for data in target.seeds[:: max(1, len(target.seeds) // 8)]), "a seed is accepted"
+    assert any(target.check(data) for data in target.seeds), "a seed is accepted"
     count = INPUTS.get(name, 150)
     report = run(target, count, tmp_path)
     assert not report.crashes, report.crashes[0]
@@ -102,7 +102,7 @@ def test_mutations_are_repaired_and_repeat() -> None:
     files = seeds.kvpack_files()
     vocabulary, refusals, accepted, right, whole = Vocabulary.of(files), [], 0, 0, 0
     for number in range(300):
-        data = files[number % len(files)]
+        data = files[number * len(files) // 300]
         mutated = mutated_file(data, vocabulary, random.Random(number), 1 << 14)
         assert mutated == mutated_file(data, vocabulary, random.Random(number), 1 << 14)
         try:

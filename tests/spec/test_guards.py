@@ -20,6 +20,7 @@ from kvpack.file.row import frame_of, front_of
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
 
+import klt_vectors  # isort: skip
 from file_parts import Parts, one_side  # isort: skip
 from guard_removal import all_guards, caught_by_a_file, listed, readings  # isort: skip
 from guards import LIBRARY, guards_of  # isort: skip
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
+BASES = [Basis.load(FOLDER / path) for path in (BASIS, klt_vectors.BASIS)]
 SHARE = 8
 """One guard in so many is taken out by the tests of every change."""
 
@@ -82,7 +84,7 @@ def load(data: bytes, file: str) -> object:
     """The cache, or the basis, that a file is."""
     opened = container.open_bytes(bytearray(data))
     # What is refused without the basis is refused with it, but for its being missing.
-    given = [*basis_of(file), *([] if LINES[file]["error"] == "MissingBasis" else [Basis.load(FOLDER / BASIS)])]
+    given = [*basis_of(file), *([] if LINES[file]["error"] == "MissingBasis" else BASES)]
     return Basis.of_bytes(data) if opened.header.is_basis else files.read(opened, basis=given)
 
 

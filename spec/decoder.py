@@ -879,6 +879,7 @@ def given_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[dic
     require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
     assert hashlib.sha256(bases[digest]).digest() == digest
     found = read(bases[digest])
+    require(BASIS in found.required, "basis.md, File", f"{prefix}*: {digest.hex()} is a cache and no basis")
     require(layer < len(found.layers) and found.layers[layer][name] is not None, rule, f"{prefix}*: the basis has no {layer}.{name}")
     basis = found.layers[layer][name]
     assert basis is not None
@@ -2136,12 +2137,12 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     if of_entries:
         require(list(value) == [*SIDE_KEYS, "entries"], FIELDS, f"a side of {what} has the keys {list(value)}, the last not entries")
     else:
-        require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, and no stream has a row an entry")
+        require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, and no stream has a row per entry")
     return Side(codec, batch, heads, runs, tail, tail_dtype, window, take_entries(entries, of_entries, what))
 
 
 def take_entries(value: Any, names: list[str], what: str) -> dict[str, int]:
-    """The rows of the streams ``names``, which have a row an entry."""
+    """The rows of the streams ``names``, which have a row per entry."""
     if not names:
         return {}
     if not isinstance(value, dict) or list(value) != names:
@@ -2393,7 +2394,7 @@ def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, by
 
 
 def flags_of(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
-    """side-cars.md, Layout: for each stream with a row an entry, the flags by token, sequence, and head and chunk."""
+    """side-cars.md, Layout: for each stream with a row per entry, the flags by token, sequence, and head and chunk."""
     made: dict[str, dict[tuple[int, ...], int]] = {}
     if "outliers" in side.codec.side_cars:
         rows = enumerate(side.digits["outlier_flags"])

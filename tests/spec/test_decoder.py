@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from kvpack.file import container
 from kvpack.formats import CODECS
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import KvpackError
+from kvpack.formats.klt import Klt
 
 from caches import RECIPES, random_pairs  # isort: skip
 from decoded_alike import assert_same_cache, assert_within  # isort: skip
@@ -543,6 +545,18 @@ def test_a_frame_of_no_content_is_a_tensor_without_bytes() -> None:
     frame(compressed)(parts)
     assert parts.header["tensors"][0][2:4] == [[1, 2, 0, 3], "zstd"]
     assert not refused_alike(parts.joined())
+
+
+def test_a_cache_is_no_basis() -> None:
+    def by(basis: bytes) -> Any:
+        codec = Klt.of(16, hashlib.sha256(basis).digest(), 0, "k", b"\2")
+        return decoder.read(one_side(codec), None, [basis])
+
+    parts = Parts.of(random_basis({(0, "k"): (2, 16)}, 1))
+    assert by(parts.joined()).layers
+    parts.header["required"] = []
+    with pytest.raises(decoder.Refused, match="is a cache and no basis"):
+        by(parts.joined())
 
 
 def test_without_a_decompressor_a_frame_is_refused_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 
 import numpy
 import pytest
@@ -11,6 +12,7 @@ import torch
 from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import parse_recipe
+from kvpack.store.page_keys import page_key
 
 from numbered_rules import rules  # isort: skip
 from page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, bases, manifest, sealed, values_of, vectors  # isort: skip
@@ -90,6 +92,16 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     assert (numpy.abs(flat - expected) <= tolerances + spread * numpy.abs(expected) + 2**-16).all()
     again = data[: int.from_bytes(data[16:24], "little")]
     assert sealed(again) == again
+
+
+def test_the_example_of_an_entry() -> None:
+    row = (FOLDER / "raw.row").read_bytes()
+    read = decoder.read_row(row)
+    (size,) = struct.unpack_from("<I", row, 96)
+    fields = b"kvpack-page 2", read.namespace, read.key, row[128 : 128 + size]
+    name = hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()
+    assert page_key(*fields[1:]) == name
+    assert f"[raw.row](row-vectors/raw.row) is the entry `{name.hex()}`" in (FOLDER.parent / "row.md").read_text(encoding="utf-8")
 
 
 def test_the_example_of_the_checksum() -> None:

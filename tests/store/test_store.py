@@ -22,7 +22,9 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.store import entries as entries_module
+from kvpack.store.basis_keys import basis_keys
 from kvpack.store.counters import NAMES, Latency
+from kvpack.store.encryption import Cipher
 from kvpack.store.metrics import register_metrics
 
 from caches import dense, random_pairs  # isort: skip
@@ -145,7 +147,12 @@ def test_keys_are_those_of_the_text() -> None:
     assert store.keys(range(9)) == store.keys(range(9), inputs=[b"", b""]) == [first, second]
     assert store.keys(range(9), inputs=[b"", b"image"]) == [first, with_inputs]
     text = (Path(__file__).parents[2] / "spec" / "store.md").read_text()
-    assert re.findall("`([0-9a-f]{64})`", text) == [digest.hex() for digest in (root, first, second, with_inputs)]
+    vector = (Path(__file__).parents[2] / "spec" / "vectors" / "valid" / "basis-two-layers.kvpack").read_bytes()
+    basis = hashlib.sha256(vector).digest()
+    encrypted = hashlib.sha256(prefixed(b"kvpack-basis 1", basis, b"a", b"t")).digest()
+    assert [*basis_keys(basis, None), *basis_keys(basis, Cipher({"a": bytes(32)}, "t"))] == [basis, encrypted]
+    named = (root, first, second, with_inputs, basis, encrypted)
+    assert re.findall("`([0-9a-f]{64})`", text) == [digest.hex() for digest in named]
 
 
 @pytest.mark.parametrize("tenant", ["", "a/b", "..", "\0", "@", "\ud800", "x" * 100_000], ids=repr)

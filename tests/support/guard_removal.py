@@ -69,7 +69,10 @@ TESTS = {
         "file/test_container.py::test_no_other_frame_is_decoded",
         "file/test_container.py::test_a_frame_of_no_content_is_read_to_its_end",
     ],
-    "decoder": ["spec/test_guards.py::test_the_second_decoder_needs_a_decompressor"],
+    "decoder": [
+        "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
+        "spec/test_decoder.py::test_a_cache_is_no_basis",
+    ],
     "checks": OF_HEADERS,
     "header": OF_HEADERS,
     "header_tensor": OF_HEADERS,

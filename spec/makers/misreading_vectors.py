@@ -26,6 +26,7 @@ from side_car_vectors import ALL  # isort: skip
 from state_vectors import BF16, DATA, FEATURE, record, state  # isort: skip
 from strategies import create  # isort: skip
 from valid_vectors import add as add_valid  # isort: skip
+from valid_vectors import with_fields  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ def add_all() -> None:
         add_front,
         add_states,
         add_codecs,
+        add_angles,
         add_side_cars,
         add_words,
         add_klt,
@@ -224,6 +226,32 @@ def add_codecs() -> None:
         shows = f"a codec {codec.id} of 256 tokens of 256 channels, which no side uses"
         make = lambda c=codec: one_side(RAW, lambda parts: parts.header["codecs"].append({"id": c.id, **c.params()}))  # noqa: E731
         add_valid(f"{codec.id}-largest-chunk", shows, make)
+
+
+def add_angles() -> None:
+    """Codecs of angles: bins beyond the last in both arrangements, pairs at the ends of levels, and numbers of bits."""
+    norms = create("angle", 6, n="8", norm="fp32", rotation="none")
+    add_alone("angle-norm-bits-of-fp32", "angle-2", norms, {"norm_bits": 4}, "norm_bits is 4 and norms are fp32")
+    direct = with_fields(create("angle", 6, n="100", norm="linear8", arrangement="direct", rotation="none"), 1)
+    shows = "a bin that is not below bins, within its base, of the arrangement direct"
+    add_payload("digit-of-a-direct-bin", "front-2", direct, "symbol.0", 0, "6400", shows)
+    for dim, bits_ in ((18, "2.2.2"), (26, "1.1.1.1.1")):
+        codec = create("polar", dim, b=bits_, rotation="none")
+        shows = f"head dim {dim}: an odd number of radii, of which the last has fewer channels and passes on"
+        add_valid(f"polar-dim-{dim}", shows, lambda c=codec: one_side(c, tail=0), "polar-5", "front-12")
+    two = create("polar", 4, b="1.1", rotation="none")
+    ends = struct.pack("<fI", -0.0, 0x3FC90FDA)
+    shows = "a table from -0 to the largest number that is not above half of pi"
+    add_valid("polar-table-of-0-and-half-pi", shows, lambda: one_side(two, edit("codecs.0.angle_table", ends), tail=0), "polar-5")
+    one = create("polar", 2, b="1", rotation="none")
+    for name, changes, shows in (
+        ("bits-9", {"bits": "9"}, "bits is 9"),
+        ("bits-02", {"bits": "02"}, "bits is 02"),
+        ("bits-with-a-line-feed", {"bits": "2\n"}, "bits ends with a line feed"),
+        ("dim-3", {"dim": 3}, "dim is 3"),
+        ("two-levels-of-one-pair", {"bits": "1.1"}, "two levels of two channels"),
+    ):
+        add_alone(f"polar-pair-{name}", "polar-2", one, {**changes, "fields": {"angles1": 1}}, shows)
 
 
 def add_side_cars() -> None:

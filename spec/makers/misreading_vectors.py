@@ -90,6 +90,9 @@ def add_news_in_other_forms() -> None:
     unsupported("required-feature-in-a-cut-array", "container-7", LATER, shows, lambda: with_header(cut))
     shows = "a header that ends within the name of a feature, which is not told"
     add("msgpack-cut-in-a-feature", "container-10", "InvalidHeader", shows, lambda: with_header(lambda packed: cut(packed)[:-1]))
+    shows = "a header that ends within the map of an unknown codec, which is not told"
+    half = lambda packed: packed.split(b"\xa6codecs\x91")[0] + b"\xa6codecs\x91\x82\xa2id\xa9new-codec"  # noqa: E731
+    add("msgpack-cut-in-a-codec", "container-10", "InvalidHeader", shows, lambda: with_header(half))
     shows = "a feature named by bytes, which are no string"
     named = lambda packed: packed.replace(b"\xa8required\x90", b"\xa8required\x91\xc4\x0bnew-feature")  # noqa: E731
     add("header-required-bytes", "container-11", "InvalidHeader", shows, lambda: with_header(named))
@@ -132,6 +135,8 @@ def add_news_twice() -> None:
 
 
 def add_front() -> None:
+    shows = "another dtype of kvpack.header in the JSON header, so that its format 2 is not looked at"
+    add("json-header-dtype-of-a-later-format", "container-5", "InvalidHeader", shows, dtype_of_a_later_format)
     shows = "the major number begins with a zero, and would be 2"
     add("json-header-version-02", "container-5", "InvalidHeader", shows, lambda: in_text('"kvpack":"1 ', '"kvpack":"02 '))
     size = len(msgpack.packb(Parts.of(in_text("", "")).header))
@@ -160,6 +165,13 @@ def add_front() -> None:
     add("zstd-window-of-the-content", "container-26", "InvalidPayload", shows, wide_segment)
     names = integer("\uffff", 1) + integer("\U00010000", 2)
     add_metadata("beyond-ascii", "names by code points, which are not in the order of UTF-16", names)
+
+
+def dtype_of_a_later_format() -> bytes:
+    data = one_side(RAW, edit("format", 2))
+    right = b'"kvpack.header":{"dtype":"U8"'
+    assert data.count(right) == 1
+    return data.replace(right, right.replace(b"U8", b"I8"))
 
 
 def wide_segment() -> bytes:

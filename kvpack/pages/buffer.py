@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,19 +49,20 @@ class PageBuffer:
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
-        """``slots`` as Python's integers: sums of an engine's narrow ones with addresses would wrap around.
+        """``slots`` as integers. Raises as ``checked_slots``, and InvalidParameter where slots are ``written`` that share memory."""
+        if written and self._shared:
+            raise InvalidParameter(f"{self._shared}, and a page cannot be written there: give memory of its own to every value")
+        return checked_slots(slots, self.slots, written)
 
-        Raises OutOfBounds for a slot that is not there, and InvalidParameter for what is no integer and, where slots are ``written``,
-        for one that is given twice.
-        """
-        found = [integer(slot, "a slot") for slot in slots]
-        for slot in found:
-            if not 0 <= slot < self.slots:
-                raise OutOfBounds(f"slot {slot} was given, and the buffer has {self.slots}")
-        if written and len(set(found)) < len(found):
-            twice = next(slot for slot in found if found.count(slot) > 1)
-            raise InvalidParameter(f"slot {twice} was given {found.count(twice)} times, and a slot takes one page: give each once")
-        return found
+    @cached_property
+    def _shared(self) -> str:
+        """Which values lie in the same place, as those of an expanded tensor do; empty where none does."""
+        for side, tensors in self.sides.items():
+            for number, tensor in enumerate(tensors):
+                if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                    shape, strides = list(tensor.shape), list(tensor.stride())
+                    return f"layers[{number}].{side}: values of its shape {shape} share memory, by strides {strides}"
+        return ""
 
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry
@@ -71,3 +73,19 @@ class PageBuffer:
         expected = (geometry.heads, geometry.tokens, dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
             raise InvalidShape(f"{where}: shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")
+
+
+def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
+    """``slots`` as Python's integers: sums of an engine's narrow ones with addresses would wrap around.
+
+    Raises OutOfBounds for a slot that is none of ``count``, and InvalidParameter for what is no integer and, where slots are ``written``,
+    for one that is given twice.
+    """
+    found = [integer(slot, "a slot") for slot in slots]
+    for slot in found:
+        if not 0 <= slot < count:
+            raise OutOfBounds(f"slot {slot} was given, and the buffer has {count}")
+    if written and len(set(found)) < len(found):
+        twice = next(slot for slot in found if found.count(slot) > 1)
+        raise InvalidParameter(f"slot {twice} was given {found.count(twice)} times, and a slot takes one page: give each once")
+    return found

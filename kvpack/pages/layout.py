@@ -11,7 +11,7 @@ import torch
 
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
-from .buffer import PageBuffer
+from .buffer import PageBuffer, checked_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,7 +96,8 @@ class PageLayout:
                 index[axis] = min(1, size - 1)
                 steps.append(int(place[tuple(index)]) - first)
                 expected = expected.unsqueeze(-1) + torch.arange(size, device="cpu") * steps[-1]
-            if not torch.equal(expected, place):
+            # torch has no strides below zero.
+            if not torch.equal(expected, place) or min(steps) < 0:
                 return None
             found[side] = first, (steps[0], steps[1], steps[2], steps[3])
         return found
@@ -122,22 +123,36 @@ class PageLayout:
         return PageBuffer(self.geometry, *sides)
 
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
-        """Copy the pages in ``slots`` of ``pool`` ``[slot, value]`` to the first slots of ``staging``. Raises InvalidShape."""
-        self._check_pool(pool)
-        for number, slot in enumerate(slots):
+        """Copy the pages in ``slots`` of ``pool`` ``[slot, value]`` to the first slots of ``staging``.
+
+        Raises InvalidShape, OutOfBounds and InvalidParameter for slots and a staging that do not fit.
+        """
+        for number, slot in enumerate(self._checked(pool, slots, staging)):
             for side, place in self.places.items():
                 values = bits_of(pool[slot])[place]
                 for layer, target in enumerate(staging.sides[side]):
                     bits_of(target)[number].copy_(values[layer])
 
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
-        """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``. Raises InvalidShape."""
-        self._check_pool(pool)
+        """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``.
+
+        Raises InvalidShape, OutOfBounds and InvalidParameter for slots and a staging that do not fit.
+        """
+        chosen = self._checked(pool, slots, staging, written=True)
         with torch.inference_mode():
-            for number, slot in enumerate(slots):
+            for number, slot in enumerate(chosen):
                 for side, place in self.places.items():
                     values = torch.stack([bits_of(source)[number] for source in staging.sides[side]])
                     bits_of(pool)[slot].index_put_((place,), values)
+
+    def _checked(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
+        """``slots`` of ``pool`` as integers, for each of which ``staging`` has one."""
+        self._check_pool(pool)
+        if staging.geometry != self.geometry or staging.slots < len(slots):
+            raise InvalidShape(
+                f"the staging has {staging.slots} slots of {staging.geometry}, expected at least {len(slots)} of {self.geometry}"
+            )
+        return checked_slots(slots, pool.shape[0], written)
 
     def _check_pool(self, pool: torch.Tensor) -> None:
         if pool.dim() != 2 or pool.shape[1] != self.elements or pool.dtype != self.geometry.torch_dtype:
@@ -152,8 +167,11 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values of many bits, none of them NaN or infinite, from a generator of their own."""
+    """Values of any bits, from the smallest to the largest, negative zeros among them and no NaN, from a generator of their own."""
     generator = torch.Generator().manual_seed(0)
-    if dtype == torch.uint8:
-        return torch.randint(256, shape, dtype=dtype, generator=generator, device="cpu")
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+    last = (*shape[:-1], shape[-1] * dtype.itemsize)
+    found = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)
+    if dtype != torch.uint8:
+        bits = bits_of(found)
+        bits.masked_fill_(~found.to(torch.float32).isfinite(), torch.iinfo(bits.dtype).min or 0x80)
+    return found

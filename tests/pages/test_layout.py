@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpack import PageCodec, PageGeometry, PageLayout
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=8, dim_k=16, dim_v=16)
 Place = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -116,3 +116,61 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
         PageLayout.certify(GEOMETRY, lossy, page.float())
     with pytest.raises(InvalidShape, match="expected contiguous memory"):
         PageLayout.certify(GEOMETRY, lossy, page.view(2, -1).T)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clamped as for fp8": lambda x: x.float().clamp(-448, 448).to(x.dtype),
+    "clamped near the usual values": lambda x: x.float().clamp(-6, 6).to(x.dtype),
+    "by another dtype": lambda x: x.to(torch.float16 if x.dtype == torch.bfloat16 else torch.bfloat16).to(x.dtype),
+    "small ones lost": lambda x: torch.where(x.float().abs() < 1e-3, torch.zeros_like(x), x),
+    "without the signs of zeros": lambda x: (x.float() + 0).to(x.dtype),
+    "in another order for large ones": lambda x: x.flip(0) if x.float().abs().max() > 100 else x,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [*((dtype, change) for dtype in ("bf16", "fp16", "fp32") for change in CHANGES), ("fp8_e4m3", "clamped near the usual values")],
+)
+def test_writers_that_change_some_values_are_refused(dtype: str, change: str) -> None:
+    """Those of a few sizes alone, as a cast and a limit do, which pages of common values would pass."""
+    geometry = PageGeometry(2, 2, 16, 16, 16, dtype)
+    page = torch.zeros(2, geometry.raw_bytes // 2 // geometry.torch_dtype.itemsize, dtype=geometry.torch_dtype)
+
+    def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        assert v is not None
+        page[0], page[1] = k.flatten(), CHANGES[change](v.flatten())
+
+    with pytest.raises(InvalidParameter, match="v: the writer changes values, by a scale or another dtype"):
+        PageLayout.certify(geometry, write, page)
+
+
+def test_channels_from_last_to_first_are_gathered() -> None:
+    page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
+    layout = PageLayout.certify(GEOMETRY, writer(lambda k, v: torch.stack([k, v]).flip(-1), page), page)
+    with pytest.raises(InvalidParameter, match="the layout has no strides"):
+        layout.buffer(page[None])
+    staging = layout.staging(1)
+    layout.gather(torch.arange(page.numel()).bfloat16()[None], [0], staging)
+    assert staging.sides["k"][0][0, 0, 0].tolist() == list(range(15, -1, -1))
+
+
+def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
+    """A slot below zero would be one from the end, and a slot twice would keep one page of two."""
+    page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
+    layout = PageLayout.certify(GEOMETRY, writer(lambda k, v: torch.stack([k, v], 3), page), page)
+    pool, staging = torch.zeros(3, page.numel(), dtype=torch.bfloat16), layout.staging(2)
+    for copy in (lambda slots: layout.gather(pool, slots, staging), lambda slots: layout.scatter(staging, pool, slots)):
+        for slot in (-1, 3):
+            with pytest.raises(OutOfBounds, match=f"slot {slot} was given, and the buffer has 3"):
+                copy([slot])
+        with pytest.raises(InvalidShape, match=r"the staging has 2 slots of PageGeometry.*expected at least 3"):
+            copy([0, 1, 2])
+    layout.gather(pool, [1, 1], staging)
+    with pytest.raises(InvalidParameter, match="slot 1 was given 2 times"):
+        layout.scatter(staging, pool, [1, 1])
+    other = PageLayout.certify(PageGeometry(2, 2, 8, 16, 16), writer(lambda k, v: torch.stack([k, v]), page), page).staging(2)
+    layout.gather(pool, [0], other)
+    other.geometry = PageGeometry(2, 2, 4, 16, 16)
+    with pytest.raises(InvalidShape, match="the staging has 2 slots of PageGeometry"):
+        layout.gather(pool, [0], other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,7 +18,7 @@ from .buffer import PageBuffer
 from .device import DevicePages, PageJob, Rows
 from .geometry import PageGeometry
 from .host import CPU, HostPages, Outcome, RowPlan
-from .lanes import lanes_of
+from .lanes import address_of, lanes_of
 
 if TYPE_CHECKING:
     import os
@@ -146,6 +147,8 @@ class PageCodec:
             raise InvalidShape(f"rows are {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
         elif writable and rows.shape[1] < self.nbytes:
             raise Truncated(f"rows have room for {rows.shape[1]} bytes each, a page takes {self.nbytes}")
+        elif writable and count > 1 and rows.stride(0) < self.nbytes:
+            raise InvalidShape(_overlapping(rows.stride(0), self.nbytes))
 
     def _views(self, rows: Rows, count: int, *, writable: bool) -> list[memoryview]:
         if isinstance(rows, torch.Tensor):
@@ -154,7 +157,10 @@ class PageCodec:
                 raise InvalidShape(f"rows are {found}, expected uint8 [page, byte] in the memory of the pages or of the host")
             # The GIL is all that a view of memory needs, whatever mode the tensor was made in.
             rows = [row.numpy().data for row in rows.detach().unbind()]
-        views = [memoryview(row).cast("B") for row in rows]
+        try:
+            views = [memoryview(row).cast("B") for row in rows]
+        except TypeError as error:
+            raise InvalidParameter(f"rows are no buffers of bytes side by side ({error}): give bytearrays or one uint8 tensor") from None
         if len(views) != count:
             raise InvalidShape(f"{len(views)} rows were given for {count} slots")
         for number, view in enumerate(views):
@@ -162,7 +168,15 @@ class PageCodec:
                 raise InvalidParameter(f"row {number} is a read-only buffer, and a page is to be written there")
             if writable and len(view) < self.nbytes:
                 raise Truncated(f"row {number} has room for {len(view)} bytes, a page takes {self.nbytes}")
+        if writable and len(views) > 1:
+            nearest = min(after - before for before, after in pairwise(sorted(map(address_of, views))))
+            if nearest < self.nbytes:
+                raise InvalidShape(_overlapping(nearest, self.nbytes))
         return views
+
+
+def _overlapping(apart: int, nbytes: int) -> str:
+    return f"two rows begin {apart} bytes apart, and a page takes {nbytes}: give each page a row of its own"
 
 
 def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes | None]:

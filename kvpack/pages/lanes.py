@@ -80,7 +80,7 @@ class _Ready:
     def encode(self, slot: int, row: memoryview, threads: int) -> None:
         """Encode the page in ``slot``. Raises NonFinite and OutOfRange, naming the layer and the side."""
         if self._encoders is not None:
-            address = _address(row)
+            address = address_of(row)
             if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
                 return
         lane = self._lane
@@ -99,7 +99,7 @@ class _Ready:
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
         """Decode a checked row to ``slot``. Raises MemoryError."""
         if self._decoders is not None:
-            address = _address(row)
+            address = address_of(row)
             for stretch in self._stretches:
                 self._run_decoder(stretch, slot, address, threads)
             return
@@ -198,7 +198,8 @@ def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
     return torch.from_numpy(array).view(TORCH_DTYPES[layout.dtype]).view(layout.shape)
 
 
-def _address(row: memoryview) -> int:
+def address_of(row: memoryview) -> int:
+    """Where a row begins in memory."""
     import numpy
 
     return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)

@@ -434,6 +434,8 @@ def test_arguments_are_checked() -> None:
         codec.encode_into(pages, [0], torch.zeros(1, codec.nbytes, device=DEVICE))
     with pytest.raises(Truncated, match=f"a page takes {codec.nbytes}"):
         codec.encode_into(pages, [0], torch.zeros(1, 64, dtype=torch.uint8, device=DEVICE))
+    with pytest.raises(InvalidShape, match="two rows begin 0 bytes apart"):
+        codec.encode_into(pages, [0, 1], torch.zeros(1, codec.nbytes, dtype=torch.uint8, device=DEVICE).expand(2, -1))
     (outcome,) = codec.decode_into(torch.zeros(1, 64, dtype=torch.uint8, device=DEVICE), pages, [0])
     assert isinstance(outcome, Truncated)
 

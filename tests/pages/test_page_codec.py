@@ -449,10 +449,40 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: codec.encode_into(given, [0], room), InvalidParameter, "pages are a list"),
         (lambda: codec.encode_into(pages, [0], torch.zeros(1, 9)), InvalidShape, r"expected uint8 \[page, byte\]"),
         (lambda: PageCodec("raw", PageGeometry(1, 1, 1, 8, 8)).encode_into(pages, [0], room), InvalidShape, "the codec is for"),
+        (lambda: codec.encode_into(pages, [0], [torch.zeros(codec.nbytes)]), InvalidParameter, "rows are no buffers of bytes side by side"),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
+
+
+def test_memory_that_pages_share_is_refused() -> None:
+    """One page would be left of several that were reported as written, or parts of each."""
+    pages, (k, v) = filled(SMALL, 2)
+    codec = PageCodec("kivi-2", SMALL, threads=2)
+    room = bytearray(codec.nbytes + 64)
+    rows = [bytearray(codec.nbytes) for _ in range(2)]
+    assert codec.encode_into(pages, [0, 1], rows) == [None] * 2
+    joined = torch.zeros(2 * codec.nbytes, dtype=torch.uint8)
+    for shared, apart in (
+        ([room] * 2, 0),
+        ([memoryview(room)[64:], memoryview(room)], 64),
+        (torch.zeros(1, codec.nbytes, dtype=torch.uint8).expand(2, -1), 0),
+        (joined.as_strided((2, codec.nbytes), (codec.nbytes - 64, 1)), codec.nbytes - 64),
+    ):
+        with pytest.raises(InvalidShape, match=f"two rows begin {apart} bytes apart, and a page takes {codec.nbytes}"):
+            codec.encode_into(pages, [0, 1], shared)
+    assert not any(room)
+    assert not joined.any()
+    assert codec.encode_into(pages, [0, 1], joined.view(2, -1)) == [None] * 2
+    expanded = PageBuffer(SMALL, k.clone(), v[:1].clone().expand(2, -1, -1, -1, -1))
+    assert codec.encode_into(expanded, [0, 1], joined.view(2, -1)) == [None] * 2
+    for recipe in ("kivi-2", "raw"):
+        other = PageCodec(recipe, SMALL)
+        made = [bytearray(other.nbytes) for _ in range(2)]
+        other.encode_into(pages, [0, 1], made)
+        with pytest.raises(InvalidParameter, match=r"layers\[0\].v: values of its shape .* share memory, by strides \[0, "):
+            other.decode_into(made, expanded, [0, 1])
 
 
 @pytest.mark.parametrize("slots", [numpy.array([1, 0], numpy.int32), numpy.array([1, 0], numpy.uint8), torch.tensor([1, 0]).int()])

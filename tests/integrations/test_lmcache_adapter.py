@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from kvpack.errors import InvalidParameter, MissingBasis
 
 from engine_conditions import CONDITIONS  # isort: skip
 from engine_stubs import import_over, parsed  # isort: skip
+from faulty_os import FaultyOs  # isort: skip
 from host_settings import Watched, unusual_host  # isort: skip
 from klt_bases import random_basis  # isort: skip
 
@@ -292,7 +294,51 @@ def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[
     assert adapter.used == sizes[1]
     adapter.delete(KEYS[:3])
     assert adapter.used == 0
-    assert adapter.told == [("stored", 2), ("stored", 0), ("deleted", 1), ("deleted", 1)]
+    assert adapter.told == [("stored", 2), ("deleted", 2), ("deleted", 3)]
+    adapter.close()
+
+
+def test_lmcache_is_told_of_what_the_store_evicts(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """It counts the bytes of each salt: those of objects that went unnoticed would have it delete those that are there."""
+    adapter = opened()
+    assert Chunks(adapter).store([0]) == [True]
+    (store,) = adapter._stores.values()
+    size = store.codec.nbytes
+    adapter.close()
+    adapter = opened(max_bytes=8 * size)
+    given = objects(1)
+    for number in range(64):
+        adapter.submit_store_task([ObjectKey(bytes([1, number]))], given)
+        waited(adapter.pop_completed_store_tasks)
+        there = sum(adapter._there(ObjectKey(bytes([1, earlier]))) for earlier in range(number + 1))
+        assert there * size <= adapter.used <= (there + 2) * size
+    # All that is there and was told of, and one of another process.
+    adapter.delete([*(ObjectKey(bytes([1, number])) for number in range(64)), KEYS[0]])
+    assert adapter.used == 0
+    assert not adapter._accounts._told
+    adapter.close()
+
+
+@pytest.mark.parametrize("ask", ["lookup", "load"])
+def test_a_miss_is_told_where_the_object_was(ask: str, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = opened()
+    engine = Chunks(adapter)
+    assert engine.store([0, 1]) == [True, True]
+    (store,) = adapter._stores.values()
+    size = store.codec.nbytes
+    missed = engine.found if ask == "lookup" else engine.load
+    assert missed([0, 2]) == [True, False]
+    assert adapter.used == 2 * size
+    with monkeypatch.context() as broken:
+        FaultyOs(("open",), 1, errno.EIO, sticky=True).install(broken)
+        assert missed([0, 1]) == [False, False]
+    assert adapter.used == 2 * size
+    store.delete([key_bytes(KEYS[0])])
+    assert missed([0, 1]) == [False, True]
+    assert adapter.used == size
+    # It is told again of what is stored again, and once.
+    assert engine.store([0, 0]) == [True, True]
+    assert adapter.used == 2 * size
     adapter.close()
 
 

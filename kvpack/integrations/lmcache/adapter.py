@@ -22,6 +22,7 @@ from kvpack.store.metrics import shared_collector
 from kvpack.store.opening import opened
 from kvpack.store.page_store import PageStore
 
+from .accounts import LOOKED_AT, Accounts
 from .layouts import check_model, geometry_of, key_bytes, pages_of, recipe_of
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         )
         self._check_location()
         self._stores: dict[Any, PageStore] = {}
+        self._accounts = Accounts(self, self._there)
         self._refused = Counters(tell=lambda operation, error: None)
         self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")
@@ -107,16 +109,13 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._popped("load", task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        with self._lock:
-            stores = list(self._stores.values())
-        sizes = [sum(store.delete([key_bytes(key)]) * store.codec.nbytes for store in stores) for key in keys]
-        removed = [number for number, size in enumerate(sizes) if size]
-        self._notify_keys_deleted([keys[number] for number in removed], [sizes[number] for number in removed])
+        for store in self._opened():
+            store.delete([key_bytes(key) for key in keys])
+        self._accounts.deleted(keys)
 
     def report_status(self) -> dict[str, Any]:
         """The counters of the stores, one for each shape of objects, and the objects that none of them took, by operation and reason."""
-        with self._lock:
-            counters = [store.counters() for store in self._stores.values()]
+        counters = [store.counters() for store in self._opened()]
         refused = self._refused.as_dict()["faults"]
         return {"is_healthy": True, "type": "KvpackL2Adapter", "location": str(self._location), "stores": counters, "refused": refused}
 
@@ -151,6 +150,18 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         with self._lock:
             return self._done[kind].pop(number, None)
 
+    def _opened(self) -> list[PageStore]:
+        with self._lock:
+            return list(self._stores.values())
+
+    def _there(self, key: Any) -> bool:
+        """Whether an object is stored, in any layout, or a store could not tell."""
+        for store in self._opened():
+            before = store.counters()["faults"]
+            if store.present([key_bytes(key)]) == [True] or store.counters()["faults"] != before:
+                return True
+        return False
+
     def _check_location(self) -> None:
         """Raise InvalidParameter, and what a backend raises, for a location that can be no store's: there is no object yet."""
         options = {"max_bytes": self._max_bytes, "looking": True}
@@ -177,19 +188,21 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return self._stores[geometry]
 
     def _stored(self, keys: list[Any], objects: list[Any]) -> Any:
-        new: dict[int, int] = {}
+        new: dict[Any, int] = {}
 
         def store(number: int) -> bool:
             store, name = self._store_of_object(keys[number], objects[number]), [key_bytes(keys[number])]
             there = store.present(name) == [True]
             stored = store.put(name, pages_of(store.codec.geometry, objects[number].tensor), [0]) == [True]
             if stored and not there:
-                new[number] = store.codec.nbytes
+                new[keys[number]] = store.codec.nbytes
             return stored
 
         stored = self._each("store", keys, store)
         self._note_uses(keys, stored, objects)
-        self._notify_keys_stored([keys[number] for number in new], [*new.values()])
+        self._accounts.stored(new)
+        if self._max_bytes is not None:
+            self._accounts.look(LOOKED_AT * len(new))
         return L2StoreResult(all(stored), sum(new.values()))
 
     def _found(self, keys: list[Any], layouts: Any) -> Any:
@@ -200,7 +213,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             store = self._store_of(layout.shapes[0], layout.dtypes[0])
             return store.present([key_bytes(keys[number])]) == [True]
 
-        return _bitmap(self._each("lookup", keys, find))
+        found = self._each("lookup", keys, find)
+        self._accounts.missed([key for key, there in zip(keys, found, strict=True) if not there])
+        return _bitmap(found)
 
     def _loaded(self, keys: list[Any], objects: list[Any]) -> Any:
         def load(number: int) -> bool:
@@ -211,6 +226,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         loaded = self._each("load", keys, load)
         self._note_uses(keys, loaded, objects)
         self._notify_keys_accessed([key for key, there in zip(keys, loaded, strict=True) if there])
+        self._accounts.missed([key for key, there in zip(keys, loaded, strict=True) if not there])
         return _bitmap(loaded)
 
     def _note_uses(self, keys: list[Any], there: list[bool], objects: list[Any]) -> None:

@@ -1,0 +1,54 @@
+"""What LMCache was told is stored: its quotas delete by these bytes, and the store evicts without asking it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+LOOKED_AT = 4
+"""Objects that are looked for with each one that is stored: what LMCache counts beyond what is there is then about a seventh at most."""
+
+
+class Accounts:
+    """Tells ``adapter``'s listeners of objects that are stored, and that are gone, each once, with the same bytes.
+
+    ``there`` says whether an object is stored, and yes where it cannot tell. Safe to use from any thread.
+    """
+
+    def __init__(self, adapter: Any, there: Callable[[Any], bool]) -> None:
+        self._adapter, self._there = adapter, there
+        self._told: dict[Any, int] = {}
+        # A listener may delete what it is told of.
+        self._lock = RLock()
+
+    def stored(self, sizes: Mapping[Any, int]) -> None:
+        """Tell of objects that were not there before: of one that was told of, and went unnoticed, nothing changes."""
+        with self._lock:
+            new = {key: size for key, size in sizes.items() if key not in self._told}
+            self._told |= new
+            if new:
+                self._adapter._notify_keys_stored([*new], [*new.values()])
+
+    def deleted(self, keys: Iterable[Any]) -> None:
+        """Tell of those of ``keys`` that are gone, also of those that another process had stored."""
+        with self._lock:
+            gone = [key for key in keys if not self._there(key)]
+            if gone:
+                self._adapter._notify_keys_deleted(gone, [self._told.pop(key, 0) for key in gone])
+
+    def missed(self, keys: Iterable[Any]) -> None:
+        """Tell of those of ``keys`` that were told of, and are gone."""
+        with self._lock:
+            self.deleted([key for key in keys if key in self._told])
+
+    def look(self, count: int) -> None:
+        """Look for ``count`` of the objects that were told of, in turn, and tell of those that are gone."""
+        with self._lock:
+            chosen = list(islice(self._told, count))
+            for key in chosen:
+                self._told[key] = self._told.pop(key)
+            self.deleted(chosen)

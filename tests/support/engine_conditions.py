@@ -1,4 +1,4 @@
-"""What operators do to the folder of an engine's adapter: it is read-only, full, evicted by others, or of a time to come."""
+"""What befalls the folder of an engine's adapter: it is read-only, full, evicted by others, of a time to come, or of a killed process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from kvpack import Identity, PageBuffer, PageGeometry, PageStore
+from kvpack.file.atomic import TEMPORARY_PREFIX
 from kvpack.store import page_store
 
 from faulty_os import FaultyOs  # isort: skip
@@ -133,6 +135,32 @@ def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest
     engine.close()
 
 
+def killed(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """A process is gone while it stores: with half an entry, with a whole one that has no name yet, and before it could say so."""
+    for operation, death in (("ftruncate", "after"), ("writev", "after"), ("replace", "before"), ("replace", "after")):
+        kept = folder / f"{operation} {death}"
+        process = multiprocessing.get_context("fork").Process(target=_store_and_die, args=(opened, kept, patch, operation, death))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        named = (operation, death) == ("replace", "after")
+        assert len([*kept.rglob(f"{TEMPORARY_PREFIX}*")]) == (not named)
+        engine = opened(kept, max_bytes=10**8)
+        assert engine.found([0, 1]) == engine.load([0, 1]) == [named, False]
+        assert engine.store([0, 1]) == [True, True]
+        assert engine.load([0, 1]) == [True, True]
+        assert engine.counters()["faults"] == {}
+        assert engine.counters()["damaged_entries"] == 0
+        engine.close()
+        assert not [*kept.rglob(f"{TEMPORARY_PREFIX}*")]
+
+
+def _store_and_die(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch, operation: str, death: str) -> None:
+    engine = opened(folder, max_bytes=10**8)
+    FaultyOs((operation,), 1, death=death).install(patch)
+    engine.store([0])
+
+
 def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
     """The bytes of one chunk's entry."""
     engine = opened(folder / "measured")
@@ -165,5 +193,5 @@ def _fill(folder: Path, budget: int, size: int, begun: Any, stop: Any) -> None:
                 begun.set()
 
 
-CONDITIONS = (read_only, full_disk, clock_set_back, evicted_meanwhile)
+CONDITIONS = (read_only, full_disk, clock_set_back, evicted_meanwhile, killed)
 """Each is called with ``opened(folder, **options)``, which opens an adapter over ``folder`` or another, that folder, and a patch."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -614,34 +615,44 @@ def test_the_blocks_of_attention_are_compared_with_the_layouts_name(one_group: A
                     check(name, wrong)
 
 
-def test_the_connector_tells_its_spec_of_the_model(one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own connector makes the spec of the configuration, and hands the layers' tensors on."""
-    registered: list[Any] = []
+class OffloadingConnector:
+    """vLLM's own, which makes the spec of the configuration, and hands the layers' tensors on."""
 
-    class OffloadingConnector:
-        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-            self.options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-            self.connector_worker: Any = None
-            self.connector_scheduler: Any = None
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self.options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.connector_worker: Any = None
+        self.connector_scheduler: Any = None
+        self.registered: list[Any] = []
 
-        def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-            registered.append(kv_caches)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.registered.append(kv_caches)
 
-        def get_kv_connector_stats(self) -> Any:
-            return None
+    def get_kv_connector_stats(self) -> Any:
+        return None
 
-        @classmethod
-        def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
-            return arguments
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+        return arguments
 
-    path = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+
+CONNECTOR = {"vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": {"OffloadingConnector": OffloadingConnector}}
+
+
+@pytest.fixture
+def connector(one_group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     config_module = __import__("sys").modules["vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"]
-    connector = import_over(
-        monkeypatch, MODULES | {path: {"OffloadingConnector": OffloadingConnector}}, "kvpack.integrations.vllm.connector"
-    )
+    found = import_over(monkeypatch, MODULES | CONNECTOR, "kvpack.integrations.vllm.connector")
     monkeypatch.setitem(__import__("sys").modules, config_module.__name__, config_module)
+    return found
+
+
+def configured(**options: Any) -> Any:
+    return vllm_config(kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config=options))
+
+
+def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION, STATES])
-    config = vllm_config(kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config={"layout": "adjacent", "recipe": "octopus-4"}))
+    config = configured(layout="adjacent", recipe="octopus-4")
     # For the tier vLLM's own spec stays.
     told = connector.KvpackTierConnector(config, "scheduler", one_group)
     assert told.options == {"layout": "adjacent", "recipe": "octopus-4", SETTINGS: settings_of(config)}
@@ -653,10 +664,10 @@ def test_the_connector_tells_its_spec_of_the_model(one_group: Any, monkeypatch: 
     blocks = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM)
     caches = {"layers.0.attn": blocks, "layers.1.attn": blocks, "mamba": torch.zeros(1)}
     made.register_kv_caches(caches)
-    assert registered == [caches]
+    assert made.registered == [caches]
     with pytest.raises(InvalidParameter, match="its tensor has blocks"):
         made.register_kv_caches(caches | {"layers.1.attn": blocks.view(-1, HEADS, TOKENS // 2, 2 * DIM)})
-    assert registered == [caches]
+    assert made.registered == [caches]
     assert made.get_block_ids_with_load_errors() == set()
     assert made.get_kv_connector_stats() is None
     worker = types.SimpleNamespace(failed_blocks=lambda: {7}, take_counts=lambda: {("encoded",): 3})
@@ -666,3 +677,86 @@ def test_the_connector_tells_its_spec_of_the_model(one_group: Any, monkeypatch: 
     tier = types.SimpleNamespace(damaged_chunks=1, tier_type="fs")
     made.connector_scheduler = types.SimpleNamespace(manager=types.SimpleNamespace(secondary_tiers=[tier], kvpack_ratio=2.0))
     assert set(made.get_kv_connector_stats().values) == {metrics.PACKED + "damaged_chunks", metrics.PACKED + "ratio"}
+
+
+LATENTS = Group(LAYERS, TOKENS, TOKENS * 576 * 2, "latents", 1, 512, 64, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("groups", "tier", "message"),
+    [
+        ([ATTENTION], {"heads": 2 * HEADS, "head_dim": DIM // 2}, "heads and head_dim are 4 and 16, and a worker's cache has 2 and 32"),
+        ([ATTENTION], {"heads": HEADS}, "heads and head_dim are 2 and None, and a worker's cache has 2 and 32"),
+        ([LATENTS], {"heads": 1, "head_dim": 288}, "groups of cache layers are latents, and kvpack's tier takes one of attention"),
+        ([STATES], {}, "groups of cache layers are bytes, and kvpack's tier takes"),
+        ([ATTENTION, STATES], {"heads": HEADS, "head_dim": DIM}, "groups of cache layers are attention, bytes, and kvpack's tier takes"),
+    ],
+    ids=["other heads of as many bytes", "no dim", "latents of as many bytes", "states", "groups"],
+)
+def test_the_tiers_heads_are_those_of_the_cache(
+    groups: list[Group], tier: dict[str, Any], message: str, connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier sees bytes alone, which several shapes have."""
+    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: groups)
+    for kind in ("kvpack", "KvpackTier"):
+        config = configured(secondary_tiers=[{"type": "fs"}, {"type": kind, "layout": "adjacent", **tier}])
+        with pytest.raises(InvalidParameter, match=message):
+            connector.KvpackTierConnector(config, "scheduler", one_group)
+    connector.KvpackTierConnector(configured(secondary_tiers=[{"type": "fs"}]), "scheduler", one_group)
+
+
+def test_the_tiers_layout_is_that_of_the_tensors(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION])
+    one_group.kv_cache_groups.pop()
+    blocks = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM)
+    caches = {"layers.0.attn": blocks, "layers.1.attn": blocks}
+    for layout, good in (("adjacent", True), ("adjacent-tokens-first", False), ("split", False)):
+        tier = {"type": "kvpack", "heads": HEADS, "head_dim": DIM, "layout": layout}
+        made = connector.KvpackTierConnector(configured(secondary_tiers=[tier]), "worker", one_group)
+        with nullcontext() if good else pytest.raises(InvalidParameter, match=f"in the layout '{layout}' have"):
+            made.register_kv_caches(caches)
+        assert made.registered == [caches] * good
+
+
+def test_connectors_refuse_other_versions(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they ask vLLM for anything that may have another name there."""
+    tier = {"type": "kvpack", "heads": HEADS, "head_dim": DIM, "layout": "adjacent"}
+    asked: list[Any] = []
+
+    def groups(*arguments: Any) -> list[Group]:
+        asked.append(arguments)
+        return [ATTENTION]
+
+    monkeypatch.setattr(connector, "groups_of", groups)
+    given: tuple[tuple[str, Any], ...] = (("KvpackConnector", {}), ("KvpackTierConnector", {"secondary_tiers": [tier]}))
+    for version in ("0.320.0", "0.3", "1.0.32"):
+        monkeypatch.setattr(connector.vllm, "__version__", version)
+        for name, options in given:
+            with pytest.raises(InvalidParameter, match=f"vLLM is {version}, and kvpack's tier was run with 0.32: "):
+                getattr(connector, name)(configured(**options), "scheduler", one_group)
+        assert not asked
+    connector.KvpackConnector(configured(any_version=True), "scheduler", one_group)
+    connector.KvpackTierConnector(configured(secondary_tiers=[tier | {"any_version": True}]), "scheduler", one_group)
+    monkeypatch.setattr(connector.vllm, "__version__", "0.32.1")
+    for name, options in given:
+        getattr(connector, name)(configured(**options), "scheduler", one_group)
+    assert len(asked) == 4
+
+
+def test_a_vllm_without_kvpacks_parts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("spec", "worker", "promotions"):
+        monkeypatch.delitem(__import__("sys").modules, f"kvpack.integrations.vllm.{name}", raising=False)
+    parts = {name: values for name, values in MODULES.items() if not name.endswith("tiering.spec")}
+    with pytest.raises(InvalidParameter, match=r"vLLM is 0.12.0, which lacks what kvpack takes of 0.32: .*tiering.spec"):
+        import_over(monkeypatch, parts | CONNECTOR | {"vllm": {"__version__": "0.12.0"}}, "kvpack.integrations.vllm.connector")
+
+
+def test_rows_of_another_version_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may arrange pages otherwise under the same names."""
+    spec = module(monkeypatch, "spec")
+    names = []
+    for version in ("0.32.0", "0.32.1", "0.33.0", "0.34.0"):
+        monkeypatch.setattr(spec.vllm, "__version__", version)
+        names.append(spec.KvpackSpec(config(options={"any_version": True})).config.model.dtype)
+    assert names[0] == names[1]
+    assert len(set(names)) == 3

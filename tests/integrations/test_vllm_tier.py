@@ -374,7 +374,15 @@ def test_other_versions_are_refused(tier_class: Callable[..., Any], tmp_path: Pa
     config = Config("m")
     with pytest.raises(InvalidParameter, match=r"vLLM is 0.34.1, and kvpack's tier was run with 0.32: .*Write \"any_version\": true"):
         opened(tier_class, config, rows_of(config, 2), tmp_path)
-    opened(tier_class, config, rows_of(config, 2), tmp_path, any_version=True).shutdown()
+    identities = []
+    for version in ("0.32.0", "0.32.1", "0.34.1", "0.34.2"):
+        monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+        tier = opened(tier_class, config, rows_of(config, 2), tmp_path, any_version=True)
+        identities.append(tier.store.identity)
+        tier.shutdown()
+    # Another may arrange chunks otherwise under the same names.
+    assert identities[0] == identities[1]
+    assert len(set(identities)) == 3
 
 
 def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[..., Any]) -> None:
@@ -389,6 +397,16 @@ def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[.
 
 
 def test_without_vllm_the_entry_point_does_nothing() -> None:
+    integration.register()
+
+
+def test_a_vllm_without_tiers_is_told_of_the_connectors(tier_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They refuse it by name. An error here would keep every vLLM from starting beside which kvpack is installed."""
+    ConnectorFactory._registry.clear()
+    monkeypatch.delitem(sys.modules, "vllm.v1.kv_offload.tiering.factory")
+    integration.register()
+    assert set(ConnectorFactory._registry) == {"KvpackConnector", "KvpackTierConnector"}
+    monkeypatch.delattr(ConnectorFactory, "_registry")
     integration.register()
 
 

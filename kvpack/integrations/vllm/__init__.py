@@ -14,19 +14,23 @@ vLLM calls these interfaces experimental: the versions that were run are ``VERSI
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 VERSIONS = ("0.32",)
 """The versions of vLLM with which the tier was run."""
 
 
 def register() -> None:
-    """Make the tier type "kvpack" and kvpack's connectors known to vLLM; a vLLM without tiers is left alone."""
-    try:
+    """Make the tier type "kvpack" and kvpack's connectors known to vLLM; a vLLM without such registries is left alone."""
+    # Of the connectors also a vLLM without tiers is told: they refuse it by name.
+    with suppress(ImportError, AttributeError):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        for name in ("KvpackConnector", "KvpackTierConnector"):
+            if name not in KVConnectorFactory._registry:
+                KVConnectorFactory.register_connector(name, "kvpack.integrations.vllm.connector", name)
+    with suppress(ImportError, AttributeError):
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-    except ImportError:
-        return
-    for name in ("KvpackConnector", "KvpackTierConnector"):
-        if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, "kvpack.integrations.vllm.connector", name)
-    if "kvpack" not in SecondaryTierFactory._registry:
-        SecondaryTierFactory.register_tier("kvpack", "kvpack.integrations.vllm.tier", "KvpackTier")
+
+        if "kvpack" not in SecondaryTierFactory._registry:
+            SecondaryTierFactory.register_tier("kvpack", "kvpack.integrations.vllm.tier", "KvpackTier")

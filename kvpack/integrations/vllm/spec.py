@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 GROUPS = "kvpack_groups"
 """Where the connector puts what it knows of the model's cache layers in the configuration of the spec."""
+TIERS = ("kvpack", "KvpackTier")
+"""The types of kvpack's tier in the configuration."""
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -43,7 +45,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         options = self.extra_config
-        check_version(vllm.__version__, bool(options.get("any_version", False)))
+        version = check_version(vllm.__version__, bool(options.get("any_version", False)))
         groups: list[Group] | None = options.get(GROUPS)
         if groups is None:
             raise InvalidParameter('KvpackSpec is made by kvpack\'s connector: write "kv_connector": "KvpackConnector"')
@@ -56,10 +58,11 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         elif given.basis is not None and groups[0].kind != "attention":
             check_layers(self._recipe, "vLLM keeps no keys and values of heads that could be packed")
         check_layer_names(self._recipe, config.groups[0].layer_names)
+        shape = {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout}
         identity = identity_of(
             config,
             self._recipe,
-            {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout},
+            shape | version,
             options.get("revision"),
             str(options.get("adapter", "")),
             str(options.get("tenant", "")),
@@ -168,7 +171,7 @@ def _check(config: Any, groups: list[Group], layout: str, tiers: list[Any]) -> N
     for name in ("pp_size", "pcp_size", "dcp_size"):
         if getattr(parallel, name) != 1:
             raise InvalidParameter(f"{name} is {getattr(parallel, name)}, and kvpack's spec takes tensor parallelism alone")
-    if any(tier.get("type") in ("kvpack", "KvpackTier") for tier in tiers):
+    if any(tier.get("type") in TIERS for tier in tiers):
         raise InvalidParameter(
             "the primary tier holds rows already, and kvpack's tier packs pages: use vLLM's fs, obj or p2p tier below it"
         )

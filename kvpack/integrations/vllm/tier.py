@@ -67,7 +67,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
-        check_version(vllm.__version__, any_version)
+        version = check_version(vllm.__version__, any_version)
         settings = config.extra_config.get(SETTINGS)
         if settings is None:
             raise InvalidParameter(
@@ -85,6 +85,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             check_layout(rows, heads, config.groups[0].tokens_per_block, head_dim)
         shape = {
             "layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": config.groups[0].layer_names, "settings": settings,
+            **version,
         }  # fmt: skip
         identity = identity_of(config, packed.text, shape, revision, adapter, tenant)
         encryption = None

@@ -22,24 +22,21 @@ def main(model: str, store: str, recipe: str) -> None:
 
     from vllm import LLM, SamplingParams
 
-    from kvpack.integrations.vllm.tier import KvpackTier
+    from kvpack.integrations.vllm import tier as tiers_module
 
     config = json.loads((Path(model) / "config.json").read_text())
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     tiers: list[Any] = []
 
-    class Seen(KvpackTier):
+    class Seen(tiers_module.KvpackTier):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             tiers.append(self)
 
-    sys.modules["vllm_process"] = sys.modules[__name__]
-    globals()["Seen"] = Seen
-    tier = {
-        "type": "Seen", "module_path": "vllm_process", "location": store, "recipe": recipe, "heads": heads, "head_dim": dim,
-        "layout": "cpu-vec",
-    }  # fmt: skip
+    # As operators write it: vLLM knows the type by kvpack's entry point.
+    tiers_module.KvpackTier = Seen
+    tier = {"type": "kvpack", "location": store, "recipe": recipe, "heads": heads, "head_dim": dim, "layout": "cpu-vec"}
     extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_spec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier]}
     llm = LLM(
         model,

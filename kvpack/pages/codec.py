@@ -31,10 +31,11 @@ class PageCodec:
     """Encodes an engine's pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes each, and decodes them (spec/row.md).
 
     ``namespace`` is 32 bytes that all rows name, such as ``Identity.digest``. ``threads`` are the codec's own: the host's threads, random
-    state and default dtype stay as they are. Buffers are read and written where they lie: in host memory by C, on a CUDA device by its
-    kernels, on the current stream, from and to rows in its memory. There a job is a few launches for each side and one for the checksums;
-    recipes and geometries that no kernel takes page by page are coded for all pages together, and the rest is copied through the host's
-    memory, as rows there are.
+    state and default dtype stay as they are. Buffers are read and written where they lie: in host memory by C, which takes no memory for
+    pages, and on a CUDA device by its kernels, on the current stream, from and to rows in its memory. In host memory PyTorch operations
+    code what C does not take, layer by layer: 8-bit scales, scales of channels, and encoding by oscar, polar and minifloat. On a device a
+    job is a few launches for each side and one for the checksums; recipes and geometries that no kernel takes page by page are coded for
+    all pages together, and the rest is copied through the host's memory, as rows there are.
     Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values
     (lossless, outliers, raw tokens) and for one that keeps a raw tail. A recipe of the codec klt needs its ``basis``: MissingBasis,
     InvalidShape for one of other heads, and what reading a basis raises.

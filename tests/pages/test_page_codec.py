@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kvpack
 from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack.coding import dispatch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.errors import (
@@ -367,6 +371,48 @@ def test_rows_name_their_page() -> None:
     row[-1] ^= 1
     assert isinstance(codec.decode_into([row], target, [0])[0], DigestMismatch)
     assert not found[0].any()
+
+
+BY_C = ["bf16", "kivi-4", "octopus-3", "turboquant-4", "turboquant-2.5", "hqmq-s24-r3", "turboangle-k8v4"]
+BY_TORCH = {"encode": ["oscar-2", "kivi-2-u8", "polarquant-4", "fp8", "nvfp4"], "decode": ["kivi-2-u8"]}
+
+
+class Taken(TorchDispatchMode):
+    """The bytes of new tensors that torch's operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        new = (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, torch.Tensor))
+        self.count += sum(x.nbytes() for x in new if x.data_ptr() not in given)
+        return made
+
+
+@pytest.mark.parametrize("recipe", [*BY_C, *BY_TORCH["encode"]])
+def test_pages_take_no_memory_where_c_codes_them(recipe: str) -> None:
+    """An engine has given its own to both sides; ``PageCodec`` says which codecs PyTorch operations take."""
+    if not dispatch.uses_c(torch.device("cpu")):
+        pytest.skip("the C kernels are off, or not installed")
+    large = PageGeometry(4, 4, 256, 64, 64)
+    pages, _ = filled(large, 2)
+    codec = PageCodec(recipe, large)
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
+    calls = {"encode": lambda: codec.encode_into(pages, [0, 1], rows), "decode": lambda: codec.decode_into(rows, pages, [0, 1])}
+    for name, call in calls.items():
+        with Taken() as taken:
+            assert call() == [None, None]
+        tracemalloc.start()
+        call()
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        if recipe in BY_TORCH[name]:
+            assert taken.count > large.raw_bytes
+        else:
+            assert max(taken.count, most) < large.raw_bytes // 16
 
 
 @pytest.mark.parametrize(

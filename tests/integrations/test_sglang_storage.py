@@ -401,6 +401,10 @@ def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) 
         # Weights that are not those of the folder.
         {"load_format": "dummy"},
         {"weight_version": "2"},
+        # Of those that change values by other experts, images and attention.
+        {"kt_method": "AMXINT4"},
+        {"mm_process_config": {"image": {"max_pixels": 1}}},
+        {"enable_hisparse": True},
     ]
     SERVER.update(e4m3)
     backend = opened(storage, of_bytes(1), tmp_path, recipe="raw")

@@ -17,7 +17,7 @@ import torch
 
 from kvpack import PageCodec
 from kvpack.errors import InvalidParameter, InvalidShape, MissingBasis, MissingFile
-from kvpack.integrations.vllm import metrics
+from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import SETTINGS, settings_of
@@ -458,14 +458,15 @@ def vllm_config(of_model: dict[str, Any] | None = None, **changes: Any) -> Any:
     """The fields of VllmConfig that ``settings_of`` reads."""
     parts: dict[str, dict[str, Any]] = {
         "model_config": {
+            **dict.fromkeys(identities._MODEL),
             "hf_config": types.SimpleNamespace(to_dict=lambda: of_model or {}),
             "dtype": torch.bfloat16,
-            "quantization": None,
             "max_model_len": 9,
             "multimodal_config": None,
         },
-        "cache_config": {"cache_dtype": "auto", "mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"},
-        "load_config": {"load_format": "auto"},
+        "cache_config": dict.fromkeys(identities._CACHE),
+        "load_config": dict.fromkeys(identities._LOAD),
+        "attention_config": dict.fromkeys(identities._ATTENTION),
     }
     made = {
         name: types.SimpleNamespace(**values | {field: changes.pop(field) for field in values if field in changes})
@@ -480,8 +481,10 @@ def test_settings_name_what_vllm_was_started_with() -> None:
         return settings_of(vllm_config(kept, **changes))
 
     def draft(**changes: Any) -> Any:
-        fields = {"method": "eagle", "model": "d", "revision": None, "quantization": None, "kv_cache_dtype": None}
-        return types.SimpleNamespace(**fields | changes)
+        return types.SimpleNamespace(**dict.fromkeys(identities._DRAFT) | changes)
+
+    def media(**changes: Any) -> Any:
+        return types.SimpleNamespace(**dict.fromkeys(identities._MEDIA) | changes)
 
     longrope = {"rope_parameters": {"rope_type": "longrope"}}
     assert settings() == settings({"transformers_version": "5.2", "_name_or_path": "/elsewhere"}, max_model_len=10)
@@ -489,10 +492,23 @@ def test_settings_name_what_vllm_was_started_with() -> None:
         settings(), settings({"rope_theta": 5e5}), settings({"rope_scaling": {"factor": 2.0}}), settings(quantization="fp8"),
         settings(dtype=torch.float16), settings(cache_dtype="fp8_e5m2"), settings(longrope), settings(longrope, max_model_len=10),
         settings(load_format="dummy"), settings(mamba_cache_dtype="float16"), settings(mamba_ssm_cache_dtype="float16"),
-        settings(multimodal_config=types.SimpleNamespace(mm_processor_kwargs={"size": 1})),
-        settings(speculative_config=draft()), settings(speculative_config=draft(model="e")),
+        *(settings(multimodal_config=media(**change)) for change in ({}, *({name: 1} for name in identities._MEDIA))),
+        *(settings(speculative_config=draft(**change)) for change in ({}, *({name: "e"} for name in identities._DRAFT))),
+        *(settings(**{name: "other"}) for name in (*identities._MODEL, *identities._CACHE, *identities._LOAD, *identities._ATTENTION)),
+        *(settings(quantization_config=Quantization(one)) for one in ("int8", "fp8")),
     ]  # fmt: skip
     assert len(set(others)) == len(others)
+    # A class of vLLM's is what its fields say, and the same in every process.
+    assert settings(quantization_config=Quantization("int8")) == settings(quantization_config=Quantization("int8"))
+    without = vllm_config()
+    del without.cache_config.use_replayssm
+    with pytest.raises(InvalidParameter, match=r"this vLLM's cache_config has no use_replayssm, on which pages depend: .* run with 0.32"):
+        settings_of(without)
+
+
+@dataclass(repr=False)
+class Quantization:
+    linear: str
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,12 @@ _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocat
 _PACKED = {"swa", "auxiliary_swa"}
 """The further pools of keys and values; of all others kvpack knows the bytes alone."""
 _SETTINGS = (
-    "dtype", "kv_cache_dtype", "mamba_ssm_dtype", "quantization", "quantization_param_path", "modelopt_quant", "rl_quant_profile",
-    "load_format", "revision", "weight_version", "json_model_override_args", "context_length",
+    "dtype", "kv_cache_dtype", "mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "quantization", "quantization_param_path",
+    "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile", "load_format",
+    "model_loader_extra_config", "custom_weight_loader", "kt_weight_path", "kt_method", "revision", "weight_version",
+    "decrypted_config_file", "json_model_override_args", "model_impl", "context_length", "dllm_algorithm", "dllm_algorithm_config",
+    "enable_hisparse", "hisparse_config", "forward_hooks", "enable_quant_communications", "enable_w4a4_mxfp4_megamoe",
+    "flashinfer_mxfp4_moe_precision", "deepep_dispatcher_output_dtype", "prefill_kv_cache_dequant_dtype", "mm_process_config",
 )  # fmt: skip
 """Arguments of SGLang's server on which keys, values and states depend, besides the model's folder."""
 _DRAFT = "draft"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -10,35 +11,65 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.identity import Identity
 
+from . import VERSIONS
 from .layouts import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 _NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
 """Keys of a model's configuration on which no value of a page depends, or whose effect ``settings_of`` names otherwise."""
-
-
 SETTINGS = "kvpack_settings"
 """Where kvpack's connectors put ``settings_of`` in the configuration of the spec."""
+_MODEL = ("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides")
+_CACHE = (
+    "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "use_replayssm",
+    "replayssm_buffer_len", "use_kda_recoverssm", "swa_bounded_replay",
+)  # fmt: skip
+_LOAD = ("load_format", "model_loader_extra_config")
+_ATTENTION = ("indexer_kv_dtype", "hisparse_config", "use_non_causal")
+_MEDIA = (
+    "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+    "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
+_DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
+"""Fields of the parts of vLLM's configuration on which keys, values and states depend."""
 
 
 def settings_of(vllm_config: Any) -> str:
     """What keys, values and states depend on as vLLM runs the model: its configuration with all overrides, dtype, quantization, weights
-    that are not those of its folder (the load format dummy), and the draft model, whose layers may be among the cache's.
+    that are not those of its folder (the load format dummy), how images become values, and the draft model, whose layers may be among
+    the cache's. Raises InvalidParameter where this vLLM has no such field.
     """
-    model, cache, draft = vllm_config.model_config, vllm_config.cache_config, vllm_config.speculative_config
+    model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_SETTINGS}
     # Some rotary embeddings choose their factors by the longest text that is served.
     longest = model.max_model_len if any(kind in str(settings) for kind in ("longrope", "dynamic")) else None
-    found = [
-        settings, str(model.dtype), model.quantization, longest, str(vllm_config.load_config.load_format),
-        cache.cache_dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype,
-        model.multimodal_config and model.multimodal_config.mm_processor_kwargs,
-        draft and [draft.method, draft.model, draft.revision, draft.quantization, draft.kv_cache_dtype],
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
+    parts = {
+        "model_config": (model, _MODEL), "cache_config": (vllm_config.cache_config, _CACHE),
+        "load_config": (vllm_config.load_config, _LOAD), "attention_config": (vllm_config.attention_config, _ATTENTION),
+        "multimodal_config": (model.multimodal_config, _MEDIA), "speculative_config": (vllm_config.speculative_config, _DRAFT),
+    }  # fmt: skip
+    found = {name: _fields(name, part, fields) for name, (part, fields) in parts.items()}
+    return hashlib.sha256(json.dumps([settings, longest, found], sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | None:
+    if part is None:
+        return None
+    unknown = [field for field in fields if not hasattr(part, field)]
+    if unknown:
+        raise InvalidParameter(
+            f"this vLLM's {name} has no {', '.join(unknown)}, on which pages depend: kvpack was run with {', '.join(VERSIONS)}, and cannot "
+            "tell the pages of one configuration of another version from those of the next"
+        )
+    return {field: getattr(part, field) for field in fields}
+
+
+def _plain(value: Any) -> Any:
+    """A value of the configuration that is none of JSON's."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def identity_of(config: Any, recipe: str, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:

@@ -40,6 +40,10 @@ def engine_fields(
     try:
         config = (folder / "config.json").read_bytes()
         settings = json.loads(config)
+        digest = hashlib.sha256(config)
+        for path in sorted(folder.glob("*.py")):
+            # The model's own code, which engines run with trust_remote_code.
+            digest.update(hashlib.sha256(path.name.encode()).digest() + hashlib.sha256(path.read_bytes()).digest())
         weights = sampled_weights(folder) if revision is None else revision
     except OSError as error:
         raise MissingFile(f"{error.filename or folder}: {error.strerror or error}") from None
@@ -51,7 +55,7 @@ def engine_fields(
         "model": folder.resolve().name,
         "weights": weights,
         "rope": _rope_text(settings) if rope is None else rope,
-        "config": hashlib.sha256(config).hexdigest(),
+        "config": digest.hexdigest(),
         "extra": f"tp={rank}/{size}; layout={layout}; {extra}".removesuffix("; "),
     }
 

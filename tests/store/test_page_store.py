@@ -415,7 +415,12 @@ def test_an_engines_identity_needs_no_model_in_memory(tmp_path: Path) -> None:
         Identity.of_engine(path, "octopus-3", kv_dtype="fp8_e4m3", layout="d1").digest,
         Identity.of_engine(path, "octopus-3", kv_dtype="bf16", layout="d2").digest,
     }
-    assert len(digests) == 10
+    for code in (b"", b"x = 1"):
+        (path / "modeling_m.py").write_bytes(code)
+        digests.add(Identity.of_engine(path, "octopus-3", **options).digest)
+    (path / "modeling_m.py").rename(path / "modeling_n.py")
+    digests.add(Identity.of_engine(path, "octopus-3", **options).digest)
+    assert len(digests) == 13
     with pytest.raises(MissingFile, match="is not a folder"):
         Identity.of_engine(tmp_path / "none", "octopus-3", **options)
     (path / "model.safetensors").unlink()

@@ -236,6 +236,22 @@ def test_options_are_checked(opened: Callable[..., Any], tmp_path: Path) -> None
         opened(recipe="lossless")
 
 
+def test_fused_objects_come_back(opened: Callable[..., Any]) -> None:
+    given = [types.SimpleNamespace(tensor=x.tensor.reshape(1, 2, 16, 128)) for x in objects(2)]
+    layouts = {0: types.SimpleNamespace(shapes=[given[0].tensor.shape], dtypes=[torch.bfloat16])}
+    for fused in (False, True):
+        adapter = opened(fused=fused)
+        adapter.submit_store_task(KEYS[:2], given)
+        assert (next(iter(waited(adapter.pop_completed_store_tasks).values())) > 0) == fused
+        number = adapter.submit_lookup_and_lock_task(KEYS[:2], layouts)
+        assert waited(partial(adapter.query_lookup_and_lock_result, number)).bits == [fused] * 2
+        found = [types.SimpleNamespace(tensor=torch.zeros_like(x.tensor)) for x in given]
+        number = adapter.submit_load_task(KEYS[:2], found)
+        assert waited(partial(adapter.query_load_result, number)).bits == [fused] * 2
+        assert all(torch.equal(x.tensor, y.tensor) for x, y in zip(given, found, strict=True)) == fused
+        adapter.close()
+
+
 def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     adapter = opened()
     strange = [types.SimpleNamespace(tensor=None)]

@@ -79,6 +79,32 @@ def test_an_object_takes_its_estimate_to_the_byte_and_comes_back(create: Any) ->
     assert torch.equal(found, x)
 
 
+@pytest.mark.parametrize("planes", [[1], []], ids=["four axes", "three axes"])
+def test_fused_objects_are_pages_of_keys_and_values(planes: list[int], create: Any) -> None:
+    """A head's key is followed by its value; their rows are those of the same keys and values apart."""
+    x = torch.randn(2, 3, 32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    heads = x.view(2, 3, 32, 2, 64)
+    fused = torch.stack([heads[0], heads[1]], 3).reshape(*planes, 3, 32, 256)
+    made, key = create({**OPTIONS, "fused": True}), ObjectKey(b"hash")
+    rows = []
+    for given in (x, fused):
+        rows.append(torch.zeros(made.serializer.estimate_serialized_size(layout_of(given)), dtype=torch.uint8))
+        made.serializer.serialize(memory(given), memory(rows[-1]), key)
+    assert torch.equal(*rows)
+    apart, together = torch.zeros_like(x), torch.zeros_like(fused)
+    for row, found in zip(rows, (apart, together), strict=True):
+        made.deserializer.deserialize(memory(row), memory(found), key)
+    found = together.view(3, 32, 2, 2, 64)
+    assert torch.equal(torch.stack([found[:, :, :, 0], found[:, :, :, 1]]).reshape(x.shape), apart)
+    with pytest.raises(InvalidShape, match=r"or with fused \[1, layer, token, head \* 128\], which engines have"):
+        create(OPTIONS).serializer.estimate_serialized_size(layout_of(fused))
+    latents = torch.zeros(*planes, 3, 32, 576)
+    with pytest.raises(InvalidShape, match="latents, recurrent states and other objects are not packed"):
+        made.serializer.estimate_serialized_size(layout_of(latents))
+    with pytest.raises(InvalidParameter, match="fused is 'yes', expected true or false"):
+        create({**OPTIONS, "fused": "yes"})
+
+
 def test_damage_and_other_keys_raise_before_anything_is_written(create: Any) -> None:
     made = create({**OPTIONS, "recipe": "raw"})
     x = torch.randn(2, 1, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -23,7 +23,7 @@ from kvpack.store.opening import opened
 from kvpack.store.page_store import PageStore
 
 from .accounts import LOOKED_AT, Accounts
-from .layouts import check_model, geometry_of, key_bytes, pages_of, recipe_of
+from .layouts import check_model, geometry_of, is_fused, key_bytes, pages_of, recipe_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
-OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype"}
+OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused"}
 _ADAPTERS = count()
 """The numbers of the adapters of this process, which are labels of their metrics."""
 
@@ -40,8 +40,8 @@ _ADAPTERS = count()
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """Objects of LMCache as rows in ``location``, for ``{"type": "plugin", ...}``; ``params`` are the plugin's ``adapter_params``.
 
-    ``recipe``, ``basis``, ``head_dim``, ``revision`` and ``kv_dtype`` are those of the serde; ``threads`` objects are packed at a time;
-    ``max_bytes`` and ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
+    ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` are those of the serde; ``threads`` objects are packed at
+    a time; ``max_bytes`` and ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
@@ -51,7 +51,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 f"model, and not its weights), and may get {', '.join(sorted(OPTIONAL))}"
             )
         super().__init__()
-        self._kv_dtype = str(params.get("kv_dtype", ""))
+        self._kv_dtype, self._fused = str(params.get("kv_dtype", "")), is_fused(params)
         self._location, self._head_dim, self._max_bytes = params["location"], int(params["head_dim"]), params.get("max_bytes")
         self._recipe = recipe_of(str(params["recipe"]), params.get("basis"), self._head_dim, self._kv_dtype)
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
@@ -170,7 +170,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
         """The store of objects of one layout. Raises InvalidShape and InvalidParameter."""
-        geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype)
+        geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
         with self._lock:
             if geometry not in self._stores:
                 store = PageStore(

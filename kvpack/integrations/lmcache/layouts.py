@@ -1,4 +1,8 @@
-"""LMCache's objects ``[2, layer, token, head * dim]`` as pages, and its keys as bytes."""
+"""LMCache's objects as pages, and its keys as bytes.
+
+An object is ``[2, layer, token, head * dim]``, or *fused*: ``[1, layer, token, head * 2 * dim]``, also without the 1, as engines have it
+that keep a head's key and value next to each other, as vLLM 0.28 does. Latents have the shape of the fused ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from kvpack.pages.codec import PageCodec
 from kvpack.pages.geometry import DTYPES, PageGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -41,27 +45,43 @@ def check_model(recipe: Recipe, key: Any) -> None:
         recipe.basis.check_model({"name": key.model_name})
 
 
-def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str) -> PageGeometry:
+def is_fused(options: Mapping[str, Any]) -> bool:
+    """The option ``fused``. Raises InvalidParameter for what is neither true nor false."""
+    fused = options.get("fused", False)
+    if not isinstance(fused, bool):
+        raise InvalidParameter(f"fused is {fused!r:.40}, expected true or false")
+    return fused
+
+
+def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
     """The geometry of one object. Raises InvalidShape for one that is not keys and values, and InvalidParameter.
 
-    ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same.
+    ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same; ``fused`` says that
+    objects of one plane hold keys and values.
     """
-    if len(shape) != 4 or shape[0] != 2 or shape[3] % head_dim or dtype not in _NAMES:
+    split = len(shape) == 4 and shape[0] == 2
+    one_plane = len(shape) == 3 or (len(shape) == 4 and shape[0] == 1)
+    row = head_dim if split else 2 * head_dim
+    if not (split or (fused and one_plane)) or shape[-1] % row or dtype not in _NAMES:
         raise InvalidShape(
-            f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {head_dim}]: latents, recurrent states and other "
-            "objects are not packed"
+            f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {head_dim}], or with fused [1, layer, token, "
+            f"head * {2 * head_dim}], which engines have that keep keys and values next to each other: latents, recurrent states and "
+            "other objects are not packed"
         )
     if dtype == DTYPES["u8"] and not kv_dtype:
         raise InvalidParameter(
             "the object has bytes, which LMCache's keys do not tell from those of another dtype: give kv_dtype, such as fp8_e4m3"
         )
-    _, layers, tokens, width = shape
-    return PageGeometry(layers, width // head_dim, tokens, head_dim, head_dim, _NAMES[dtype])
+    layers, tokens, width = shape[-3:]
+    return PageGeometry(layers, width // row, tokens, head_dim, head_dim, _NAMES[dtype])
 
 
 def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
     """An object as a buffer of one slot."""
-    heads = x.view(*x.shape[:3], geometry.heads, geometry.dim_k).transpose(2, 3)[:, None]
+    if x.dim() == 4 and x.shape[0] == 2:
+        heads = x.view(*x.shape[:3], geometry.heads, geometry.dim_k).transpose(2, 3)[:, None]
+    else:
+        heads = x.view(*x.shape[-3:-1], geometry.heads, 2, geometry.dim_k).permute(3, 0, 2, 1, 4)[:, None]
     return PageBuffer(geometry, heads[0], heads[1])
 
 

@@ -10,7 +10,7 @@ from lmcache.v1.distributed.serde import AsyncSerdeProcessor, Deserializer, Seri
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.pages.codec import PageCodec
 
-from .layouts import check_model, geometry_of, key_bytes, pages_of, recipe_of
+from .layouts import check_model, geometry_of, is_fused, key_bytes, pages_of, recipe_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Codecs:
     """One codec for each shape and dtype of LMCache's objects."""
 
-    def __init__(self, recipe: Recipe, head_dim: int, revision: str, threads: int, kv_dtype: str) -> None:
-        self.recipe, self._head_dim, self._threads, self._kv_dtype = recipe, head_dim, threads, kv_dtype
+    def __init__(self, recipe: Recipe, head_dim: int, revision: str, threads: int, kv_dtype: str, fused: bool) -> None:
+        self.recipe, self._head_dim, self._threads, self._kv_dtype, self._fused = recipe, head_dim, threads, kv_dtype, fused
         self._namespace = hashlib.sha256(f"lmcache\0{revision}\0{head_dim}\0{kv_dtype}".encode()).digest()
         self._made: dict[tuple[tuple[int, ...], torch.dtype], PageCodec] = {}
 
@@ -32,7 +32,7 @@ class Codecs:
         """The codec of one object's layout. Raises InvalidShape for one that is not keys and values, and InvalidParameter."""
         made = self._made.get((tuple(shape), dtype))
         if made is None:
-            geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype)
+            geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
             made = PageCodec(self.recipe, geometry, threads=self._threads, namespace=self._namespace)
             self._made[tuple(shape), dtype] = made
         return made
@@ -77,16 +77,16 @@ class KvpackDeserializer(Deserializer):  # type: ignore[misc]
 
 def create(kwargs: Mapping[str, Any]) -> Any:
     """LMCache's processor for the options of ``"serde": {"type": "kvpack", ...}``. Raises InvalidParameter."""
-    known = {"recipe", "basis", "head_dim", "revision", "threads", "max_workers", "kv_dtype"}
+    known = {"recipe", "basis", "head_dim", "revision", "threads", "max_workers", "kv_dtype", "fused"}
     if set(kwargs) - known or not {"recipe", "head_dim", "revision"} <= set(kwargs):
         raise InvalidParameter(
             f"the serde kvpack got {', '.join(sorted(kwargs)) or 'no options'}, expected recipe, head_dim and revision (LMCache's keys "
-            "name a model, and not its weights), and may get basis, threads, max_workers and kv_dtype"
+            "name a model, and not its weights), and may get basis, threads, max_workers, kv_dtype and fused"
         )
     recipe, revision, kv_dtype = (str(kwargs.get(name, "")) for name in ("recipe", "revision", "kv_dtype"))
     head_dim = int(kwargs["head_dim"])
     packed = recipe_of(recipe, kwargs.get("basis"), head_dim, kv_dtype)
-    codecs = Codecs(packed, head_dim, revision, int(kwargs.get("threads", 1)), kv_dtype)
+    codecs = Codecs(packed, head_dim, revision, int(kwargs.get("threads", 1)), kv_dtype, is_fused(kwargs))
     workers = int(kwargs.get("max_workers", 1))
     return AsyncSerdeProcessor(KvpackSerializer(codecs), KvpackDeserializer(codecs), max_workers=workers)
 

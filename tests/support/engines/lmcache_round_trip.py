@@ -23,13 +23,13 @@ from prometheus_client import REGISTRY
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHAPE = torch.Size([2, 4, 256, 128])
-LAYOUT = MemoryLayoutDesc(shapes=[SHAPE], dtypes=[torch.bfloat16])
+SPLIT, FUSED = torch.Size([2, 4, 256, 128]), torch.Size([1, 4, 256, 256])
+"""Objects of two planes, and of one, in which a head's key is followed by its value."""
 KEYS = [ObjectKey(chunk_hash=bytes(31) + bytes([number]), model_name="a-model", kv_rank=0) for number in range(3)]
 
 
-def config(kind: str, recipe: str, folder: Path) -> Any:
-    packed = {"recipe": recipe, "head_dim": 64, "revision": "abc"}
+def config(kind: str, recipe: str, shape: torch.Size, folder: Path) -> Any:
+    packed = {"recipe": recipe, "head_dim": 64, "revision": "abc", "fused": shape == FUSED}
     if kind == "adapter":
         given = {"location": str(folder), **packed}
         return PluginL2AdapterConfig("kvpack.integrations.lmcache.adapter", "KvpackL2Adapter", given)
@@ -58,10 +58,10 @@ def manager_of(adapter: Any) -> StorageManager:
     )
 
 
-def loaded(manager: StorageManager) -> list[torch.Tensor]:
+def loaded(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tensor]:
     """The objects from the first on that come back, after LMCache's own memory was emptied."""
     manager.clear(force=True)
-    handle = manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, LAYOUT)]))
+    handle = manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, layout)]))
     status: list[Any] = [None]
 
     def known() -> bool:
@@ -73,7 +73,7 @@ def loaded(manager: StorageManager) -> list[torch.Tensor]:
     found = []
     if hits:
         with manager.read_prefetched_results(KEYS[:hits]) as objects:
-            found = [one.tensor.view(SHAPE).clone() for one in objects]
+            found = [one.tensor.view(layout.shapes[0]).clone() for one in objects]
         manager.finish_read_prefetched(KEYS[:hits])
     return found
 
@@ -90,42 +90,45 @@ def metrics() -> dict[str, float]:
     return {name: sum(sample.value for sample in samples if sample.name == name) for name in {sample.name for sample in samples}}
 
 
-def run(kind: str, recipe: str) -> bool:
+def run(kind: str, recipe: str, shape: torch.Size) -> bool:
+    layout = MemoryLayoutDesc(shapes=[shape], dtypes=[torch.bfloat16])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        manager = manager_of(config(kind, recipe, folder))
+        manager = manager_of(config(kind, recipe, shape, folder))
         source = torch.Generator().manual_seed(0)
-        given = [torch.randn(SHAPE, generator=source).to(torch.bfloat16) for _ in KEYS]
+        given = [torch.randn(shape, generator=source).to(torch.bfloat16) for _ in KEYS]
         for key, values in zip(KEYS, given, strict=True):
-            reserved = manager.reserve_write([key], LAYOUT)
-            reserved[key].tensor.view(SHAPE).copy_(values)
+            reserved = manager.reserve_write([key], layout)
+            reserved[key].tensor.view(shape).copy_(values)
             manager.finish_write([key])
             assert waited(lambda: manager.report_status()["store_controller"]["in_flight_task_count"] == 0)
         assert waited(lambda: len(files(folder)) == len(KEYS)), files(folder)
         size = files(folder)[0].stat().st_size
-        whole = loaded(manager)
+        whole = loaded(manager, layout)
         victim = files(folder)[1]
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
-        damaged = loaded(manager)
+        damaged = loaded(manager, layout)
         shown = metrics()
         released = waited(lambda: manager.report_status()["l1_manager"]["memory_used_bytes"] == 0)
         manager.close()
     # LMCache serves the registry of prometheus_client.
-    told = shown.get("kvpack_store_damaged_entries_total") == 1 and shown.get("kvpack_store_hit_tokens_total", 0) >= 3 * SHAPE[2]
+    told = shown.get("kvpack_store_damaged_entries_total") == 1 and shown.get("kvpack_store_hit_tokens_total", 0) >= 3 * shape[2]
     errors = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(whole, given, strict=False)]
     # LMCache takes a task through a serde all or nothing.
     good = (told or kind == "serde") and (
         len(whole) == 3 and len(damaged) == (1 if kind == "adapter" else 0) and released and max(errors) <= (0 if recipe == "raw" else 0.1)
     )
+    planes = "fused" if shape == FUSED else "split"
     print(
-        f"LMCache, {kind}, {recipe}: {given[0].nbytes / size:.2f} times smaller; {len(whole)} of 3 objects come back, errors at most "
-        f"{max(errors):.4f}; after one flipped bit {len(damaged)} before the damaged one {'good' if good else 'WRONG'}",
+        f"LMCache, {kind}, {recipe}, {planes}: {given[0].nbytes / size:.2f} times smaller; {len(whole)} of 3 objects come back, errors at "
+        f"most {max(errors):.4f}; after one flipped bit {len(damaged)} before the damaged one {'good' if good else 'WRONG'}",
         flush=True,
     )
     return good
 
 
 if __name__ == "__main__":
-    sys.exit(sum(not run(kind, recipe) for kind in ("adapter", "serde") for recipe in ("raw", "octopus-4")))
+    kinds = [(kind, recipe, shape) for kind in ("adapter", "serde") for recipe in ("raw", "octopus-4") for shape in (SPLIT, FUSED)]
+    sys.exit(sum(not run(*kind) for kind in kinds))

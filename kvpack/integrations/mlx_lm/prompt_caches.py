@@ -22,9 +22,8 @@ from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
-
-from .exported import exported, windows_of
-from .llama_cpp.state_file import CONFIG
+from kvpack.integrations.exported import exported, windows_of
+from kvpack.integrations.llama_cpp.state_file import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,11 @@
+"""mlx-lm's prompt cache files: read as caches, and written from caches where that loses nothing::
+
+    cache = import_prompt_cache("prompt.safetensors", "octopus-4")
+    export_prompt_cache(cache, "again.safetensors", dtype="bf16")
+
+mlx itself is not needed. README.md beside this file says what is refused.
+"""
+
+from .prompt_caches import export_prompt_cache, import_prompt_cache
+
+__all__ = ["export_prompt_cache", "import_prompt_cache"]

@@ -31,6 +31,9 @@ def engine_fields(
     """The fields model, weights, rope, config and extra of an identity. Raises as ``Identity.of_engine``."""
     if not kv_dtype or not layout:
         raise InvalidParameter("kv_dtype and layout name the engine's pages: neither may be empty")
+    if ";" in layout:
+        # It would read as the end of the layout, and the rest as extra.
+        raise InvalidParameter(f"layout is {layout!r:.80}, expected text without a semicolon, such as PageLayout.digest")
     rank, size = tp
     if not (type(rank) is type(size) is int and 0 <= rank < size):
         raise InvalidParameter(f"tp is {tp!r}, expected the rank and the number of ranks, such as (0, 1)")

@@ -431,3 +431,6 @@ def test_an_engines_identity_needs_no_model_in_memory(tmp_path: Path) -> None:
         Identity.of_engine(path, "octopus-3", **options, tp=(2, 2))
     with pytest.raises(InvalidParameter, match="kv_dtype and layout name the engine's pages"):
         Identity.of_engine(path, "octopus-3", kv_dtype="bf16", layout="")
+    with pytest.raises(InvalidParameter, match="layout is 'd1; x', expected text without a semicolon"):
+        # What layout d1 and extra x are called.
+        Identity.of_engine(path, "octopus-3", kv_dtype="bf16", layout="d1; x")

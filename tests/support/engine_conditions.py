@@ -95,10 +95,10 @@ def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
     size = _entry_bytes(opened, folder)
     engine = opened(folder / "other", max_bytes=2 * size + size // 2)
     assert engine.store([0, 1]) == [True, True]
-    for hours in (1, 48):
+    for hours in (0.5, 1, 48):
         with patch.context() as earlier:
             earlier.setattr(
-                page_store.time, "time_ns", lambda hours=hours: time.clock_gettime_ns(time.CLOCK_REALTIME) - hours * 3600 * 10**9
+                page_store.time, "time_ns", lambda hours=hours: time.clock_gettime_ns(time.CLOCK_REALTIME) - int(hours * 3600) * 10**9
             )
             for chunk in (2, 3):
                 # What was stored just now makes room for the next at the latest.

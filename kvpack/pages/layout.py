@@ -45,8 +45,8 @@ class PageLayout:
         flat, dims = page.view(-1), geometry.dims
         shapes = {side: (geometry.layers, geometry.heads, geometry.tokens, dim) for side, dim in dims.items()}
 
-        def written(values: dict[str, torch.Tensor]) -> torch.Tensor:
-            page.zero_()
+        def written(values: dict[str, torch.Tensor], before: int = 0) -> torch.Tensor:
+            bits_of(flat).fill_(before)
             write(values["k"], values.get("v"))
             return flat.to("cpu")
 
@@ -71,7 +71,8 @@ class PageLayout:
             places[side] = at[order].view(shape)
         layout = cls(geometry, flat.numel(), places)
         random = {side: _random_bits(shape, page.dtype).to(page.device) for side, shape in shapes.items()}
-        bits = bits_of(written(random))
+        # Over bits of another page, which a writer that leaves some of its places would show.
+        bits = bits_of(written(random, before=0x55))
         for side, place in places.items():
             if not torch.equal(bits[place], bits_of(random[side].to("cpu"))):
                 raise InvalidParameter(f"{side}: the writer changes values, by a scale or another dtype, so its pages cannot be packed")

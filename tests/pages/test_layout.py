@@ -104,7 +104,17 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
     def scaling(k: torch.Tensor, v: torch.Tensor | None) -> None:
         page[:half], page[half:] = k.flatten() * 0.5, v.flatten() if v is not None else 0
 
+    def adding(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        page[:half] += k.flatten()
+        page[half:] += v.flatten() if v is not None else 0
+
+    def skipping(k: torch.Tensor, v: torch.Tensor | None) -> None:
+        for part, x in ((page[:half], k.flatten()), (page[half:], v.flatten() if v is not None else k.flatten())):
+            part[x != 0] = x[x != 0]
+
     for write, message in (
+        (adding, "k: the writer changes values"),
+        (skipping, "k: the writer changes values"),
         (lossy, r"k: the writer put 512 values at 511 places, 511 of them different: it is no permutation"),
         (repeating, r"k: the writer put 512 values at 1024 places"),
         (overlapping, "v: the writer put values where it puts those of the other side"),

@@ -87,10 +87,10 @@ def test_a_page_by_a_basis_decodes_to_what_its_cache_does(rows: str) -> None:
                 assert torch.equal(mine, theirs[0])
 
 
-RECIPES = ["raw", "kivi-4", "octopus-4", "turboquant-4", "oscar-2-u8", "polarquant-4", "turboangle-k8v4", "nvfp4", "quarot-4"]
+PRESETS = ["raw", "kivi-4", "octopus-4", "turboquant-4", "oscar-2-u8", "polarquant-4", "turboangle-k8v4", "nvfp4", "quarot-4"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PRESETS)
 def test_the_hosts_settings_change_nothing_and_stay(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM makes models in a default dtype of 16 bits and on a default device, and allows no call of set_num_threads."""
 
@@ -315,7 +315,7 @@ def test_the_hosts_settings_stay() -> None:
         torch.set_default_dtype(before_dtype)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "kv=scalar:b=3,channel_scale=fp16"])
+@pytest.mark.parametrize("recipe", [*PRESETS, "kv=scalar:b=3,channel_scale=fp16"])
 def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> None:
     """What someone who can write rows can make of them: the rules of the codecs are checked with ``values``, and no call goes astray."""
     codec = PageCodec(recipe, SMALL)

@@ -278,6 +278,40 @@ def test_an_encoders_cache_goes_on_from_files(tmp_path: Path) -> None:
         generated(model, ROWS, cache, decoder_input_ids=begun[:, :1])
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma-3", "DeepSeek-V3"])
+def test_a_prompt_in_chunks_goes_on_after_the_cache(name: str) -> None:
+    """generate prepares each chunk by itself, and compares none with the cache."""
+    model = model_of(name)
+    expected = generated(model, REPEATED)
+    options = {"prefill_chunk_size": 5}
+    for given in ({}, {"attention_mask": torch.ones_like(REPEATED)}):
+        with KvpackCache(model, "raw", dense=name == "DeepSeek-V3" or None) as cache:
+            begun = generated(model, REPEATED[:, :8], cache, max_new_tokens=2, prompt_lookup_num_tokens=2)
+            cache.crop(8 - cache.get_seq_length())
+            for wrong, reason in [
+                (REPEATED.roll(3, 1), "token 0 of row 0 has the id 10, and the cache was computed from the id 5 there"),
+                (REPEATED[:, :8], "generate was given 8 token ids, and the cache holds 8: give at least one that follows it"),
+                (REPEATED[:, :6], "generate was given 6 token ids, and the cache holds 8: give at least one that follows it"),
+            ]:
+                mask = {name: torch.ones_like(wrong) for name in given}
+                with pytest.raises(InvalidParameter, match=reason):
+                    generated(model, wrong, cache, **options, **mask)
+                assert cache.get_seq_length() == 8
+            assert generated(model, REPEATED, cache, **options, **given) == expected
+            assert begun[0][:8] == REPEATED[0, :8].tolist()
+
+
+def test_after_assisted_decoding_only_ids_that_follow_may_be_given() -> None:
+    """Even those that begin like the cache."""
+    model = model_of("Llama")
+    with KvpackCache(model, "raw") as cache:
+        generated(model, REPEATED[:, :16], cache, prompt_lookup_num_tokens=3)
+        cache.crop(16 - cache.get_seq_length())
+        ids = torch.cat([REPEATED[:, :16], REPEATED], 1)
+        found = generated(model, REPEATED, cache, attention_mask=torch.ones_like(ids))
+        assert found[0][REPEATED.shape[1] :] == generated(model, ids)[0][ids.shape[1] :]
+
+
 def test_ids_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not in each step, which would wait for the device."""
     compared = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
@@ -237,29 +237,66 @@ def _watch_generate(model: PreTrainedModel) -> bool:
     """Show caches the token ids that ``generate`` is given: forward passes see only those after the cache."""
     if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
         return False
-    model.prepare_inputs_for_generation = _Prepare(model)
+    for method in _WATCHED:
+        if hasattr(type(model), method.name):
+            setattr(model, method.name, method(model))
     return True
 
 
-class _Prepare:
-    """``prepare_inputs_for_generation`` of ``model``, which checks the ids over its KvpackCaches first; a copy of the model has its own."""
+class _Watched:
+    """The method ``name`` of ``model``, which is told to its KvpackCaches; a copy of the model has its own."""
+
+    name: str
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._owner = weakref.ref(model)
         # generate asks what the method takes.
-        self.__signature__ = inspect.signature(type(model).prepare_inputs_for_generation.__get__(model))
+        self.__signature__ = inspect.signature(getattr(type(model), self.name).__get__(model))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepare:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo.get(id(self._owner()))
-        return self if copied is None else _Prepare(copied)
+        return self if copied is None else type(self)(copied)
+
+    def _alive(self) -> PreTrainedModel:
+        alive = self._owner()
+        assert alive is not None
+        return alive
+
+
+class _Prepare(_Watched):
+    """``prepare_inputs_for_generation``, before which the ids are checked."""
+
+    name = "prepare_inputs_for_generation"
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        past, alive = cache_in(kwargs), self._owner()
-        assert alive is not None
-        # Of a cache of two parts, the second holds what the encoder was given.
-        for passes in passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past):
+        alive = self._alive()
+        for passes in _passes_over_tokens(cache_in(kwargs)):
             passes.check_generate(alive, input_ids, kwargs)
         return type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
+
+
+class _Prefill(_Watched):
+    """``_prefill``, which prepares a prompt chunk by chunk if it is asked to: all ids are checked before the first."""
+
+    name = "_prefill"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        alive = self._alive()
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        ids, config, arguments = given["input_ids"], given["generation_config"], given["model_kwargs"]
+        with ExitStack() as chunks:
+            if config.prefill_chunk_size is not None:
+                for passes in _passes_over_tokens(cache_in(arguments)):
+                    chunks.enter_context(passes.chunked(ids, arguments, getattr(config, "_mask_length", -1)))
+            return type(alive)._prefill(alive, *args, **kwargs)
+
+
+_WATCHED = (_Prepare, _Prefill)
+
+
+def _passes_over_tokens(past: Any) -> list[Any]:
+    """``passes_over`` what holds the tokens of ``generate``: of a cache of two parts, the second holds what the encoder was given."""
+    return passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
 
 
 def _remove(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:
@@ -268,4 +305,5 @@ def _remove(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:
     for owner in watched:
         model = owner()
         if model is not None:
-            vars(model).pop("prepare_inputs_for_generation", None)
+            for method in _WATCHED:
+                vars(model).pop(method.name, None)

@@ -56,7 +56,7 @@ class Tracking:
         self.changes = 0
         """How often the model's weights were found changed after the first token."""
         self._passes, self.turns = Passes(), Turns()
-        self.assisted = self.states = False
+        self.assisted = self.states = self._chunked = False
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
 
@@ -228,7 +228,7 @@ class Tracking:
             raise InvalidParameter(
                 "generate was given a cache and use_cache=False, with which every step computes all tokens again: write use_cache=True"
             )
-        if not arguments.get("is_first_iteration", False):
+        if not arguments.get("is_first_iteration", False) or self._chunked:
             return
         embeddings = arguments.get("inputs_embeds")
         if isinstance(embeddings, torch.Tensor):
@@ -236,12 +236,35 @@ class Tracking:
                 self._check_embeddings(model, embeddings)
             return
         takes_all = self.assisted or (self._model is not None and self._model.has_encoder)
+        self.assisted = False
         if takes_all and arguments.get("next_sequence_length") is None and self.record.tokens:
             arguments["next_sequence_length"] = ids.shape[1] - self.record.tokens
         following = arguments.get("next_sequence_length")
         if following is None:
             self._check_following(model, ids, arguments)
-            return
+        else:
+            self._check_ids(ids, following)
+
+    @contextmanager
+    def chunked(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
+        """Check all token ids of a prompt that ``generate`` prepares in chunks within the block, as ``check_generate``.
+
+        ``columns`` are those of the attention mask that it makes without one among the ``arguments``: as many as there are ids tell that
+        these begin with the cache's.
+        """
+        encoder = self._model is not None and self._model.has_encoder
+        mask = arguments.get("decoder_attention_mask" if encoder else "attention_mask")
+        self.assisted = False
+        if self.record.tokens and ids.shape[1] == (columns if mask is None else mask.shape[1]):
+            self._check_ids(ids, ids.shape[1] - self.record.tokens)
+        self._chunked = True
+        try:
+            yield
+        finally:
+            self._chunked = False
+
+    def _check_ids(self, ids: torch.Tensor, following: int) -> None:
+        """Raise InvalidParameter unless the last ``following`` of ``ids`` follow those of the cache."""
         if following <= 0:
             raise InvalidParameter(
                 f"generate was given {ids.shape[1]} token ids, and the cache holds {self.record.tokens}: give at least one that follows it"

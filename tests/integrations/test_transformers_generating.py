@@ -115,6 +115,14 @@ def test_a_file_is_continued(model: Any, tmp_path: Path) -> None:
         model.generate(ids(1, 50, seed=9), past_key_values=cache, max_new_tokens=1, **OPTIONS)
 
 
+def test_a_file_of_no_tokens_is_not_gone_on_from(model: Any, tmp_path: Path) -> None:
+    """It does not say what layers are to hold."""
+    with KvpackCache(model, "octopus-4") as cache:
+        kvpack.save(cache.packed, tmp_path / "empty")
+    with pytest.raises(InvalidParameter, match=r"no layer of the cache has keys or values: begin with KvpackCache\(model, recipe\)"):
+        KvpackCache.load(tmp_path / "empty", model)
+
+
 def test_what_a_cache_is_made_of(model: Any) -> None:
     packed = kvpack.pack([(torch.zeros(1, 2, 4, 32),) * 2] * 3, "raw")
     assert KvpackCache(model, packed).get_seq_length() == KvpackCache(packed, model).get_seq_length() == 4

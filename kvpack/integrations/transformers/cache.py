@@ -114,6 +114,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             identity = identity_of(model)
             self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity, basis=basis)
             inputs = Inputs()
+        if not any(present):
+            raise InvalidParameter("no layer of the cache has keys or values: begin with KvpackCache(model, recipe)")
         decoding = Decoding(bool(dense))
         states = [0] * len(present) if known is None else known.states(len(present))
         layers = [

@@ -75,6 +75,7 @@ class LiveCache:
         self.sliding_windows = _checked_windows(sliding_windows, self._count)
         self._layers: list[LiveLayer | None] = [None] * self._count
         self._kept: set[int] = set()
+        self._shared: set[int] = set()
         self._prepare()
 
     @classmethod
@@ -95,7 +96,7 @@ class LiveCache:
         live = cls.__new__(cls)
         live._recipe, live._text = parse_recipe(cache.recipe), cache.recipe
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
-        live._kept = set()
+        live._kept, live._shared = set(), set()
         live.sliding_windows = _checked_windows(sliding_windows, len(cache))
         # Set once: each side would set them again.
         with contextlib.ExitStack() as modes:
@@ -131,6 +132,7 @@ class LiveCache:
         copied._recipe = self._recipe
         for layer in self._kept:
             copied.keep_past(layer)
+        copied._shared = set(self._shared)
         return copied
 
     def __len__(self) -> int:
@@ -238,7 +240,7 @@ class LiveCache:
         found = own.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )
-        if own.pending_tokens > DEFERRED:
+        if own.pending_tokens > DEFERRED and layer not in self._shared:
             own.commit()
             self._changed(layer)
         return found
@@ -364,6 +366,11 @@ class LiveCache:
         self._kept.add(layer)
         if own is not None:
             own.keeps_past = True
+
+    def share(self, layer: int) -> None:
+        """Let other layers of the model attend to the tokens of ``layer``, too: those of a long update are not encoded before the next."""
+        self._own(layer)
+        self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
         """Drop all tokens of every layer, or of one. Raises OutOfBounds."""

@@ -15,6 +15,7 @@ from zoo_models import images, model_of
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache, record
+from kvpack.live import cache as live_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -210,6 +211,24 @@ def test_decoding_steps_of_sliding_layers_run_kernels_alone(name: str, monkeypat
         assert any(window is not None for window in cache.live.sliding_windows)
         layers = len(cache.layers)
     assert by_steps == [True] * 3 * layers
+
+
+@pytest.mark.parametrize("recipe", ["raw", "octopus-2"])
+@pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])
+def test_layers_that_share_keys_and_values_attend_a_long_prompt_as_it_was_given(
+    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer that holds them encodes it, and drops what no later token sees, when the others have attended, too."""
+    monkeypatch.setattr(live_cache, "DEFERRED", 8)
+    model = model_of(name)
+    expected = model(PROMPT).logits
+    with KvpackCache(model, f"{recipe};tail=8") as cache:
+        for one in (cache, copy.deepcopy(cache)):
+            torch.testing.assert_close(model(PROMPT, past_key_values=one).logits, expected)
+        assert cache.live.skipped(0) == 0
+        if recipe == "raw":
+            assert generated(model, torch.cat([PROMPT, ROWS[1:2]], 1), cache) == generated(model, torch.cat([PROMPT, ROWS[1:2]], 1))
+            assert cache.live.skipped(0) > 0
 
 
 def test_a_loaded_layer_slides_as_well(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             inputs = Inputs()
         if not any(present):
             raise InvalidParameter("no layer of the cache has keys or values: begin with KvpackCache(model, recipe)")
+        for number in () if known is None else known.shared:
+            self.live.share(number)
         decoding = Decoding(bool(dense))
         states = [0] * len(present) if known is None else known.states(len(present))
         layers = [

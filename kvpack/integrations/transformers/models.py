@@ -102,6 +102,12 @@ class Model:
         known = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
         return [*known, *[0] * layers][:layers]
 
+    @property
+    def shared(self) -> list[int]:
+        """The layers whose keys and values others attend to, too."""
+        modes = getattr(self.config, "kv_sharing_modes", None) or []
+        return [number for number, mode in enumerate(modes) if mode == "store"]
+
     def check(self, cache: Cache) -> None:
         """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
         expected = [] if self.has_encoder else self._layers

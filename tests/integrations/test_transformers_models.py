@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     BigBirdPegasusConfig,
     BigBirdPegasusForCausalLM,
     DynamicCache,
@@ -22,6 +24,8 @@ from transformers import (
     MoshiForCausalLM,
     StaticCache,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from zoo_models import images, model_of
 
 import kvpack
@@ -165,6 +169,45 @@ def test_masks_that_packed_attention_lacks_are_right_over_plain_tensors() -> Non
         model.set_attn_implementation(attention)
         found.append(model(PROMPT, position_ids=positions, use_cache=False).logits)
     assert torch.equal(*found)
+
+
+class Box:
+    """A mask that is no tensor, as those of flex attention."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self.seen, self.shape = seen, seen.shape
+
+    @staticmethod
+    def attention(module: Any, q: Any, k: Any, v: Any, mask: Box | None, **options: Any) -> Any:
+        return sdpa_attention_forward(module, q, k, v, None if mask is None else mask.seen, **options)
+
+    @staticmethod
+    def mask(**options: Any) -> Box:
+        return Box(sdpa_mask(**{**options, "allow_is_causal_skip": False}))
+
+
+def test_masks_that_are_no_tensors_go_to_the_attention_that_has_them() -> None:
+    AttentionInterface.register("boxed", Box.attention)
+    AttentionMaskInterface.register("boxed", Box.mask)
+    model, holes = model_of("Llama"), torch.ones_like(PROMPT)
+    holes[0, 5:8] = 0
+    expected = [model(PROMPT, attention_mask=mask).logits for mask in (None, holes)]
+    model.set_attn_implementation("boxed")
+    with KvpackCache(model, "raw") as cache:
+        for mask, logits in zip((None, holes), expected, strict=True):
+            assert torch.equal(model(PROMPT, attention_mask=mask).logits, logits)
+        with pytest.warns(KvpackWarning, match="hides tokens"):
+            found = model(PROMPT, attention_mask=holes, past_key_values=cache).logits
+    torch.testing.assert_close(found, expected[1])
+
+
+def test_a_copy_of_a_model_sends_plain_tensors_where_the_model_does() -> None:
+    for attention, weights in (("eager", True), ("sdpa", False)):
+        model = model_of("Qwen2-VL", attention)
+        with KvpackCache(model, "raw"):
+            copied = copy.deepcopy(model)
+        for one in (copied, copy.deepcopy(copied)):
+            assert any(x is not None for x in one(PROMPT, output_attentions=True).attentions) == weights
 
 
 @pytest.mark.parametrize("name", ["Falcon", "Falcon (ALiBi)", "Bloom", "DeepSeek-V2", "DeepSeek-V3", "MPT", "Llama-4"])

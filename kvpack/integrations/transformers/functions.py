@@ -104,7 +104,8 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
     """The first token that each sequence sees, int32 ``[batch]``, where a mask holds that; else None."""
-    if mask is None or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
+    # Flex attention has masks of its own, which are no tensors.
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None
     return mask.view(-1)
 

@@ -18,6 +18,7 @@ from kvpack.formats.errors import InvalidParameter
 from . import compiled as compiled_calls
 from .changes import modules_of
 from .passes import Pass, arguments_of
+from .plain import remember_copies
 from .record import Record
 
 if TYPE_CHECKING:
@@ -255,7 +256,10 @@ class _Watched:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo.get(id(self._owner()))
-        return self if copied is None else type(self)(copied)
+        if copied is None:
+            return self
+        remember_copies(memo)
+        return type(self)(copied)
 
     def _alive(self) -> PreTrainedModel:
         alive = self._owner()

@@ -34,6 +34,13 @@ def remember_attention(config: Any, name: str) -> None:
     _before[number] = (weakref.ref(config, lambda _: _before.pop(number, None)), name)
 
 
+def remember_copies(memo: dict[int, Any]) -> None:
+    """Send plain tensors of copies in ``memo``, as ``copy.deepcopy`` has it, to the attention that those of the originals go to."""
+    for number, (config, name) in list(_before.items()):
+        if number in memo and config() is not None:
+            remember_attention(memo[number], name)
+
+
 def forget_attention(config: Any) -> None:
     """Send plain tensors of models of ``config`` to transformers' own default."""
     _before.pop(id(config), None)

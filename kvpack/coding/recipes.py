@@ -201,7 +201,10 @@ class Recipe:
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
-            raise MissingBasis(f"recipe {self.text!r} needs {named}: give basis=, in commands --basis FILE; kvpack calibrate makes one")
+            missing = MissingBasis(f"recipe {self.text!r} needs {named}: give basis=, in commands --basis FILE; kvpack calibrate makes one")
+            # It is the request that lacks one, and no file that is refused.
+            missing.exit_code = 2
+            raise missing
         # The last layers may share keys and values of others: caches have them without sides, or leave them out.
         if not self.basis.layers_with_rows <= layers <= self.basis.layers:
             raise InvalidParameter(f"{self.basis.where}: is the basis of a model of {self.basis.layers} layers, and the cache has {layers}")

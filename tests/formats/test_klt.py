@@ -242,7 +242,8 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["inspect", str(tmp_path / "y.kvpack")]) == 0
     assert f"needs the basis {basis.digest.hex()}" in capsys.readouterr().out
     dense = str(tmp_path / "z.safetensors")
-    assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense]) == MissingBasis.exit_code
+    assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense]) == MissingBasis.exit_code == 1
+    assert cli.main(["convert", str(packed), str(tmp_path / "z.kvpack"), "klt-2"]) == 2, "the request is wrong, and not the file"
     assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense, "--basis", str(tmp_path)]) == 0
     assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "klt-2", "--basis", str(given)]) == 0
     capsys.readouterr()

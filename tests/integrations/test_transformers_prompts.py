@@ -94,13 +94,18 @@ def test_rows_keep_what_all_of_them_begin_with(tmp_path: Path) -> None:
         KvpackCache.load(path, model, prompt=IDS)
 
 
+def of_frequencies(kind: str) -> Any:
+    """A model whose RoPE has other frequencies above 25 tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {"factor": 2.0}
+    settings = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 25, **factors}
+    return model_of("Llama", rope_parameters=settings, max_position_embeddings=25)
+
+
 @pytest.mark.parametrize(("tokens", "prompt", "kept"), [(24, 23, 15), (24, 40, 0), (40, 20, 0)], ids=["both short", "to long", "from long"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_keys_of_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: int, kept: int, tmp_path: Path) -> None:
     """Where the length of a sequence decides the frequencies of RoPE, equal token ids have other keys in a long one."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {"factor": 2.0}
-    settings = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 25, **factors}
-    model = model_of("Llama", rope_parameters=settings, max_position_embeddings=25)
+    model = of_frequencies(kind)
     path = file_of(model, tmp_path / "file", changed(30, 45)[:, :tokens])
     ids = changed(15)[:, :prompt]
     if kept:
@@ -112,6 +117,31 @@ def test_keys_of_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: 
         assert cache.get_seq_length() == kept
         found = model(ids[:, kept:], past_key_values=cache).logits[:, -1]
     assert torch.allclose(found, model(ids).logits[:, -1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_keys_of_a_long_sequence_that_was_cut_are_not_kept(kind: str, tmp_path: Path) -> None:
+    """However few are left of them; those that a short pass made before are."""
+    model = of_frequencies(kind)
+    ids, prompt = changed(45), changed(15)[:, :22]
+    for first, kept in ((40, 0), (20, 15)):
+        with KvpackCache(model, "raw") as cache:
+            for part in ids[:, :40].split([first, 40 - first] if first < 40 else [40], 1):
+                model(part, past_key_values=cache)
+            cache.crop(-22)
+            kvpack.save(cache.packed, tmp_path / "file")
+        if kept:
+            cache = KvpackCache.load(tmp_path / "file", model, prompt=prompt)
+        else:
+            text = (
+                "no tokens of the cache are kept for the prompt: tokens 0 to 17 have the RoPE frequencies of a sequence of more than 2[45]"
+            )
+            with pytest.warns(kvpack.KvpackWarning, match=text):
+                cache = KvpackCache.load(tmp_path / "file", model, prompt=prompt)
+        with cache:
+            assert cache.get_seq_length() == kept
+            found = model(prompt[:, kept:], past_key_values=cache).logits[:, -1]
+        assert torch.allclose(found, model(prompt).logits[:, -1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("token", "kept"), [(58, 58), (20, 0)], ids=["inside what is held", "before it"])

@@ -30,6 +30,9 @@ _WITHOUT_EFFECT = {
 """The arguments of forward passes that change no key and no value: a closed list."""
 
 _POSITIONS = ("position_ids", "cache_position")
+OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"
+"""How what is found of tokens begins, where the length of their sequence decided the frequencies of RoPE."""
+
 _READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 """The arguments that a Pass reads."""
 
@@ -100,7 +103,7 @@ class Pass:
         elif self.ids is not None and self.ids.shape[1] != tokens:
             found.insert(0, f"came from a forward pass over {self.ids.shape[1]} token ids, not {tokens}")
         if self._longest is not None and self.start + tokens > self._longest:
-            found.append(f"have the RoPE frequencies of a sequence of more than {self._longest} tokens")
+            found.append(f"{OTHER_FREQUENCIES} {self._longest} tokens")
         found += [text for holds, text in self._expected if not bool(holds)]
         return list(dict.fromkeys(found))
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 from kvpack.store.rope import same_up_to
+
+from .passes import OTHER_FREQUENCIES
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
@@ -53,7 +56,10 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
     for what, tokens in (("cache", cache.tokens), ("prompt", _ids(prompt).shape[1])):
         if longest is not None and tokens > longest:
             return f"the {what} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
-    return ""
+    inputs = cache.inputs or Inputs()
+    # The first tokens of a long sequence, of which the others were dropped.
+    found = (text for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if not start and OTHER_FREQUENCIES in text)
+    return next(found, "")
 
 
 def _ids(prompt: Any) -> torch.Tensor:

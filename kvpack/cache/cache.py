@@ -57,6 +57,8 @@ class Cache:
     start: int = 0
     inputs: Inputs | None = None
     metadata: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    computed: int = 0
+    """The most tokens of a cache that this one was cut from, where ``inputs`` is None; a file does not hold it."""
 
     def __copy__(self) -> Cache:
         return self
@@ -167,7 +169,8 @@ class Cache:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens}")
         layers = [sliced(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(self.layers)]
         inputs = None if self.inputs is None else self.inputs.slice(start, stop, self.start)
-        return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs)
+        computed = max(self.computed, self.tokens) if inputs is None else 0
+        return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs, computed=computed)
 
     def select(self, indices: Rows) -> Cache:
         """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
@@ -265,7 +268,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
         stop += count
     layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
     inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)])
-    return replace(first, layers=layers, inputs=inputs)
+    return replace(first, layers=layers, inputs=inputs, computed=max(cache.computed for cache in caches))
 
 
 def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:

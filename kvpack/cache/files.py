@@ -157,7 +157,7 @@ def read_to(
     if part.has_all_tokens:
         return cache
     inputs = None if cache.inputs is None else cache.inputs.slice(part.start, part.stop, cache.start)
-    return replace(cache, start=cache.start + part.start, inputs=inputs)
+    return replace(cache, start=cache.start + part.start, inputs=inputs, computed=part.tokens if inputs is None else 0)
 
 
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:

@@ -78,9 +78,10 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 
 def check_length(cache: Cache, longest: int | None) -> None:
     """Raise InvalidParameter for a cache longer than ``longest``, beyond which the rotary frequencies change."""
-    if longest is not None and cache.tokens > longest:
+    if longest is not None and max(cache.tokens, cache.computed) > longest:
+        held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(
-            f"the cache holds {cache.tokens} tokens: the model's rotary embedding takes other frequencies for sequences of more than "
+            f"the cache {held}: the model's rotary embedding takes other frequencies for sequences of more than "
             f"{longest} tokens, so keys depend on the length of the whole sequence and cannot be stored by token ids"
         )
 

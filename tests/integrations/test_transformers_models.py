@@ -201,6 +201,19 @@ def test_masks_that_are_no_tensors_go_to_the_attention_that_has_them() -> None:
     torch.testing.assert_close(found, expected[1])
 
 
+@pytest.mark.parametrize("mask", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_last_logits_are_those_of_all(attention: str, mask: torch.Tensor | None) -> None:
+    """Layers of Gemma-4 that share keys and values are given the last queries alone."""
+    model = model_of("Gemma-4", attention)
+    ids = torch.cat([PROMPT, FOLLOWING], 1).expand(2, -1)
+    expected = model(ids, attention_mask=mask).logits[:, -3:]
+    with KvpackCache(model, "raw") as packed:
+        for cache in (packed, DynamicCache(config=model.config)):
+            found = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=3).logits
+            torch.testing.assert_close(found, expected)
+
+
 def test_a_copy_of_a_model_sends_plain_tensors_where_the_model_does() -> None:
     for attention, weights in (("eager", True), ("sdpa", False)):
         model = model_of("Qwen2-VL", attention)

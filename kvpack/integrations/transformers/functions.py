@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpack.attention import attend
 from kvpack.cache.layer import Layer
@@ -47,7 +48,7 @@ def attention(
         key.cache.check_attention(module)
         if attention_mask is not None and starts is None:
             k, v = _masked(key, attention_mask, query.shape[2])
-            return plain_attention(module, options)(module, query, k, v, attention_mask, **options)
+            return _plain(module, query, k, v, attention_mask, options)
     elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
             raise InvalidShape("the value states are a packed layer and the key states are a tensor")
@@ -56,7 +57,7 @@ def attention(
                 f"{type(module).__name__} was given tensors beside the mask for the packed layers of a KvpackCache, which holds where "
                 "padding ends: KvpackCache(cache, model, dense=True) gives all layers tensors and masks"
             )
-        return plain_attention(module, options)(module, query, key, value, attention_mask, **options)
+        return _plain(module, query, key, value, attention_mask, options)
     given = [_WITHOUT_COUNTERPART[name] for name, value in options.items() if value is not None and name in _WITHOUT_COUNTERPART]
     if attention_mask is not None and not isinstance(key, PackedStates):
         given.append("a mask")
@@ -86,6 +87,18 @@ def attention(
         check_window(key.skipped, key.tokens - query.shape[2], window)
         out = attend(query, key, **given_options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _plain(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention over tensors."""
+    function = plain_attention(module, options)
+    queries, tokens = query.shape[2], key.shape[2]
+    if mask is None and function is sdpa_attention_forward and getattr(module, "is_kv_shared_layer", False) and 1 < queries < tokens:
+        # Gemma-4 leaves queries out here where logits_to_keep needs no others, unless it sees that SDPA would take the last for the first.
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)
+    return function(module, query, key, value, mask, **options)
 
 
 def _check_compiled(name: str, causal: bool) -> None:

@@ -16,6 +16,8 @@ from transformers import (
     AttentionMaskInterface,
     BigBirdPegasusConfig,
     BigBirdPegasusForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     DynamicCache,
     EncoderDecoderCache,
     MllamaForCausalLM,
@@ -212,6 +214,31 @@ def test_the_last_logits_are_those_of_all(attention: str, mask: torch.Tensor | N
         for cache in (packed, DynamicCache(config=model.config)):
             found = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=3).logits
             torch.testing.assert_close(found, expected)
+
+
+def test_a_model_that_chooses_keys_by_indices_is_refused_under_another_name() -> None:
+    """It makes a mask of them where its attention is called "sdpa" or "eager"."""
+    sizes = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    config = DeepseekV32Config(
+        **{**sizes, **experts, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        vocab_size=64, index_topk=8, index_n_heads=2, index_head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = DeepseekV32ForCausalLM(config).eval()
+    expected = model(PROMPT).logits
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] of DeepseekV32ForCausalLM keeps a DynamicIndexedLayer"):
+        KvpackCache(model, "raw")
+    assert torch.equal(model(PROMPT).logits, expected)
+    model.set_attn_implementation("kvpack")
+    with pytest.raises(InvalidParameter, match="DeepseekV32Attention passes indices in place of a mask, and its own attention would"):
+        model(PROMPT)
 
 
 def test_a_copy_of_a_model_sends_plain_tensors_where_the_model_does() -> None:

@@ -22,6 +22,8 @@ NAMES = ("kvpack", "kvpack|eager")
 _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
+_CHOSEN_KEYS = ("indices", "block_indices")
+"""Options by which models with an indexer say what is attended to, where their attention is neither "sdpa" nor "eager" by name."""
 
 _before: dict[int, tuple[weakref.ref[Any], str]] = {}
 """A configuration that a ``Switch`` changed, and the attention that was set before "kvpack", by the configuration's id."""
@@ -60,6 +62,11 @@ def plain_name(config: Any) -> str:
 
 def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """The attention function for plain tensors of one attention module. Raises InvalidParameter when there is none."""
+    if given := [name for name in _CHOSEN_KEYS if options.get(name) is not None]:
+        raise InvalidParameter(
+            f"{type(module).__name__} passes {' and '.join(given)} in place of a mask, and its own attention would attend to all tokens: "
+            'call model.set_attn_implementation("sdpa"), with which it makes that mask'
+        )
     name = plain_name(module.config)
     if name not in ("sdpa", "eager"):
         return AttentionInterface()[name]  # type: ignore[no-any-return]

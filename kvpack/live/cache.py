@@ -355,7 +355,11 @@ class LiveCache:
         """Drop the newest ``tokens`` tokens of every layer, or of one. Raises OutOfBounds where a layer holds fewer."""
         tokens = integer(tokens, "tokens")
         self._settle()
-        for own in self._chosen(layer):
+        chosen = self._chosen(layer)
+        if tokens and not chosen:
+            where = "the cache" if layer is None else f"layers[{layer}]"
+            raise OutOfBounds(f"{where}: {tokens} tokens are to be dropped of 0 that it holds")
+        for own in chosen:
             if not 0 <= tokens <= own.tokens:
                 raise OutOfBounds(f"{own.name}: {tokens} tokens are to be dropped of {own.tokens} that it holds")
         self._each(lambda own: own.crop(tokens), layer)

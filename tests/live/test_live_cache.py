@@ -119,6 +119,18 @@ def test_crop_keeps_the_first_tokens(count: int) -> None:
         assert torch.equal(found, torch.cat([first[:, :, : 300 - count], second], 2))
 
 
+def test_crop_of_no_tokens_drops_none() -> None:
+    live = LiveCache("raw", layers=2)
+    with pytest.raises(OutOfBounds, match="the cache: 3 tokens are to be dropped of 0 that it holds"):
+        live.crop(3)
+    live.update(0, *tokens(5))
+    with pytest.raises(OutOfBounds, match=r"layers\[1\]: 3 tokens are to be dropped of 0 that it holds"):
+        live.crop(3, 1)
+    live.crop(0, 1)
+    live.crop(3)
+    assert live.seen(0) == 2
+
+
 @pytest.mark.parametrize("count", [1, 100, 300, 700])
 def test_what_was_given_may_be_written_over(count: int) -> None:
     live, given = LiveCache("raw", layers=1), tokens(count)

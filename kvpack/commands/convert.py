@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json, progress
 
 if TYPE_CHECKING:
@@ -43,11 +44,16 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """The recipe to write, with its basis if it needs one."""
+def recipe_of(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
+    """The recipe to write, with its basis if it needs one.
+
+    Raises InvalidParameter for a basis that neither it nor, with ``reads_cache``, the input may need.
+    """
     from kvpack.coding.recipes import parse_recipe
 
     recipe = parse_recipe(arguments.recipe)
+    if arguments.basis is not None and not reads_cache and not recipe.needs_basis:
+        raise InvalidParameter(f"recipe {recipe.text!r} needs no basis: leave out --basis, or name a recipe that does, such as klt-1.75")
     return parse_recipe(recipe, arguments.basis) if recipe.needs_basis else recipe
 
 

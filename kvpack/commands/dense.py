@@ -77,7 +77,7 @@ def pack(arguments: argparse.Namespace) -> int:
 
     layers, model, start = _read_dense(arguments.input)
     with progress("encode", arguments) as callback:
-        cache = kvpack.pack(layers, recipe_of(arguments), model=model, start=start, progress=callback)
+        cache = kvpack.pack(layers, recipe_of(arguments, reads_cache=False), model=model, start=start, progress=callback)
     save(cache, arguments)
     return 0
 

@@ -59,7 +59,7 @@ def import_(arguments: argparse.Namespace) -> int:
     from kvpack.integrations.llama_cpp import import_slot, is_state_file
     from kvpack.integrations.mlx_lm import import_prompt_cache
 
-    recipe, windows = recipe_of(arguments), _windows(arguments)
+    recipe, windows = recipe_of(arguments, reads_cache=False), _windows(arguments)
     slot = is_state_file(arguments.input)
     if slot and not _HEADS.fullmatch(arguments.kv_heads or ""):
         found = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"

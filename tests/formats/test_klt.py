@@ -246,6 +246,7 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["convert", str(packed), str(tmp_path / "z.kvpack"), "klt-2"]) == 2, "the request is wrong, and not the file"
     assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense, "--basis", str(tmp_path)]) == 0
     assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "klt-2", "--basis", str(given)]) == 0
+    assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "raw", "--basis", str(given)]) == 2, "nothing would read it"
     capsys.readouterr()
     assert cli.main(["inspect", str(given)]) == 0
     shown = capsys.readouterr().out

@@ -268,8 +268,9 @@ def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, lay
     if given.device.type == "cpu":
         for number, token in enumerate(given.tolist()):
             _check_token(name, number, token, layer.seen)
-    # Where nothing was skipped, a tensor of small integers need not be widened.
-    held: torch.Tensor = given.to(torch.int64) - layer.skipped if layer.skipped else given
+    # Where nothing was skipped, integers that hold any number of tokens need not be widened.
+    fits = not layer.skipped and given.dtype in (torch.int32, torch.int64)
+    held: torch.Tensor = given if fits else given.to(torch.int64) - layer.skipped
     return held.clamp(0, layer.tokens)
 
 

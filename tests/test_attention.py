@@ -229,6 +229,16 @@ def test_starts_count_the_tokens_that_a_layer_has_skipped() -> None:
     torch.testing.assert_close(found, kvpack.attend(q, layer, sliding_window=60, starts=torch.tensor([100, 7], dtype=torch.int32)))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ["starts", "lengths"])
+def test_counts_of_tokens_have_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
+    """Also one that does not hold the number of tokens of the layer."""
+    k = torch.randn(2, 1, 300, 32, generator=torch.Generator().manual_seed(0))
+    layer, q = kvpack.pack([(k, k)], "raw")[0], k[:, :, -1:]
+    given: dict[str, Any] = {name: torch.tensor([5, 100]).to(dtype)}
+    assert torch.equal(kvpack.attend(q, layer, **given), kvpack.attend(q, layer, **{name: [5, 100]}))
+
+
 def test_lengths_of_all_tokens_change_nothing() -> None:
     cache = kvpack.pack(random_pairs(1, 150, batch=2), "kivi-4")
     q = torch.randn(2, 4, 3, 64)

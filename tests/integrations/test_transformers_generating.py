@@ -115,6 +115,18 @@ def test_a_file_is_continued(model: Any, tmp_path: Path) -> None:
         model.generate(ids(1, 50, seed=9), past_key_values=cache, max_new_tokens=1, **OPTIONS)
 
 
+def test_an_attention_that_was_set_meanwhile_stays(model: Any) -> None:
+    with KvpackCache(model, "raw") as cache:
+        model.set_attn_implementation("eager")
+        with pytest.raises(InvalidParameter, match="the attention of Qwen2ForCausalLM is 'eager', which cannot take packed layers"):
+            model(ids(1, 5), past_key_values=cache)
+        assert model(ids(1, 5), output_attentions=True).attentions[0] is not None
+    assert model.config._attn_implementation == "eager"
+    with KvpackCache(model, "raw") as cache:
+        model(ids(1, 5), past_key_values=cache)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_file_of_no_tokens_is_not_gone_on_from(model: Any, tmp_path: Path) -> None:
     """It does not say what layers are to hold."""
     with KvpackCache(model, "octopus-4") as cache:

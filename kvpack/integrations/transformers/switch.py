@@ -63,6 +63,9 @@ def _restore(model: weakref.ref[Any], before: dict[str, str | None]) -> None:
         return
     for config in _configs(outer).values():
         forget_attention(config)
+    if outer.config._attn_implementation not in NAMES:
+        # Its owner has set another one meanwhile.
+        return
     chosen = {name: attention for name, attention in before.items() if attention is not None}
     outer.set_attn_implementation(chosen if len(set(chosen.values())) > 1 else chosen[""])
     for name, config in _configs(outer).items():

@@ -20,8 +20,10 @@ STYLES = {
     "angle": ("#CC79A7", "v"),
     "scalar": ("#E69F00", "P"),
     "polar": ("#56B4E9", "X"),
+    "klt": ("#882255", "d"),
+    "transform": ("#999933", "8"),
 }
-"""Colour and first marker by the keys' codec; the colours of lossless and minifloat are not of Okabe and Ito's palette."""
+"""Colour and first marker by the keys' codec; lossless, minifloat, klt and transform have colours from outside Okabe and Ito's palette."""
 
 OTHER = ("#666666", "p")
 
@@ -34,7 +36,7 @@ SIZE = (8.4, 4.6)
 SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack"}
 """Text stays text in the SVG, and its ids do not depend on the time."""
 
-_BITS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
+_BITS = (0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 
 _SMALLEST = 1e-8
 """A divergence below it is drawn as it: lossless recipes have none, and a logarithmic scale has no zero."""
@@ -81,10 +83,10 @@ def plot(axes: Any, report: dict[str, Any]) -> None:
     axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1.2, label="Pareto front", zorder=2)
     drawn: Counter[str] = Counter()
     for row in rows:
-        family = row["family"]
-        colour, first = STYLES.get(family, OTHER)
-        marker = (first + MARKERS.replace(first, ""))[drawn[family] % len(MARKERS)]
-        drawn[family] += 1
+        colour, first = STYLES.get(row["family"], OTHER)
+        # Codecs without a style share a colour.
+        marker = (first + MARKERS.replace(first, ""))[drawn[colour] % len(MARKERS)]
+        drawn[colour] += 1
         x, y = row["bits_per_value"], _drawn(row)
         axes.errorbar(x, y, yerr=_bar(row, *axes.get_ylim()), fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.5, zorder=3)
         style = {"color": colour, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}

@@ -33,6 +33,7 @@ from kvpack.bench.intervals import student_t, t_quantile, wilson
 from kvpack.bench.models import make_twin, read_text
 from kvpack.bench.sizes import starts
 from kvpack.coding.recipes import PRESETS
+from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import demo_text, model_folder
 
@@ -407,7 +408,7 @@ def cluttered(spread: float) -> Any:
     rows = [
         {
             "recipe": f"recipe-{number}",
-            "family": list(picture.STYLES)[number % 7] if number else "new",
+            "family": list(picture.STYLES)[number % 7] if number > 1 else f"new {number}",
             "bits_per_value": 3 * math.exp(0.2 * x),
             "kl_divergence": 0.0 if number == 11 else 0.01 * math.exp(spread * abs(y)),
             "kl_divergence_interval": None if number % 2 else (-0.001, 0.2),
@@ -437,6 +438,13 @@ def test_the_picture_names_every_recipe_and_keeps_intervals_inside(spread: float
     ends = [y for bars in axes.collections for segment in bars.get_segments() for _, y in segment]
     assert len(ends) == 12
     assert all(low * 0.999 <= y <= high * 1.001 for y in ends)
+
+
+def test_every_codec_has_a_colour_of_its_own() -> None:
+    assert set(picture.STYLES) == set(CODECS)
+    colours = [colour for colour, _ in (*picture.STYLES.values(), picture.OTHER)]
+    assert len(set(colours)) == len(colours)
+    assert [summary.family(recipe) for recipe in ("klt-1.75", "transform-0.6")] == ["klt", "transform"]
 
 
 def test_one_report_one_picture(tmp_path: Path) -> None:

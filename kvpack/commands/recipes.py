@@ -12,6 +12,7 @@ from kvpack.output import add_json, print_json, print_table
 if TYPE_CHECKING:
     import argparse
 
+    from kvpack.coding.bases import Basis
     from kvpack.coding.recipes import Recipe
 
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
@@ -31,6 +32,9 @@ def add(commands: Any) -> None:
     for name, what in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
         of_model = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the cache (default: {of_model}{DEFAULTS[name]})")
+    parser.add_argument(
+        "--basis", metavar="FILE", help="the basis of recipes such as klt-1.75; layers, KV heads and head dim are those of its model"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -43,7 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in asked.items():
         if not 1 <= value <= _LIMITS[name]:
             raise InvalidParameter(f"--{name} is {value}, expected 1 to {_LIMITS[name]}")
-    rows = [_row(name, asked, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
+    basis = None
+    if arguments.basis is not None:
+        from kvpack.coding.basis_sources import basis_of
+
+        basis = basis_of(arguments.basis)
+        asked = _shape_of(basis, asked)
+    rows = [_row(name, asked, basis, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
     additions = [] if arguments.recipes else [{"name": name, "source": it.source, "recipe": it.recipe} for name, it in ADDITIONS.items()]
     if arguments.json:
         print_json({"recipes": rows, "additions": additions})
@@ -80,12 +90,26 @@ def _bits(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _row(name: str, asked: dict[str, int], *, listed: bool) -> dict[str, Any]:
+def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
+    """``asked`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for another, and for layers that differ."""
+    shapes = {(basis.rows(*place).heads, basis.rows(*place).dim) for place in basis.sides()}
+    if len(shapes) != 1:
+        raise InvalidParameter(f"{basis.where}: its layers differ in heads or head dims, {sorted(shapes)}, and one shape is priced")
+    found = dict(zip(("layers", "heads", "dim"), (basis.layers_with_rows, *shapes.pop()), strict=True))
+    for name in found.keys() & asked.keys():
+        if asked[name] != found[name]:
+            raise InvalidParameter(f"--{name} is {asked[name]}, and {basis.where} is the basis of caches with {found[name]}: leave it out")
+    return asked | found
+
+
+def _row(name: str, asked: dict[str, int], basis: Basis | None, *, listed: bool) -> dict[str, Any]:
     """One recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import parse_recipe
 
     recipe = parse_recipe(name)
+    if recipe.needs_basis and basis is not None:
+        recipe = parse_recipe(recipe, basis)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
     of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
     shape = DEFAULTS | of_model | asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,8 @@ from kvpack.coding.presets import ADDITIONS, PUBLISHED
 from kvpack.coding.recipes import PRESETS, Recipe
 from kvpack.commands.recipes import rates
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
+
+from klt_bases import random_basis  # isort: skip
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,6 +132,26 @@ def test_the_command_prices_any_recipe_at_any_shape(capsys: pytest.CaptureFixtur
     file.write_text("kivi-2  # keys\nboundary-1\n")
     (from_file,) = json.loads(run(capsys, f"@{file}", "--layers", 4, "--heads", 2, "--tokens", 64, "--dim", 80, "--json"))["recipes"]
     assert (from_file["recipe"], from_file["bits_per_value"]) == (recipe, row["bits_per_value"])
+
+
+def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of the shape of its model, for all recipes, so that their bits compare."""
+    shapes = {(layer, side): (2, 32) for layer in range(3) for side in "kv"}
+    path, uneven = tmp_path / "x.kvbasis", tmp_path / "uneven.kvbasis"
+    path.write_bytes(random_basis(shapes, 3))
+    uneven.write_bytes(random_basis(shapes | {(2, "v"): (2, 48)}, 3))
+    rows = json.loads(run(capsys, "klt-2", "kivi-2", "--tokens", 64, "--basis", path, "--json"))["recipes"]
+    for row in rows:
+        assert (row["layers"], row["heads"], row["dim"]) == (3, 2, 32)
+        cache = kvpack.pack(random_pairs(3, 64, dims=(32, 32)), row["name"], basis=path)
+        assert (row["nominal_bits"], row["bits_per_value"]) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
+    for words, message in (
+        (["klt-2"], "give basis=, in commands --basis FILE"),
+        (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, and .*x.kvbasis is the basis of caches with 2: leave it out"),
+        (["klt-2", "--basis", uneven], r"uneven.kvbasis: its layers differ in heads or head dims, \[\(2, 32\), \(2, 48\)\]"),
+    ):
+        assert cli.main(["recipes", *map(str, words)]) != 0
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_presets_for_a_head_dim_without_a_rotation_are_named() -> None:

@@ -21,6 +21,7 @@ from .arguments import integer
 from .cache import Cache
 from .dense_states import dense_states
 from .layer import Layer
+from .minifloats import ELEMENT_DTYPES
 from .side import Side, check_tensor, packed_side
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
         # To ask for a protocol takes longer than for a class.
         if x is None or (not isinstance(x, torch.Tensor) and isinstance(x, Encoded)):
             continue
+        if isinstance(x, torch.Tensor) and x.dtype in ELEMENT_DTYPES:
+            raise InvalidDtype(
+                f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: give kvpack.Minifloats(elements, scales), "
+                "with scales of 1 where the engine has none"
+            )
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:
             raise InvalidShape(f"{where}.{name}: shape {list(x.shape)}; expected at least one sequence and one head")

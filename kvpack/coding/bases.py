@@ -252,10 +252,12 @@ class Basis:
             if name == "name" and os.path.basename(found) == os.path.basename(expected):
                 continue
             dtypes = [one.get("dtype") for one in (self.model, model)]
-            note = f"; its dtype is {dtypes[0]} and the cache's {dtypes[1]}: load the model in {dtypes[0]}"
-            ours = f"a model whose {name} is {expected!r}"
             unknown = name == "weights" and weights == self.model.get("weights") and None not in dtypes and dtypes[0] != dtypes[1]
-            raise InvalidParameter(f"{self.where}: is the basis of {ours}, and that of the cache is {found!r}{note if unknown else ''}")
+            note = f"its dtype is {dtypes[0]} and the cache's {dtypes[1]}: load the model in {dtypes[0]}"
+            raise InvalidParameter(
+                f"{self.where}: is the basis of a model whose {name} is {expected!r}, and that of the cache is {found!r}; "
+                f"{note if unknown else 'kvpack calibrate makes a basis of the model of the cache'}"
+            )
 
 
 def weights_key(dtype: str) -> str:

@@ -74,7 +74,7 @@ def bound(header: Header, source: Any = None) -> Header:
     if not needed:
         return header
     if source is None:
-        raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, its path, or the path of a folder that holds it")
+        raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, in commands --basis, its path or a folder that holds it")
     bases = {digest: find(source, digest) for digest in needed}
     codecs = tuple(_bound(number, codec, bases) if of_a_side else codec for number, (of_a_side, codec) in enumerate(chosen))
     for number, layer in enumerate(header.layers):

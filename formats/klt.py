@@ -147,7 +147,7 @@ class Klt(CodecFamily):
     def source_for(self, heads: int) -> BasisRows:
         """The rows that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""
         if self.source is None:
-            raise MissingBasis(f"the {self.place} are needed, and were not given")
+            raise MissingBasis(f"the {self.place} are needed, and were not given: load or convert the cache with basis=")
         try:
             return self.source.of_heads(heads)
         except InvalidShape as error:

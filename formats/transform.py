@@ -147,7 +147,7 @@ class Transform(CodecFamily):
     def source_for(self, heads: int) -> Frames:
         """The frames that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""
         if self.source is None:
-            raise MissingBasis(f"the {self.place} are needed, and were not given")
+            raise MissingBasis(f"the {self.place} are needed, and were not given: load or convert the cache with basis=")
         try:
             return self.source.of_heads(heads, self.dim)
         except InvalidShape as error:

@@ -164,7 +164,7 @@ def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
 
 def _source(codec: Klt) -> BasisRows:
     if codec.source is None:
-        raise MissingBasis(f"the {codec.place} are needed, and were not given")
+        raise MissingBasis(f"the {codec.place} are needed, and were not given: load or convert the cache with basis=")
     return codec.source.on(torch.device("cpu"))
 
 

@@ -46,7 +46,8 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
                 continue
             codec = recipe.codec(number, len(layers), name, side.dim, _exact_dtype(side))
             if codec == side.codec:
-                sides.append(_with_window(side, recipe.window, f"layers[{number}].{name}", first))
+                # The recipe's codec has what no file holds: options of its encoder, and its basis.
+                sides.append(_with_window(replace(side, codec=codec), recipe.window, f"layers[{number}].{name}", first))
             elif codec.same_codes(side.codec):
                 with own_modes(side.device):
                     repacked = side.repacked(codec)

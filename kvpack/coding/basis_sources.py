@@ -5,6 +5,7 @@ No file is opened because another file names it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import replace
@@ -66,41 +67,50 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
 def bound(header: Header, source: Any = None) -> Header:
     """``header`` with codecs of sides that have the bases they need, from ``source`` as ``find`` takes it.
 
+    A codec whose rows are in the file needs none; it has its basis if ``source`` holds it, for tokens that are added where no rows are.
     Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
-    chosen = [(number in used, codec) for number, codec in enumerate(header.codecs)]
-    needed = {codec.basis for of_a_side, codec in chosen if of_a_side and isinstance(codec, Klt | Transform) and _is_unbound(codec)}
-    if not needed:
+    of_sides = [codec for number, codec in enumerate(header.codecs) if number in used]
+    unbound = [codec for codec in of_sides if isinstance(codec, Klt | Transform) and codec.source is None]
+    needed = {codec.basis for codec in unbound if _needs_basis(codec)}
+    if not unbound or (source is None and not needed):
         return header
     if source is None:
         raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, in commands --basis, its path or a folder that holds it")
     bases = {digest: find(source, digest) for digest in needed}
-    codecs = tuple(_bound(number, codec, bases) if of_a_side else codec for number, (of_a_side, codec) in enumerate(chosen))
+    for digest in {codec.basis for codec in unbound} - needed:
+        with contextlib.suppress(KvpackError):
+            bases[digest] = find(source, digest)
+    codecs = tuple(_bound(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
             codec = codecs[side.codec]
-            if isinstance(codec, Klt | Transform) and codec.source is not None:
+            if isinstance(codec, Klt | Transform) and _needs_basis(codec) and codec.source is not None:
                 heads = codec.source.heads if isinstance(codec, Klt) else codec.source.heads(codec.dim)
                 if heads != side.heads:
                     raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {codec.place} have {heads}")
     return replace(header, codecs=codecs)
 
 
-def _is_unbound(codec: Klt | Transform) -> bool:
-    return codec.source is None and (isinstance(codec, Transform) or codec.rows == "basis")
+def _needs_basis(codec: Klt | Transform) -> bool:
+    return isinstance(codec, Transform) or codec.rows == "basis"
 
 
 def _bound(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
-    if not isinstance(codec, Klt | Transform) or not _is_unbound(codec):
+    if not isinstance(codec, Klt | Transform) or codec.source is not None or codec.basis not in bases:
         return codec
     basis = bases[codec.basis]
     try:
         rows = basis.rows(codec.layer, codec.side)
         frames = basis.frames(codec.layer, codec.side) if isinstance(codec, Transform) else None
     except OutOfBounds as error:
+        if not _needs_basis(codec):
+            return codec
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if rows.dim != codec.dim:
+        if not _needs_basis(codec):
+            return codec
         raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, the {codec.place} have {rows.dim} channels")
     if not isinstance(codec, Transform):
         return replace(codec, source=rows)

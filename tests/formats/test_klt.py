@@ -107,6 +107,28 @@ def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, tm
                 assert torch.equal(side.unpack(torch.float32), other.sides[name].unpack(torch.float32))
 
 
+def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(basis: Basis, tmp_path: Path) -> None:
+    """Rows that are in the file are there for packed tokens alone."""
+    recipe, path = "kv=klt:bits=4,rows=fp16;tail=32", tmp_path / "x.kvpack"
+    cache = kvpack.pack(pairs(20), recipe, basis=basis)
+    kvpack.save(cache, path)
+    bare, added = kvpack.load(path), pairs(15)
+    with pytest.raises(MissingBasis, match="were not given: load or convert the cache with basis="):
+        bare.append(added)
+    other = tmp_path / "other.kvbasis"
+    other.write_bytes(random_basis({(0, "k"): (2, 16)}, 2))
+    # Of no use, but no fault either: no token needs it.
+    with pytest.raises(MissingBasis):
+        kvpack.load(path, basis=other).append(added)
+    assert kvpack.load(path, basis=tmp_path / "none.kvbasis").tokens == 20
+    expected = [side.unpack(torch.float32) for layer in cache.append(added) for side in layer.sides.values()]
+    for found in (kvpack.load(path, basis=basis), bare.convert(recipe, basis=basis), kvpack.load(path, basis=[other, basis])):
+        sides = [side for layer in found.append(added) for side in layer.sides.values()]
+        for side, values in zip(sides, expected, strict=True):
+            assert side.packed_tokens == 32
+            assert torch.equal(side.unpack(torch.float32), values)
+
+
 def test_attention_multiplies_queries_and_sums_once(basis: Basis) -> None:
     cache = kvpack.pack(pairs(70), "kv=klt:bits=3;tail=32", basis=basis).append(pairs(5))
     q = torch.randn(1, 4, 3, 32, generator=torch.Generator().manual_seed(1))

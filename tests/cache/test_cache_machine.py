@@ -13,9 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kvpack
 from kvpack.cache.cache import Cache
+from kvpack.coding.bases import Basis
 from kvpack.formats.errors import NotConsecutive, OutOfBounds
 
 from caches import dense, random_pairs  # isort: skip
+from klt_bases import normal_tables, random_basis  # isort: skip
+
+DIMS = (32, 48)
+LAYERS = 2
+MODEL = {"name": "machine"}
+SCOPES = {(0, "k"): "head", (0, "v"): "layer", (1, "k"): "layer", (1, "v"): "head"}
+SHAPES = {(layer, side): (2, DIMS["kv".index(side)]) for layer, side in SCOPES}
+BASIS = Basis.of_bytes(random_basis(SHAPES, LAYERS, scopes=SCOPES, model=MODEL, tables=normal_tables()))
 
 RECIPES = {
     "fp32": 0.0,
@@ -27,11 +36,14 @@ RECIPES = {
     "k=scalar:b=4,channel_scale=fp16;v=polar:b=4": 0.25,
     "k=group:b=4,g=16,block_rotation=16,channel_order=u8,sinks=2;v=octahedral:b=4,channel_scale=fp16,outliers=3,sinks=1;tail=16": 0.25,
     "kv=group:b=4,g=16,rotation=hadamard,qjl=fp16,low_norm_tokens=2": 0.25,
+    "fp8": 0.05,
+    "k=minifloat:element=e2m1,scales=e8m0;v=minifloat:element=e5m2,scales=fp16,per=token;tail=16": 0.2,
+    "nvfp4": 0.15,
+    kvpack.Recipe("klt-7;tail=32", BASIS).text: 0.35,
+    kvpack.Recipe("k=klt:bits=7,rows=fp16;v=transform:bits=3,chunk=16", BASIS).text: 0.35,
+    kvpack.Recipe("kv=transform:bits=4,chunk=16;tail=16", BASIS).text: 0.3,
 }
 """The relative error (2-norm over a side) that each recipe stays below on Gaussian values, encoded once."""
-
-DIMS = (32, 48)
-LAYERS = 2
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -42,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.seed, self.start, self.recipe, self.bound = 1, start, recipe, RECIPES[recipe]
         pairs = random_pairs(LAYERS, tokens, dims=DIMS)
         self.given = [x.float() for pair in pairs for x in pair]
-        self.cache = kvpack.pack(pairs, recipe, start=start, model={"name": "machine"})
+        self.cache = kvpack.pack(pairs, recipe, start=start, model=MODEL, basis=BASIS)
         self._accept(self.cache, 0)
 
     @rule(tokens=st.integers(1, 50))
@@ -81,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 40))
     def concat_what_follows(self, tokens: int) -> None:
         before, given, packed = self.cache, self.given, self.cache.tokens
-        after = kvpack.pack(self._new(tokens), before.recipe, start=before.stop, model={"name": "machine"})
+        after = kvpack.pack(self._new(tokens), before.recipe, start=before.stop, model=MODEL, basis=BASIS)
         raw = max(side.tail.shape[2] for layer in before for side in layer.sides.values())
         if raw:
             with pytest.raises(NotConsecutive, match=f"raw tail of {raw} tokens"):
@@ -92,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(recipe=st.sampled_from(sorted(RECIPES)))
     def convert(self, recipe: str) -> None:
-        converted = self.cache.convert(recipe)
+        converted = self.cache.convert(recipe, basis=BASIS)
         assert converted.recipe == recipe
         # Another encoding starts from what the one before left.
         self.bound += RECIPES[recipe]
@@ -105,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
             size = kvpack.save(self.cache, path, compress=compress)
             assert size == path.stat().st_size
             assert compress or size == self.cache.nbytes
-            loaded = kvpack.load(path)
+            loaded = kvpack.load(path, basis=BASIS)
             assert compress or kvpack.save(loaded, Path(folder) / "again") == size
             assert compress or (Path(folder) / "again").read_bytes() == path.read_bytes()
         assert (loaded.recipe, dict(loaded.model)) == (self.cache.recipe, dict(self.cache.model))

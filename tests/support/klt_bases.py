@@ -72,10 +72,14 @@ def random_basis(
     seed: str = "",
     scopes: Mapping[tuple[int, str], str] | None = None,
     model: Mapping[str, str] | None = None,
+    tables: Tables | None = None,
 ) -> bytes:
-    """A basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``."""
+    """A basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``.
+
+    Their ``tables`` are random ones if none are given.
+    """
     rows = {place: random_rows(heads, dim, f"{seed} {place}") for place, (heads, dim) in shapes.items()}
-    tables = random_tables(f"{seed} tables")
+    tables = tables or random_tables(f"{seed} tables")
     frames = {place: random_frames(*shapes[place], scope, f"{seed} {place}", tables, place[1]) for place, scope in (scopes or {}).items()}
     return basis_bytes(rows, layers, {"name": "x", **(model or {})}, dtype, frames)
 
@@ -89,6 +93,16 @@ def random_tables(seed: str, count: int = 5, reach: int = 3) -> Tables:
     counts[:, 1 + reach] += 100
     values = torch.tensor([[level - level * source.randrange(9) / 64 for level in range(-reach, reach + 1)] for _ in range(count)])
     return Tables(rans.frequencies(counts), values)
+
+
+@cache
+def normal_tables(count: int = 33, reach: int = 15) -> Tables:
+    """Tables for columns that are normally distributed: table k has a standard deviation of 2^(k / 4) steps."""
+    edges = torch.arange(-reach, reach + 2, dtype=torch.float64) - 0.5
+    parts = torch.special.ndtr(edges / torch.exp2(torch.arange(count, dtype=torch.float64) / 4)[:, None]).diff(dim=1)
+    counts = torch.cat([(1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-12), parts], 1) * 2**20
+    values = torch.arange(-reach, reach + 1, dtype=torch.float32).expand(count, -1)
+    return Tables(rans.frequencies(counts.round().to(torch.int64).numpy()), values)
 
 
 @cache

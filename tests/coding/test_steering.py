@@ -47,6 +47,15 @@ def test_what_is_appended_to_a_loaded_cache_is_encoded_as_before(recipe: str, tm
     assert (tmp_path / "kept.kvpack").read_bytes() == (tmp_path / "loaded.kvpack").read_bytes()
 
 
+def test_a_conversion_that_keeps_codes_goes_on_as_the_new_recipe_says(tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(32, 0), "kv=octahedral:b=2,norm_rule=norm").convert("kv=octahedral:b=2")
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    loaded = kvpack.load(tmp_path / "x.kvpack")
+    kvpack.save(cache.append(pairs(32, 1)), tmp_path / "kept.kvpack")
+    kvpack.save(loaded.append(pairs(32, 1)), tmp_path / "loaded.kvpack")
+    assert (tmp_path / "kept.kvpack").read_bytes() == (tmp_path / "loaded.kvpack").read_bytes()
+
+
 @pytest.mark.parametrize("recipe", [*RECIPES, *PUBLISHED])
 def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
     parsed = Recipe(PUBLISHED[recipe].recipe if recipe in PUBLISHED else recipe)

@@ -252,7 +252,7 @@ class Side:
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:
-                raise NotConsecutive(f"codec {side.codec} is followed by {other.codec}: convert one first")
+                raise NotConsecutive(f"codec {_where_apart(side.codec, other.codec)}: convert one first")
             if (side.batch, side.heads) != (other.batch, other.heads):
                 raise NotConsecutive(f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}")
             if side.tail.shape[2]:
@@ -293,6 +293,16 @@ class Side:
         """The side with ``move`` applied to every buffer."""
         pages = self._pages.mapped(self.codec, lambda streams: {name: move(stream) for name, stream in streams.items()})
         return replace(self, pages=pages, tail=move(self.tail))
+
+
+def _where_apart(codec: Codec, other: Codec) -> str:
+    """The parameters of two codecs that differ; without those of another family."""
+    one, two = codec.params(), other.params()
+    if one["id"] != two["id"]:
+        return f"{one['id']} is followed by {two['id']}"
+    parts = ({name: value for name, value in found.items() if one.get(name) != two.get(name)} for found in (one, two))
+    shown = (", ".join(f"{name} {value.hex() if isinstance(value, bytes) else value}" for name, value in part.items()) for part in parts)
+    return f"{one['id']} " + " is followed by ".join(text or "no such option" for text in shown)
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:

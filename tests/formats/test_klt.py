@@ -22,7 +22,16 @@ from kvpack.cache.side import packed_side
 from kvpack.coding.bases import Basis
 from kvpack.file import container
 from kvpack.formats.basis import BasisRows, rows_of
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidRecipe, InvalidShape, LimitExceeded, MissingBasis, OutOfBounds
+from kvpack.formats.errors import (
+    InvalidHeader,
+    InvalidParameter,
+    InvalidRecipe,
+    InvalidShape,
+    LimitExceeded,
+    MissingBasis,
+    NotConsecutive,
+    OutOfBounds,
+)
 from kvpack.formats.klt import Klt, columns_of
 
 from file_parts import changed  # isort: skip
@@ -219,6 +228,17 @@ def test_a_matrix_without_an_inverse_decodes_and_does_not_encode() -> None:
         codec.encode(torch.zeros(1, 1, 1, 4))
     with pytest.raises(InvalidShape, match="a basis of shape"):
         BasisRows(rows[None, :, :100])
+
+
+def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
+    other = Basis.of_bytes(random_basis(SHAPES, 2, seed="other"))
+    first, next_ = (kvpack.pack(pairs(9), "klt-2", basis=one, start=start) for one, start in ((basis, 0), (other, 9)))
+    message = rf"codec klt basis {basis.digest.hex()}.* is followed by basis {other.digest.hex()}.*: convert one first"
+    with pytest.raises(NotConsecutive, match=message):
+        kvpack.concat([first, next_])
+    for recipe, message in (("fp8", "codec klt is followed by minifloat"), ("kv=klt:bits=2,gain=none", "gain fp16 .* gain none")):
+        with pytest.raises(NotConsecutive, match=message):
+            kvpack.concat([first, kvpack.pack(pairs(9), recipe, basis=basis, start=9)])
 
 
 def test_recipes_name_the_basis(basis: Basis) -> None:

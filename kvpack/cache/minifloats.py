@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvpack.coding.modes import own_modes
 from kvpack.formats.columns import default_fields
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite
-from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, Minifloat
+from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
 
 from .pages import Page
 from .side import Side
@@ -55,9 +55,19 @@ class Minifloats:
     granularity: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         _ = self.codec
         with own_modes(self.elements.device):
             self._check_values()
+
+    def _check_types(self) -> None:
+        given: dict[str, Any] = {"elements": self.elements, "scales": self.scales, "global_scale": self.global_scale}
+        for name, value in given.items():
+            if not isinstance(value, torch.Tensor) and (name != "global_scale" or value is not None):
+                hint = "" if name == "elements" else "; one number is torch.tensor(1.0)"
+                raise InvalidDtype(f"{name}: a {type(value).__name__} where a tensor is expected{hint}")
+        if self.granularity not in (None, *GRANULARITIES):
+            raise InvalidParameter(f"granularity is {self.granularity!r}, expected one of {', '.join(GRANULARITIES)}")
 
     def __repr__(self) -> str:
         return f"Minifloats({self.codec.element} {list(self.shape)}, {self.codec.scale_dtype} scales per {self.codec.granularity})"
@@ -208,8 +218,12 @@ class Minifloats:
     def of(cls, side: Side) -> Self:
         """The elements and scales of a packed side, bit for bit; e2m1 as uint8, two per byte, and scales in the longest of their shapes.
 
-        Raises InvalidParameter for another codec, for a raw tail and for runs of different scales, and InvalidShape for an odd dim of e2m1.
+        Raises InvalidParameter for another codec, for a raw tail and for runs of different scales, InvalidShape for an odd dim of e2m1,
+        and InvalidDtype for what is no side.
         """
+        given: Any = side
+        if not isinstance(given, Side):
+            raise InvalidDtype(f"a {type(given).__name__} where the side of a layer is expected, such as cache[0].k")
         codec = side.codec
         if not isinstance(codec, Minifloat):
             raise InvalidParameter(

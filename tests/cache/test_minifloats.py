@@ -166,6 +166,8 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     assert same_bits(kvpack.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
     with pytest.raises(InvalidParameter, match="by the codec group, expected minifloat"):
         kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
+    with pytest.raises(InvalidDtype, match=r"a Layer where the side of a layer is expected, such as cache\[0\].k"):
+        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="a raw tail of 5"):
         kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8;tail=32")[0].k)
 
@@ -203,6 +205,10 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         (with_code("nvfp4", "scales", 0x80), NonFinite, r"an e4m3 of scales at .* is 0x80, which is NaN or below zero"),
         (with_code("mxfp8", "scales", 0xFE), NonFinite, "a value, an element times its scales, at .* is -?inf"),
         (changed("fp8 tensor", scales=torch.tensor(float("nan"))), NonFinite, "a number of scale at .* is nan"),
+        (changed("fp8 tensor", scales=1.0), InvalidDtype, "scales: a float where a tensor is expected; one number is torch.tensor"),
+        (changed("nvfp4", global_scale=1.0), InvalidDtype, "global_scale: a float where a tensor is expected"),
+        (changed("fp8 tensor", elements=[[0]]), InvalidDtype, "elements: a list where a tensor is expected"),
+        (changed("fp8 tensor", granularity="row"), InvalidParameter, "granularity is 'row', expected one of tensor, head, token, block"),
     ],
     ids=lambda case: str(case)[:40] if isinstance(case, str) else "",
 )

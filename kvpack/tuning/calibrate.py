@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 import xxhash
 
@@ -16,8 +17,9 @@ from kvpack.bench.windows import prefill
 from kvpack.coding.bases import Basis, basis_bytes, weights_key
 from kvpack.file.atomic import write_file
 from kvpack.file.basis import SUFFIX
+from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter, InvalidShape
-from kvpack.formats.transform import SCOPES
+from kvpack.formats.transform import SCOPES, default_chunk
 from kvpack.integrations.transformers.models import Model, identity_of
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.store.rope import same_up_to
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvpack.coding.encoding import Progress
+    from kvpack.formats.frames import Frames
 
 DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256
@@ -117,7 +120,7 @@ def run(
         "model": identity,
         "text": words.name,
         **sizes,
-        "transform": [] if frames is None else [_rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits],
+        "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits],
         "without_frames": reason,
     }
 
@@ -165,11 +168,19 @@ def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
             )
 
 
-def _rate(basis: Basis, bits: float) -> dict[str, float]:
+def rate(basis: Basis, bits: float) -> dict[str, float]:
     """What the codec transform takes at ``bits`` bits per value, as far as the basis foresees: bits, and products per decoded value."""
     step = basis.step(bits)
-    coded = [(frames.tables_at(step) > 0).sum() / frames.count for frames in map(basis.frames, *zip(*basis.framed(), strict=True))]
-    return {"bits": bits, "expected_bits": basis.transform_bits(step), "products": float(sum(coded) / len(coded))}
+    coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in basis.framed()]
+    return {"bits": bits, "expected_bits": basis.transform_bits(step), "products": sum(coded) / len(coded)}
+
+
+def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
+    """The columns of a frame up to the last of which half of all chunks have another level than 0, on average over frames."""
+    tables = frames.tables
+    zeros = (tables.frequencies[:, 1 + tables.reach] / rans.TOTAL) ** chunk
+    used = zeros[frames.tables_at(step)] < 0.5
+    return float((used * numpy.arange(1, frames.columns + 1)).max(1).mean())
 
 
 def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, framing: Framing | None, progress: Progress | None) -> Statistics:
@@ -229,5 +240,5 @@ def show(report: dict[str, Any]) -> None:
     for rate in report["transform"]:
         print(
             f"transform-{rate['bits']:g}: {rate['expected_bits']:.2f} bits per value expected, "
-            f"{rate['products']:.0f} products per decoded value (frames of a {report['scope']})"
+            f"about {rate['products']:.0f} products per decoded value (frames of a {report['scope']})"
         )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import quality
+from kvpack.bench import decode, quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
@@ -81,6 +81,13 @@ def test_frames_take_the_bits_that_they_foresee(basis: Path) -> None:
     assert 3 < more["nominal_bits"] < 4.5
     assert 0.5 < less["nominal_bits"] < 1.2
     assert more["kl_divergence"] < less["kl_divergence"] < report["forgotten"]["kl_divergence"]
+
+
+@pytest.mark.parametrize("bits", calibrate.SHOWN_BITS[1:])
+def test_products_are_foreseen(basis: Path, bits: float) -> None:
+    foreseen = calibrate.rate(Basis.load(basis), bits)["products"]
+    (row,) = decode.run(str(basis), [bits], 1024, repeats=1)["rows"]
+    assert foreseen == pytest.approx(row["products_per_value"], rel=0.25)
 
 
 def test_frames_describe_keys_before_rope(basis: Path) -> None:

@@ -22,17 +22,23 @@ BOS = 256
 def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa") -> Any:
     """The causal language model in the folder ``path``, or the demo's, in float32 with the named transformers attention.
 
-    Raises MissingFile, InvalidParameter for a model with an encoder and for one that transformers does not load so, and KvpackError when
-    it is not installed.
+    A model without scaled dot-product attention (Gemma-2, GPT-OSS) has its eager one in place of "sdpa". Raises MissingFile,
+    InvalidParameter for a model with an encoder and for one that transformers does not load so, and KvpackError when it is not installed.
     """
+    refusals = []
     with model_folder(path) as folder:
-        try:
-            if transformers_library().AutoConfig.from_pretrained(folder).is_encoder_decoder:
-                raise InvalidParameter(f"{folder}: the model has an encoder, expected a decoder alone, as of AutoModelForCausalLM")
-            model = transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-        except ValueError as error:
-            raise InvalidParameter(f"{folder}: transformers does not load this model with the attention {attention!r}: {error}") from None
-    return model.eval()
+        for kind in (attention, "eager") if attention == "sdpa" else (attention,):
+            try:
+                if transformers_library().AutoConfig.from_pretrained(folder).is_encoder_decoder:
+                    raise InvalidParameter(f"{folder}: the model has an encoder, expected a decoder alone, as of AutoModelForCausalLM")
+                return (
+                    transformers_library()
+                    .AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind)
+                    .eval()
+                )
+            except ValueError as error:
+                refusals.append(str(error))
+    raise InvalidParameter(f"{folder}: transformers does not load this model with the attention {attention!r}: {refusals[0]}")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def positions(model: Any) -> int | None:
     """The positions that the model was made for; None if its configuration does not say."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    # MPT names them in its own way.
+    found = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     return None if found is None else int(found)
 
 

@@ -188,6 +188,7 @@ def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, framing:
     size = sizes["tokens"] + 1 - len(text.start)
     begun = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
     found = Statistics.read(path, _name_of(model, text, sizes))
+    attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     for number, start in enumerate(begun):
         if number >= found.windows:
             ids = window(text, start, size)
@@ -195,7 +196,7 @@ def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, framing:
             read = ids[:, :-1]
             pairs = prefill(model, read[:, : sizes["tokens"] - sizes["score"]])
             _check_pairs(pairs)
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(attention)
             found.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
             found.write(path)
         if progress:

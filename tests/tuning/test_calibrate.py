@@ -167,12 +167,10 @@ def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
             KvpackCache(model, "klt-4", basis=basis)
 
 
-def test_a_model_without_scaled_dot_product_attention_is_refused(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BloomConfig(vocab_size=257, hidden_size=32, n_layer=2, n_head=2)
-    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers does not load this model with the attention 'sdpa': Bloom"):
-        calibrate.run(tmp_path, None, str(tmp_path / "x.kvbasis"), calibrate.Settings())
+def test_a_model_that_transformers_does_not_load_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers does not load this model with the attention 'sdpa': "):
+        calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), calibrate.Settings())
 
 
 def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
@@ -180,6 +178,21 @@ def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
     model_of(name, vocab_size=257, **sizes).save_pretrained(folder)
     calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.Settings(tokens=32, score=8, windows=1))
     return folder / "x.kvbasis"
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("Gemma-2", {}), ("GPT-OSS", {"num_experts_per_tok": 2})], ids=["Gemma-2", "GPT-OSS"])
+def test_a_model_without_scaled_dot_product_attention_is_read_by_its_own(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    basis = calibrated(tmp_path, name, **sizes)
+    settings = quality.Settings(tokens=64, score=16, windows=1, needles=0)
+    report = quality.run(str(tmp_path), None, ["klt-8", "transform-4"], settings, basis=str(basis))
+    assert all(row["kl_divergence"] < report["forgotten"]["kl_divergence"] / 3 for row in report["recipes"])
+
+
+@pytest.mark.parametrize("name", ["Bloom", "MPT"])
+def test_keys_of_models_with_biases_by_distance_are_calibrated(name: str, tmp_path: Path) -> None:
+    found = Basis.load(calibrated(tmp_path, name))
+    assert found.framed() == list(found.sides())
+    assert all(found.frames(*place).rope is None for place in found.framed())
 
 
 @pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])

@@ -125,9 +125,10 @@ class Loader:
 
     def _refuse(self, key: bytes, found: Found, error: Exception) -> None:
         self._known.remove([key])
-        if refuse(self._backend, self._counters, key, found, error) and self._backend.present([key]):
-            # An entry that cannot be removed cannot be replaced either.
-            self._doubted.add([key])
+        if refuse(self._backend, self._counters, key, found, error):
+            # An entry that cannot be removed cannot be replaced either. Another tier's may be removed after this one.
+            doubt = self._doubted.add if self._backend.present([key]) else self._doubted.remove
+            doubt([key])
 
 
 def refuse(backend: Backend, counters: Counters, key: bytes, found: Found, error: Exception) -> bool:

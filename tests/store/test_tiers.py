@@ -343,6 +343,20 @@ def test_tiers_that_cannot_work_are_refused(locations: Any, options: dict[str, A
         kvpack.Store(locations, IDENTITY, chunk=CHUNK, **options)
 
 
+def test_what_was_damaged_in_two_tiers_is_there_once_it_is_stored_again(tmp_path: Path) -> None:
+    store = tiered(tmp_path / "a", tmp_path / "b")
+    ids = prompt(2)
+    whole = save(store, ids)
+    for backend in store._backend._backends:
+        with open(backend._folder.path(store.keys(ids)[0]), "r+b") as file:
+            file.seek(6000)
+            file.write(b"damage")
+    assert store.load(ids)[0] == 0
+    assert store.save(ids, whole) == 2 * CHUNK
+    assert store.save(ids, whole) == 2 * CHUNK
+    assert same(store.load(ids)[1], whole)
+
+
 class Failing:
     """A backend whose next calls fail as one does whose system refuses: nothing found, nothing put."""
 

@@ -154,7 +154,9 @@ def test_unpacking(name: str, dtype: torch.dtype) -> None:
         assert decode_sides.unpack_into(there, 0, 192, out) == [(183, 192)]
         part = torch.full((2, 2, 100, dim), torch.nan, dtype=dtype, device=DEVICE)
         assert decode_sides.unpack_into(there, 70, 170, part) == []
-        assert torch.equal(part[:, :, :100], out[:, :, 70:170])
+        # NumPy's products, which the interpreter takes, add up a row in an order that depends on its place: a value may round differently.
+        apart = part[:, :, :100].view(torch.int16).int() - out[:, :, 70:170].view(torch.int16).int()
+        assert apart.abs().max() <= (1 if INTERPRETED else 0)
         expected = side.unpack(torch.float32)[:, :, :183].double()
         step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
         assert ((out[:, :, :183].cpu().double() - expected).norm(dim=-1) <= step * expected.norm(dim=-1)).all()

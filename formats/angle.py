@@ -146,7 +146,10 @@ class Angle(CodecFamily):
             factor = _unbiased(measured, projected, self._norms(step, minimum, codes))
             step, minimum = (step, minimum + factor.log2()) if self.norm == "log" else (step * factor, minimum * factor)
             wanted = torch.cat([step, minimum], -1).to(stored.dtype)
-            kept = torch.isfinite(wanted).all(-1, keepdim=True)
+            # Its largest norm, too: of values near the largest of binary32 the factor makes an infinite one.
+            step_wanted, minimum_wanted = wanted.to(torch.float32)[..., None].unbind(-2)
+            largest = self._norms(step_wanted, minimum_wanted, codes.amax(-1, keepdim=True))
+            kept = torch.isfinite(torch.cat([wanted, largest], -1)).all(-1, keepdim=True)
             if self.norm == "linear":
                 # The codes make up for the rounding of the step that they were chosen for, and a subnormal one is rounded coarsely.
                 kept &= (step >= torch.finfo(stored.dtype).smallest_normal) | (step == 0)

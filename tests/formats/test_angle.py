@@ -317,6 +317,13 @@ def test_round_trip(data: st.DataObject) -> None:
     check_round_trip(angle(dim, rotation="none", **words), x)
 
 
+@pytest.mark.parametrize("norm", ["linear1", "log1"])
+def test_no_factor_makes_a_norm_infinite(norm: str) -> None:
+    """Rule angle-7: of two codes for all norms the factor is large."""
+    x = contents("large", (1, 2, 2, 102), 5665759)
+    assert check_round_trip(angle(102, n=4, norm=norm, range="fp32", rotation="none"), x)
+
+
 @pytest.mark.parametrize("seed", [31, 49])
 def test_a_subnormal_step_stays_what_its_codes_were_chosen_for(seed: int) -> None:
     codec, x = create("angle", 128, n="2"), contents("mixed", (1, 2, 19, 128), seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import InvalidParameter, InvalidShape
+from .errors import InvalidParameter, InvalidShape, MissingBasis
 from .lazy import numpy, torch
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ MEAN_UNIT = 256.0
 
 DIGEST_BYTES = 32
 """Bytes of the SHA-256 of a basis file, which names it."""
+
+
+def not_given(place: str) -> MissingBasis:
+    """The error of a codec that needs ``place`` of its basis, and has none."""
+    return MissingBasis(f"the {place} are needed, and were not given: load or convert the cache with basis=")
 
 
 def runs_of(dim: int) -> int:

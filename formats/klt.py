@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range
-from .basis import DIGEST_BYTES, MAX_WIDTH, BasisRows, rows_of, run_slice, runs_of
+from .basis import DIGEST_BYTES, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
 from .columns import Columns, default_fields
-from .errors import InvalidParameter, InvalidShape, MissingBasis
+from .errors import InvalidParameter, InvalidShape
 from .family import CodecFamily
 from .lazy import torch
 from .products import product
@@ -147,7 +147,7 @@ class Klt(CodecFamily):
     def source_for(self, heads: int) -> BasisRows:
         """The rows that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""
         if self.source is None:
-            raise MissingBasis(f"the {self.place} are needed, and were not given: load or convert the cache with basis=")
+            raise not_given(self.place)
         try:
             return self.source.of_heads(heads)
         except InvalidShape as error:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
 from .base import MAX_DIM, Layout, Run, RunEncoder, check_choice, check_range
-from .basis import DIGEST_BYTES
-from .errors import InvalidParameter, InvalidPayload, InvalidShape, MissingBasis, OutOfRange
+from .basis import DIGEST_BYTES, not_given
+from .errors import InvalidParameter, InvalidPayload, InvalidShape, OutOfRange
 from .family import CodecFamily
 from .frames import SCALES_PER_OCTAVE
 from .lazy import numpy, torch
@@ -147,7 +147,7 @@ class Transform(CodecFamily):
     def source_for(self, heads: int) -> Frames:
         """The frames that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""
         if self.source is None:
-            raise MissingBasis(f"the {self.place} are needed, and were not given: load or convert the cache with basis=")
+            raise not_given(self.place)
         try:
             return self.source.of_heads(heads, self.dim)
         except InvalidShape as error:

@@ -25,20 +25,21 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
     A model without scaled dot-product attention (Gemma-2, GPT-OSS) has its eager one in place of "sdpa". Raises MissingFile,
     InvalidParameter for a model with an encoder and for one that transformers does not load so, and KvpackError when it is not installed.
     """
-    refusals = []
+    library, refusals = transformers_library(), []
     with model_folder(path) as folder:
+        refusal = f"{folder}: transformers does not load this model with the attention {attention!r}"
+        try:
+            has_encoder = library.AutoConfig.from_pretrained(folder).is_encoder_decoder
+        except ValueError as error:
+            raise InvalidParameter(f"{refusal}: {error}") from None
+        if has_encoder:
+            raise InvalidParameter(f"{folder}: the model has an encoder, expected a decoder alone, as of AutoModelForCausalLM")
         for kind in (attention, "eager") if attention == "sdpa" else (attention,):
             try:
-                if transformers_library().AutoConfig.from_pretrained(folder).is_encoder_decoder:
-                    raise InvalidParameter(f"{folder}: the model has an encoder, expected a decoder alone, as of AutoModelForCausalLM")
-                return (
-                    transformers_library()
-                    .AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind)
-                    .eval()
-                )
+                return library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind).eval()
             except ValueError as error:
                 refusals.append(str(error))
-    raise InvalidParameter(f"{folder}: transformers does not load this model with the attention {attention!r}: {refusals[0]}")
+    raise InvalidParameter(f"{refusal}: {refusals[0]}")
 
 
 @contextlib.contextmanager

@@ -19,8 +19,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import RUN_COLUMNS
-from kvpack.formats.errors import MissingBasis
+from kvpack.formats.basis import RUN_COLUMNS, not_given
 from kvpack.formats.klt import columns_of
 from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
 from kvpack.kernels.words.columns import constant_at
@@ -164,7 +163,7 @@ def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
 
 def _source(codec: Klt) -> BasisRows:
     if codec.source is None:
-        raise MissingBasis(f"the {codec.place} are needed, and were not given: load or convert the cache with basis=")
+        raise not_given(codec.place)
     return codec.source.on(torch.device("cpu"))
 
 

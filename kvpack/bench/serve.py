@@ -493,9 +493,9 @@ def show(report: dict[str, Any]) -> None:
     on_cpu, dtype = report["device"] == "cpu", report["dtype"]
     title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights in {dtype}, on {report['device']}"
     beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
-    in_turns = beside + " / alone" * any(ALONE in row.get("eager_seconds_in_turn", {}) for row in report["decode"])
+    eager_beside = beside + " / alone" * any(ALONE in row.get("eager_seconds_in_turn", {}) for row in report["decode"])
     columns = [
-        "batch x tokens", "cache", "cache\nbytes", "eager\nms", in_turns, "generate\nms/token", beside, f"x {dtype}\nin a graph",
+        "batch x tokens", "cache", "cache\nbytes", "eager\nms", eager_beside, "generate\nms/token", beside, f"x {dtype}\nin a graph",
         "graph\nms", f"x {dtype}\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
     # Columns of what only devices have stay empty on a CPU.

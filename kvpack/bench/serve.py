@@ -29,7 +29,7 @@ from .process_time import interleaved
 from .serve_cpu import ROUNDS, STEPS, room, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
 from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, outcome, peers, row_of
-from .serve_turns import ALONE, Steps, alone, seconds_of
+from .serve_turns import ALONE, Steps, alone, seconds_of, without_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,9 +56,10 @@ CONTEXTS = {"cuda": ((1, 32768), (1, 131072), (8, 16384), (24, 16384)), "cpu": (
 PREFIXES = {"cuda": (8192, 32768), "cpu": (1024,)}
 SUFFIX = {"cuda": 512, "cpu": 32}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WARM_STEPS, EAGER_STEPS, GRAPH_STEPS = 4, 12, 24
+WARM_STEPS, TIMED_STEPS, GRAPH_STEPS = 6, 12, 24
 GENERATED = 64
 """Tokens that ``generate`` adds, on a device."""
+_WITHOUT_GRAPHS = "without graphs"
 DENSE_FILE = "dense safetensors"
 """The name of the file of keys and values in the model's dtype."""
 FIRST_TOKENS = 3
@@ -232,7 +233,7 @@ def _decode_rows(
         taken, _ = outcome(partial(_in_turns, model, batch, tokens, recipe, device))
         _free(device)
         if taken is not None:
-            own |= {"eager_seconds": taken.pop(recipe), "eager_seconds_in_turn": taken}
+            own |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
         rows.append(own)
         count()
     return rows
@@ -254,10 +255,10 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
         _reset_peak(device)
         past = make()
         with flash_attention() if flash else nullcontext():
-            eager = _eager_steps(model, past, batch, device)
+            step = _steps(model, past, batch, device)
             generated = _generated(model, past, batch, device, disable_compile=True)
         return {
-            "eager_seconds": eager,
+            "step_seconds": step,
             "generate_seconds": generated,
             "cache_bytes": dense_bytes if make is dynamic else cache_bytes(past),
             "peak_bytes": _peak(device),
@@ -288,13 +289,14 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
 
 
 def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Seconds of eager steps by cache: a DynamicCache, also with flash attention, ``recipe``, and none."""
+    """Seconds of steps by cache: a DynamicCache, also with flash attention, ``recipe``, also without graphs, and none."""
     from kvpack.integrations.transformers import KvpackCache
 
     plain = with_plain_attention(model)
     dense = _dynamic_cache(plain, _states(plain, batch, tokens, device), tokens)
     with KvpackCache(model, _packed(model, batch, tokens, recipe, device)) as past:
-        runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True), Steps(recipe, model, past)]
+        runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
+        runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
         return seconds_of([*runs, alone(with_plain_attention(plain), tokens)], batch, device, _wait)
 
 
@@ -316,16 +318,19 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     _reset_peak(device)
     # The first time compiles kernels, of steps and of windows that become full.
     for _ in range(2):
-        with KvpackCache(model, cache, graphs=True) as past:
+        with KvpackCache(model, cache) as past:
             generated = _generated(model, past, batch, device)
         # Two tails at a time are no user's peak.
         del past
         _free(device)
     with KvpackCache(model, cache) as past:
         del cache
-        eager = _eager_steps(model, past, batch, device)
-        graph = graph_step(model, past, batch, tokens + EAGER_STEPS + WARM_STEPS, GRAPH_STEPS)
+        step = _steps(model, past, batch, device)
+        with without_graphs(past):
+            eager = _steps(model, past, batch, device)
+        graph = graph_step(model, past, batch, int(past.get_seq_length()), GRAPH_STEPS)
     return {
+        "step_seconds": step,
         "eager_seconds": eager,
         "generate_seconds": generated,
         "graph_seconds": graph,
@@ -346,17 +351,17 @@ def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -
     return (time.perf_counter() - begin) / count
 
 
-def _eager_steps(model: Any, past: Any, batch: int, device: str) -> float:
+def _steps(model: Any, past: Any, batch: int, device: str) -> float:
     """Seconds of one decode step, the mean of several after those that compile."""
     token, over = torch.full((batch, 1), 5, device=device), cache_names.over(model, past)
     begin = 0.0
-    for step in range(EAGER_STEPS + WARM_STEPS):
+    for step in range(TIMED_STEPS + WARM_STEPS):
         if step == WARM_STEPS:
             _wait(device)
             begin = time.perf_counter()
         model(token, **over, use_cache=True, logits_to_keep=1)
     _wait(device)
-    return (time.perf_counter() - begin) / EAGER_STEPS
+    return (time.perf_counter() - begin) / TIMED_STEPS
 
 
 def _first_token_rows(
@@ -475,8 +480,8 @@ def show(report: dict[str, Any]) -> None:
         static = dense[0]["graph_seconds"]
         known = row["peak_bytes"] is not None and row["cache_bytes"] is not None
         peak = row["peak_bytes"] / (report["weights_bytes"] + row["cache_bytes"]) if known else None
-        graph, eager, generated = row["graph_seconds"], row["eager_seconds"], row["generate_seconds"]
-        in_turn = row.get("eager_seconds_in_turn", {peer["cache"]: peer["eager_seconds"] for peer in dense}).values()
+        graph, step, eager, generated = (row[f"{name}_seconds"] for name in ("graph", "step", "eager", "generate"))
+        in_turn = row.get("seconds_in_turn", {peer["cache"]: peer["step_seconds"] for peer in dense}).values()
         place, error = f"{row['batch']} x {row['tokens']:,}", row.get("error")
         size = "" if row["cache_bytes"] is None else bytes_text(row["cache_bytes"])
         if generated is None:
@@ -485,6 +490,7 @@ def show(report: dict[str, Any]) -> None:
             errors.setdefault(f"{row['cache']}: {error}", place)
         rows.append([
             place, row["cache"], size,
+            milliseconds(step), ratio(step, *in_turn),
             milliseconds(eager), ratio(eager, *in_turn),
             milliseconds(generated), ratio(generated, *(peer["generate_seconds"] for peer in dense)), ratio(generated, static),
             milliseconds(graph), ratio(graph, static), "" if graph is None else f"{row['batch'] / graph:.0f}",
@@ -493,9 +499,10 @@ def show(report: dict[str, Any]) -> None:
     on_cpu, dtype = report["device"] == "cpu", report["dtype"]
     title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights in {dtype}, on {report['device']}"
     beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
-    eager_beside = beside + " / alone" * any(ALONE in row.get("eager_seconds_in_turn", {}) for row in report["decode"])
+    step_beside = beside + " / alone" * any(ALONE in row.get("seconds_in_turn", {}) for row in report["decode"])
     columns = [
-        "batch x tokens", "cache", "cache\nbytes", "eager\nms", eager_beside, "generate\nms/token", beside, f"x {dtype}\nin a graph",
+        "batch x tokens", "cache", "cache\nbytes", "step\nms", step_beside, "without\ngraphs, ms", step_beside,
+        "generate\nms/token", beside, f"x {dtype}\nin a graph",
         "graph\nms", f"x {dtype}\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
     # Columns of what only devices have stay empty on a CPU.
@@ -506,9 +513,9 @@ def show(report: dict[str, Any]) -> None:
     if on_cpu:
         print(f"\nTimes are of the process, in one thread: means of {ROUNDS} rounds, each of {STEPS} steps, or tokens, of every cache.")
     else:
-        print("\nEvery eager step is of a length that is new, as in generate.")
-        print("Over packed caches generate replays graphs (graphs=True), and is timed once its kernels are compiled.")
-        print("Ratios of eager steps are of steps in turns, where both caches fit: the host is not equally fast at all times.")
+        print("\nA step is a call of the model, and of a length that is new, as in generate. Over packed caches calls replay graphs,")
+        print("and without graphs (graphs=False) run as they are; generate is timed once its kernels are compiled.")
+        print("Ratios of steps are of steps in turns, where both caches fit: the host is not equally fast at all times.")
         print("alone: the model with no cache, and attention that gives back its queries; where steps take little more, the host decides.")
         print("A StaticCache has a mask over all its room; generate compiles its steps where compiled is said (--compiled), once before.")
         print(f"The {dtype} graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")

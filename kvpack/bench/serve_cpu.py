@@ -14,7 +14,7 @@ import torch
 from kvpack import cache_names
 
 from .process_time import interleaved
-from .serve_peers import DYNAMIC, cache_bytes, row_of
+from .serve_peers import DYNAMIC, TIMES, cache_bytes, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,8 +62,8 @@ def step_rows(
         )
     rows = [
         {
-            "cache": name, "eager_seconds": step.process, "generate_seconds": own.process / STEPS, "graph_seconds": None,
-            "cache_bytes": size, "peak_bytes": None,
+            **dict.fromkeys(TIMES), "cache": name, "cache_bytes": size,
+            "step_seconds": step.process, "generate_seconds": own.process / STEPS,
         }
         for name, size, step, own in zip([*made, *packed], sizes, eager, generated, strict=True)
     ]  # fmt: skip

@@ -21,7 +21,7 @@ NO_ROOM = "does not fit"
 """The error of a cache for which there is no memory."""
 BACKENDS = ("fp8", "quanto", "hqq")
 """Backends of QuantizedCache; the last two are packages, and quantize to 4 bits."""
-TIMES = ("eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
+TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
 
 
 def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:

@@ -1,9 +1,9 @@
-"""Eager decode steps of several caches in turns: the host of a device, which decides what they take, is not equally fast at all times."""
+"""Decode steps of several caches in turns: the host of a device, which decides what they take, is not equally fast at all times."""
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from kvpack.models import transformers_library
 from .serve_graphs import cache_of_length, flash_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
 ALONE = "the model alone"
@@ -27,12 +27,16 @@ _NOTHING = "kvpack bench nothing"
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps of ``model`` over ``past``; ``flash``: with flash attention where SDPA attends."""
+    """Decode steps of ``model`` over ``past``; ``flash``: with flash attention where SDPA attends.
+
+    Without ``graphs``, steps over a KvpackCache are never replayed.
+    """
 
     name: str
     model: Any
     past: Any
     flash: bool = False
+    graphs: bool = True
 
 
 def alone(model: Any, tokens: int) -> Steps:
@@ -48,6 +52,16 @@ def alone(model: Any, tokens: int) -> Steps:
     return Steps(ALONE, model, cache_of_length(tokens, model.config.num_hidden_layers))
 
 
+@contextmanager
+def without_graphs(past: Any) -> Iterator[None]:
+    """Steps over the KvpackCache ``past`` that are run as they are."""
+    before, past.graphs = past.graphs, None
+    try:
+        yield
+    finally:
+        past.graphs = before
+
+
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
     """Seconds of one step of each of ``runs`` by its name: the median of its turns, each a mean after steps to warm up."""
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
@@ -55,7 +69,7 @@ def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[s
     for _ in range(TURNS):
         for run in runs:
             over, begin = cache_names.over(run.model, run.past), 0.0
-            with flash_attention() if run.flash else nullcontext():
+            with flash_attention() if run.flash else nullcontext(), nullcontext() if run.graphs else without_graphs(run.past):
                 for step in range(WARM_STEPS + STEPS):
                     if step == WARM_STEPS:
                         wait(device)

@@ -1,8 +1,4 @@
-"""Decode steps as CUDA graphs: the results of steps without them, whatever comes between, and no graph where a step needs the host.
-
-Without a CUDA device, the interpreter runs the kernels, and ``Device`` stands in for graphs: nothing that is captured takes effect, and
-a replay runs it again with what it was told.
-"""
+"""Decode steps as CUDA graphs: the results of steps without them, whatever comes between, and no graph where a step needs the host."""
 
 from __future__ import annotations
 
@@ -16,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED
+from graph_device import RECIPE, SIZES, Device, cache_of, counted_device, eager, ids, same
+from interpreter import DEVICE
 from transformers.models.gptj import modeling_gptj
 from zoo_models import ZOO, model_of
 
@@ -29,8 +26,6 @@ from kvpack.live import side
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
-RECIPE = "kv=group:b=8,g=32"
 WITHOUT_GRAPHS = {
     *("Qwen2-VL", "Qwen3-Next", "GPT-J", "Llama-4", "Falcon", "Falcon (ALiBi)", "Bloom", "MPT", "DeepSeek-V2", "DeepSeek-V3"),
     *("Falcon-H1", "Jamba", "Bamba"),
@@ -43,34 +38,6 @@ ENCODED = {"T5", "BART"}
 """What is given more than token ids."""
 
 
-class Device:
-    """Captures and replays over ``cache`` without a device; ``captured`` and ``replayed`` count them."""
-
-    def __init__(self) -> None:
-        self.cache: Any = None
-        self.captured = self.replayed = 0
-
-    def capture(self, call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-        cache, told = self.cache, self.cache.graphs.captured
-        self.captured += 1
-        lengths = [(steps._lengths, steps._lengths.clone()) for steps in cache.live._steps if steps is not None]
-        result = call()
-        for now, before in lengths:
-            now.copy_(before)
-
-        def replay() -> None:
-            self.replayed += 1
-            cache.graphs.captured = told
-            with cache.live.capturing(), cache.passes.muted():
-                again = call()
-            cache.graphs.captured = None
-            for name, x in result.items():
-                if isinstance(x, torch.Tensor):
-                    x.copy_(again[name])
-
-        return replay, result
-
-
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:
     with torch.no_grad():
@@ -79,43 +46,7 @@ def _no_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    found = Device()
-    monkeypatch.setenv("KVPACK_KERNELS", "triton")
-    if INTERPRETED:
-        monkeypatch.setattr(graphs, "can_capture", lambda _: True)
-        monkeypatch.setattr(graphs, "capture", found.capture)
-    else:
-        capture = graphs.capture
-
-        def counted(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-            replay, result = capture(call, device)
-            found.captured += 1
-
-            def replayed() -> None:
-                found.replayed += 1
-                replay()
-
-            return replayed, result
-
-        monkeypatch.setattr(graphs, "capture", counted)
-    return found
-
-
-def cache_of(model: Any, device: Device, recipe: str = RECIPE, **options: Any) -> KvpackCache:
-    device.cache = KvpackCache(model, recipe, graphs=True, **options)
-    return device.cache
-
-
-def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def same(found: KvpackCache, expected: KvpackCache) -> None:
-    """Whether two caches hold the same bytes, and say the same of where they come from."""
-    one, other = found.packed, expected.packed
-    assert one.inputs == other.inputs
-    for mine, theirs in zip(one, other, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(mine.unpack(torch.float32), theirs.unpack(torch.float32), strict=True))
+    return counted_device(monkeypatch)
 
 
 @pytest.mark.kernels
@@ -125,7 +56,7 @@ def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
     prompt, mask = ids(2, 6), torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, : 3 if padded else 0] = 0
     options = {"max_new_tokens": 7, "do_sample": False, "attention_mask": mask}
-    with KvpackCache(model, RECIPE) as expected:
+    with eager(model, RECIPE) as expected:
         tokens = model.generate(prompt, past_key_values=expected, **options)
     with cache_of(model, device) as found:
         assert torch.equal(model.generate(prompt, past_key_values=found, **options), tokens)
@@ -139,7 +70,7 @@ def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
     """Windows that are full, longer passes, tokens that are dropped, other rows, and a copy of the cache."""
     model = model_of("Llama", **SIZES).to(DEVICE)
     logits: list[list[torch.Tensor]] = []
-    caches = [KvpackCache(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
+    caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
     for cache in caches:
         device.cache, found = cache, []
         for step, count in enumerate([5, *[1] * 14, 3, *[1] * 3]):
@@ -160,7 +91,7 @@ def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
 def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side, "FEWEST_WINDOWS", 2)
     model, logits = model_of(name, **SIZES, **({"sliding_window": 12} if name == "Mistral" else {})).to(DEVICE), []
-    caches = [KvpackCache(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
+    caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
     for cache in caches:
         device.cache = cache
         logits.append([model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([5, *[1] * 36])])
@@ -174,7 +105,7 @@ def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, m
 @pytest.mark.kernels
 def test_caches_of_one_model_take_turns(device: Device) -> None:
     model = model_of("Llama", **SIZES).to(DEVICE)
-    plain, replayed = ([make() for _ in "ab"] for make in (lambda: KvpackCache(model, RECIPE), lambda: cache_of(model, device)))
+    plain, replayed = ([make() for _ in "ab"] for make in (lambda: eager(model, RECIPE), lambda: cache_of(model, device)))
     for step, count in enumerate([4, *[1] * 5]):
         for number in (0, 1):
             given = ids(1, count + number * (step == 0), 2 * step + number)
@@ -191,7 +122,7 @@ def test_steps_in_other_modes_are_other_steps(device: Device) -> None:
     model, logits = model_of("Llama", **SIZES).to(DEVICE), []
     modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
     modes.append(lambda: torch.autocast(torch.device(DEVICE).type, torch.bfloat16))
-    for cache in (KvpackCache(model, RECIPE), cache_of(model, device)):
+    for cache in (eager(model, RECIPE), cache_of(model, device)):
         found = []
         for number, mode in enumerate(modes):
             with mode():
@@ -207,7 +138,7 @@ def test_padding_may_grow_between_steps(device: Device) -> None:
     model, logits = model_of("Llama", **SIZES).to(DEVICE), []
     mask = torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, :2] = 0
-    for cache in (KvpackCache(model, RECIPE), cache_of(model, device)):
+    for cache in (eager(model, RECIPE), cache_of(model, device)):
         found = [model(ids(2, 6), past_key_values=cache, attention_mask=mask).logits]
         for step in range(1, 8):
             now = torch.nn.functional.pad(mask, (0, step), value=1)
@@ -234,7 +165,7 @@ def test_a_step_that_reads_the_length_gets_no_graph(device: Device) -> None:
         return own(base, **kwargs)
 
     base.forward = forward
-    with KvpackCache(model, RECIPE) as cache:
+    with eager(model, RECIPE) as cache:
         expected = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
     refused = "run without CUDA graphs: a captured step gives other results"
     with cache_of(model, device) as cache, pytest.warns(KvpackWarning, match=refused):
@@ -263,7 +194,7 @@ def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device
     mlp.forward = lambda x: own(x) * (2 if compared(caches[-1].get_seq_length()) else 1)
     logits = []
     for graphs_too in (False, True):
-        caches.append(cache_of(model, device) if graphs_too else KvpackCache(model, RECIPE))
+        caches.append(cache_of(model, device) if graphs_too else eager(model, RECIPE))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             logits.append([model(ids(1, 1, step), past_key_values=caches[-1]).logits for step in range(12)])
@@ -281,7 +212,7 @@ def test_numbers_are_drawn_as_without_graphs(used: bool, device: Device) -> None
     own, logits = mlp.forward, []
     mlp.forward = lambda x: own(x) + torch.rand_like(x) * used
     for graphs_too in (False, True):
-        cache = cache_of(model, device) if graphs_too else KvpackCache(model, RECIPE)
+        cache = cache_of(model, device) if graphs_too else eager(model, RECIPE)
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -300,7 +231,7 @@ def test_a_graph_is_for_no_fewer_tokens_than_it_was_told(device: Device) -> None
     mlp.forward = lambda x: own(x) * (2 if caches[-1].get_seq_length() > 4 else 1)
     logits = []
     for graphs_too in (False, True):
-        caches.append(cache_of(model, device) if graphs_too else KvpackCache(model, RECIPE))
+        caches.append(cache_of(model, device) if graphs_too else eager(model, RECIPE))
         found = [model(ids(1, count, step), past_key_values=caches[-1]).logits for step, count in enumerate([10, 1, 1, 1, 1])]
         caches[-1].crop(-11)
         logits.append([*found, model(ids(1, 1), past_key_values=caches[-1]).logits])
@@ -375,6 +306,14 @@ def _train(model: Any) -> None:
     own.training, own.attention_dropout = True, 0.0
 
 
+def _replace_an_attribute(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.25
+
+
+def _set_a_setting(model: Any) -> None:
+    model.config.use_cache = not model.config.use_cache
+
+
 CHANGES = {
     "a weight elsewhere": _move_a_weight,
     "another weight": _replace_a_weight,
@@ -384,6 +323,8 @@ CHANGES = {
     "a hook before": _add_a_hook_before,
     "another forward": _replace_a_forward,
     "training": _train,
+    "an attribute": _replace_an_attribute,
+    "a setting": _set_a_setting,
     "another dtype": lambda model: model.to(torch.bfloat16).to(torch.float32),
 }
 
@@ -395,7 +336,7 @@ def test_a_model_that_changed_between_steps_is_not_replayed(name: str, device: D
     found = []
     for replays in (False, True):
         model = model_of("Llama", **SIZES).to(DEVICE)
-        cache = cache_of(model, device) if replays else KvpackCache(model, RECIPE)
+        cache = cache_of(model, device) if replays else eager(model, RECIPE)
         logits = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1])]
         model.lm_head.weight.mul_(2)
         logits.append(model(ids(1, 1, 4), past_key_values=cache).logits)
@@ -425,7 +366,7 @@ def test_adapters_may_be_switched_between_steps(device: Device) -> None:
         options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
         model = peft.get_peft_model(model_of("Llama", **SIZES).to(DEVICE), peft.LoraConfig(**options))
         model.add_adapter("other", peft.LoraConfig(**options))
-        cache = cache_of(model.eval(), device) if replays else KvpackCache(model.eval(), RECIPE)
+        cache = cache_of(model.eval(), device) if replays else eager(model.eval(), RECIPE)
         found = [model(input_ids=ids(1, 4), past_key_values=cache).logits]
         for change in (lambda _: None, *changes):
             change(model)
@@ -454,7 +395,7 @@ def test_hooks_on_all_modules_are_called(device: Device) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_replay_that_fails_leaves_the_step(error: type[BaseException], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("Llama", **SIZES).to(DEVICE)
-    expected = KvpackCache(model, RECIPE)
+    expected = eager(model, RECIPE)
     logits = [model(ids(1, 1, step), past_key_values=expected).logits for step in range(5)]
     cache, capture = cache_of(model, device), graphs.capture
 
@@ -490,7 +431,7 @@ def test_a_replay_that_fails_leaves_the_step(error: type[BaseException], device:
 def test_threads_capture_each_its_own(device: Device) -> None:
     models = [model_of("Llama", **SIZES).to(DEVICE) for _ in range(4)]
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected = [model.generate(ids(1, 8, seed), past_key_values=KvpackCache(model, RECIPE), **options) for seed, model in enumerate(models)]
+    expected = [model.generate(ids(1, 8, seed), past_key_values=eager(model, RECIPE), **options) for seed, model in enumerate(models)]
 
     def generated(seed: int) -> torch.Tensor:
         with torch.no_grad():
@@ -528,7 +469,7 @@ def test_the_model_is_as_it_was(device: Device) -> None:
     """After release, and with the last cache; other caches go their own way meanwhile."""
     model = model_of("Llama", **SIZES).to(DEVICE)
     before = dict(vars(model))
-    cache, plain = cache_of(model, device), KvpackCache(model, RECIPE)
+    cache, plain = cache_of(model, device), eager(model, RECIPE)
     for step in range(4):
         model(ids(1, 1, step), past_key_values=plain)
     assert device.captured == 0
@@ -613,7 +554,7 @@ def test_the_zoo_generates_the_same_tokens(name: str, device: Device) -> None:
     with warnings.catch_warnings():
         # What decodes for each call, or gets no graph, says so.
         warnings.simplefilter("ignore", KvpackWarning)
-        expected = model.generate(ids(2, 20), past_key_values=KvpackCache(model, "raw"), **options)
+        expected = model.generate(ids(2, 20), past_key_values=eager(model, "raw"), **options)
         found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
     assert torch.equal(found, expected)
     assert device.replayed == (0 if name in WITHOUT_GRAPHS else 39 - EAGER_STEPS)
@@ -626,7 +567,7 @@ def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
     own = mlp.forward
     mlp.forward = lambda x: own(x) if x.abs().sum().item() >= 0 else x
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids(2, 20), past_key_values=KvpackCache(model, "raw"), **options)
+    expected = model.generate(ids(2, 20), past_key_values=eager(model, "raw"), **options)
     with pytest.warns(KvpackWarning, match="decode steps of LlamaForCausalLM run without CUDA graphs"):
         found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
     assert torch.equal(found, expected)

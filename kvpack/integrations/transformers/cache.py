@@ -22,7 +22,7 @@ from kvpack.live.cache import LiveCache
 
 from .changes import adapters_in_effect
 from .compiled import CompiledCalls
-from .graphs import ForwardSwitch, StepGraphs
+from .graphs import ForwardSwitch, StepGraphs, may_replay
 from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
@@ -65,11 +65,13 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     KvpackWarning tells so. The cache must hold its token ids, and depend on nothing else.
 
     With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
-    token for each sequence, with token ids, positions and a mask of padding on the left at most, from the third on. Every other
-    pass runs as it does without. The graph is captured anew in each row of steps, and its first replay must give what the model
-    gives without it, bit for bit; where that fails, as for a model whose steps read values on the host, a KvpackWarning tells so and steps
-    run without. Values of weights may change in place; where modules, hooks, modes or the places of weights have changed, the graph is
-    captured anew. What else a forward of the model's own reads on the host, such as a counter of calls, must stay as it is.
+    token for each sequence, with token ids, positions and a mask of padding on the left at most, after a few that run as they are. Every
+    other pass runs as it does without. The graph is captured anew in each row of steps, and its first replay must give what the model
+    gives without it, bit for bit; where that fails, as for a model whose steps read values on the host, steps run without. Values of
+    weights may change in place; where modules, their attributes or code, hooks, modes or the places of weights have changed, the graph is
+    captured anew. By default (None) that is so for a model on a CUDA device whose code is all PyTorch's and transformers' own; False
+    leaves it out. With True it is so for any other, too, such as one with adapters, and a KvpackWarning says where steps run without: what
+    else a forward of the model's own reads on the host, or counts there, must then stay as it is.
 
     Raises InvalidDtype for what is neither a model nor a packed cache; InvalidRecipe; InvalidParameter, naming what differs, for a cache
     of another model and for one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape
@@ -85,7 +87,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         rope_deltas: torch.Tensor | int | None = None,
         prompt: torch.Tensor | Sequence[int] | None = None,
         basis: Basis | str | os.PathLike[str] | None = None,
-        graphs: bool = False,
+        graphs: bool | None = None,
     ) -> None:
         model, contents = _arguments(first, second)
         if basis is not None and isinstance(contents, Cache):
@@ -150,7 +152,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.compiled = CompiledCalls(self, len(self.layers))
         number = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
         # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
-        self.graphs = StepGraphs(self, number) if graphs and not self._dense and not self._careful else None
+        wanted = graphs if graphs is not None else model is not None and may_replay(model)
+        self.graphs = StepGraphs(self, number, bool(graphs)) if wanted and not self._dense and not self._careful else None
         if graphs and self.graphs is None:
             reason = "keys and values are decoded for each call"
             if self._careful:

@@ -7,13 +7,13 @@ import inspect
 import threading
 import warnings
 import weakref
-from functools import cache
-from itertools import chain
-from operator import is_, itemgetter
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
-from torch.nn.modules import module as modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils import ModelOutput
 
 from kvpack.cache_names import NAMES, cache_in
@@ -21,15 +21,19 @@ from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import KvpackWarning
 
 from . import masks
-from .changes import adapters_in_effect, modules_of
+from .changes import adapters_in_effect
 from .hooks import outermost
+from .makeup import Makeup, global_hooks, has_other_hooks
 from .states import CapturedStep, PackedLength
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
-EAGER_STEPS = 1
-"""Steps of one kind before the one that is captured, too: kernels are compiled and prepared by then, and no update is under way."""
+EAGER_STEPS, UNASKED_STEPS = 1, 4
+"""Steps of one kind before the one that is captured, too: kernels are compiled and prepared by then, and no update is under way.
+
+A capture takes what some replays gain: where nobody asked for graphs, short rows of steps go without.
+"""
 
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}
 _MORE = {"output_attentions", "output_hidden_states"}
@@ -39,6 +43,9 @@ for more outputs are not set."""
 
 _CAPTURES = threading.Lock()
 """Held during a capture: all are on one stream."""
+
+_NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models of which a capture failed that nobody had asked for: it is not tried for their next caches."""
 
 _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
 """The switch of each model, by its id; they live as long as a cache references them."""
@@ -51,25 +58,32 @@ class StepGraphs:
     first steps of a row of them run as they are; then one is captured. The capture is told a length of the cache that is wrong, and its
     first replay must give the result of the same step without a graph, bit for bit: so a model whose step depends on what only the
     host knows gets no graph, and a KvpackWarning says so. Any other pass ends the row, and the graph with it.
+
+    Where they are not ``asked`` for, there are graphs of models whose code is all PyTorch's and transformers' own, and no warnings.
     """
 
-    def __init__(self, cache: Any, number: int) -> None:
-        self._cache, self._number = weakref.ref(cache), number
+    def __init__(self, cache: Any, number: int, asked: bool) -> None:
+        self._cache, self._number, self._asked = weakref.ref(cache), number, asked
         self._kind: Hashable = None
         self._eager, self._launches = 0, -1
         self._graph: _Graph | None = None
-        self._refused = False
+        self.refused: str | None = None
+        """Why there are no graphs; None while there may be."""
         self.captured: CapturedStep | None = None
         """What the step that is being captured is told; None while none is."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(memo[id(self._cache())], self._number)
+        return type(self)(memo[id(self._cache())], self._number, self._asked)
 
-    def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
-        """What ``forward(**arguments)`` returns, where ``forward`` is that of ``model``."""
+    def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, makeup: _KeptMakeup, arguments: dict[str, Any]) -> Any:
+        """What ``forward(**arguments)`` returns, where ``forward`` is that of ``model``, which is as ``makeup`` knows it."""
         cache = self._cache()
         assert cache is not None
-        step = None if self._refused else self._step(cache, model, arguments)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # Of the caller's own graph; nothing is freed meanwhile.
+            self._kind = None
+            return forward(**arguments)
+        step = None if self.refused else self._step(cache, model, arguments)
         same = step is not None and step.kind == self._kind and cache.live.launches == self._launches
         graph = self._graph
         if not same or (graph and (cache.live.seen(self._number) < graph.least or not graph.is_of_the_model_as_it_is)):
@@ -85,8 +99,8 @@ class StepGraphs:
             return self._graph.replayed(cache, step, self._number)
         self._eager += 1
         out = forward(**arguments)
-        if self._eager > EAGER_STEPS and cache.live.launches == self._launches:
-            self._capture(cache, forward, model, arguments, step, out)
+        if self._eager > (EAGER_STEPS if self._asked else UNASKED_STEPS) and cache.live.launches == self._launches:
+            self._capture(cache, forward, model, makeup, arguments, step, out)
         self._launches = cache.live.launches
         return out
 
@@ -106,7 +120,7 @@ class StepGraphs:
         device = ids.device
         if not can_capture(device) or not cache.records(model) or model.training or torch.is_grad_enabled():
             return None
-        if torch.is_autocast_enabled(device.type) or torch.compiler.is_dynamo_compiling() or _is_capturing(device):
+        if torch.is_autocast_enabled(device.type) or _is_watched():
             return None
         if positions is not None and not (isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.device == device):
             return None
@@ -127,11 +141,16 @@ class StepGraphs:
         cache: Any,
         forward: Callable[..., Any],
         model: torch.nn.Module,
+        makeup: _KeptMakeup,
         arguments: Mapping[str, Any],
         step: _Step,
         expected: Any,
     ) -> None:
         """Capture the step that has just given ``expected``; refuse all graphs where that cannot be done, or gives anything else."""
+        if not self._asked:
+            self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else makeup.now(model).foreign
+            if self.refused:
+                return
         live, tokens, generator = cache.live, cache.live.seen(self._number), _generator_of(step.ids.device)
         put_back, random = live.newest(), generator.get_state()
         try:
@@ -140,7 +159,7 @@ class StepGraphs:
                 raise _Refusal("the model returns no ModelOutput")
             # The step once more: its tokens are where they were.
             live.recount(-1)
-            graph = _Graph(self, cache, forward, model, arguments, step, self._number)
+            graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(makeup.now, model))
             if not _same(graph.replayed(cache, step, self._number), expected):
                 raise _Refusal("a captured step gives other results, so that it depends on more than token ids and positions")
         except BaseException as error:
@@ -149,14 +168,17 @@ class StepGraphs:
             if not isinstance(error, Exception):
                 raise
             # Whatever the model raises in a capture, it has just run without one.
-            self._refused, reason = True, error
+            self.refused = str(error) or type(error).__name__
         else:
             self._graph = graph
             return
         finally:
             # As without a graph: the step has drawn what it draws.
             generator.set_state(random)
-        warnings.warn(f"decode steps of {type(model).__name__} run without CUDA graphs: {reason}", KvpackWarning, stacklevel=5)
+        if self._asked:
+            warnings.warn(f"decode steps of {type(model).__name__} run without CUDA graphs: {self.refused}", KvpackWarning, stacklevel=5)
+        else:
+            _NOT_CAPTURED.add(model)
 
 
 class _Refusal(Exception):
@@ -179,28 +201,27 @@ class _Graph:
         self,
         owner: StepGraphs,
         cache: Any,
-        forward: Callable[..., Any],
-        model: torch.nn.Module,
-        arguments: Mapping[str, Any],
+        call: Callable[..., Any],
         step: _Step,
         number: int,
+        makeup: Callable[[], Makeup],
     ) -> None:
         device = step.ids.device
         positions = torch.full_like(step.ids, 0) if step.positions is None else step.positions
         with own_modes(device):
             self._ids, self._positions = step.ids.clone(), positions.clone()
             self._starts = None if step.starts is None else step.starts.clone()
-        given = {**arguments, "input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
+        given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
         # Half of what is there is a length that no step finds, and within all bounds.
         self.least = max(1, cache.live.seen(number) // 2)
         owner.captured = CapturedStep(self._starts, self.least)
         try:
             with cache.live.capturing(), cache.passes.muted():
-                self._replay, self._output = capture(lambda: forward(**given), device)
+                self._replay, self._output = capture(lambda: call(**given), device)
         finally:
             owner.captured = None
         # It refers to the weights, and the graph may outlive the model.
-        self._makeup = weakref.ref(_Makeup.of(model))
+        self._makeup = weakref.ref(makeup())
 
     @property
     def is_of_the_model_as_it_is(self) -> bool:
@@ -229,47 +250,17 @@ class _Graph:
         return type(self._output)(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self._output.items()})
 
 
-class _Makeup:
-    """What a replay leaves as it was captured: the modules of a model, where their weights lie, their modes, and their hooks."""
+class _KeptMakeup:
+    """The makeup of one model as it is now, made once and kept until that changes; kept with the model, to which it refers."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        found = list(modules_of(model))
-        self._parts: list[dict[str, Any]] = [part for one in found for part in (one._modules, one._parameters, one._buffers) if part]
-        self._hooks = [hooks for one in found for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._attributes = [vars(one) for one in found]
-        self._forwards = [attributes for attributes in self._attributes if "forward" in attributes]
-        self._tensors = [x for one in found for x in chain(one._parameters.values(), one._buffers.values()) if x is not None]
-        self._held = list(self._objects())
-        self._found = self._now()
+    def __init__(self) -> None:
+        self._kept: Makeup | None = None
 
-    @staticmethod
-    def of(model: torch.nn.Module) -> _Makeup:
-        """That of ``model``, which is kept until it changes or the model is gone."""
-        kept = _MAKEUPS.get(model)
-        if kept is None or not kept.is_as_it_was():
-            kept = _MAKEUPS[model] = _Makeup(model)
-        return kept
-
-    def is_as_it_was(self) -> bool:
-        """Whether nothing of it has changed but values in place; for a model of 32 layers it takes 0.15 ms."""
-        return self._now() == self._found and all(map(is_, self._objects(), self._held))
-
-    def _objects(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._parts))
-
-    def _now(self) -> tuple[Any, ...]:
-        return (
-            list(map(torch.Tensor.data_ptr, self._tensors)),
-            list(map(itemgetter("training"), self._attributes)),
-            # A module that gets a forward of its own has one attribute more.
-            list(map(len, self._attributes)),
-            [attributes["forward"] for attributes in self._forwards],
-            sum(map(len, self._parts)),
-            sum(map(len, self._hooks)) + _global_hooks(),
-        )
-
-
-_MAKEUPS: weakref.WeakKeyDictionary[torch.nn.Module, _Makeup] = weakref.WeakKeyDictionary()
+    def now(self, model: torch.nn.Module) -> Makeup:
+        """The makeup of ``model``."""
+        if self._kept is None or not self._kept.is_as_it_was():
+            self._kept = Makeup(model)
+        return self._kept
 
 
 class ForwardSwitch:
@@ -298,10 +289,15 @@ class _Forward:
     """``forward`` of ``model``, which is ``before`` if that is not None, else its class's; a copy of the model has its own."""
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
-        self._model, self._before = weakref.ref(model), before
+        self._model, self._before, self._makeup = weakref.ref(model), before, _KeptMakeup()
         # generate asks what the method takes.
         self.__signature__ = inspect.signature(model.forward)
         self._names = [name for name, one in self.__signature__.parameters.items() if one.kind is not one.VAR_KEYWORD]
+
+    @property
+    def is_of_its_class(self) -> bool:
+        """Whether the forward is that of the model's class."""
+        return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._model()))
@@ -311,10 +307,10 @@ class _Forward:
         model = self._model()
         assert model is not None
         forward = type(model).forward.__get__(model) if self._before is None else self._before
-        graphs = getattr(cache_in(kwargs), "graphs", None)
+        graphs = None if torch.compiler.is_dynamo_compiling() else getattr(cache_in(kwargs), "graphs", None)
         if graphs is None or len(args) > len(self._names):
             return forward(*args, **kwargs)
-        return graphs(forward, model, {**dict(zip(self._names, args, strict=False)), **kwargs})
+        return graphs(forward, model, self._makeup, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
 def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
@@ -326,6 +322,12 @@ def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
         del vars(alive)["forward"]
     else:
         vars(alive)["forward"] = before
+
+
+def may_replay(model: torch.nn.Module) -> bool:
+    """Whether steps of ``model``, as it is, may be replayed where nobody asked for that; its code is read before the first capture."""
+    own, parameter = vars(outermost(model)).get("forward"), next(model.parameters(), None)
+    return parameter is not None and can_capture(parameter.device) and (own is None or getattr(own, "is_of_its_class", False))
 
 
 def can_capture(device: torch.device) -> bool:
@@ -381,31 +383,22 @@ def _generator_of(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _is_watched() -> bool:
+    """Whether a mode of PyTorch's sees each operation: replays have none. One that only says where new tensors are sees nothing."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    functions = (mode for mode in modes if not isinstance(mode, DeviceContext))
+    return any(functions) or bool(_get_current_dispatch_mode_stack())
 
 
 def _check_model(model: torch.nn.Module, device: torch.device) -> None:
     """Raise _Refusal for a model whose calls do what a replay leaves out."""
     if any(parameter.device != device for parameter in model.parameters()):
         raise _Refusal(f"its weights are not all on {device}")
-    hooked = next((name for name, module in model.named_modules() if _has_other_hooks(module)), None)
-    if _global_hooks():
+    hooked = next((name for name, module in model.named_modules() if has_other_hooks(module)), None)
+    if global_hooks():
         hooked = "every module"
     if hooked is not None:
         raise _Refusal(f"{hooked or 'the model'} has forward hooks, which a replay would leave out")
-
-
-def _global_hooks() -> int:
-    """The number of hooks on the calls of all modules."""
-    return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
-
-
-def _has_other_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks but kvpack's, and transformers', which collect outputs that a step does not ask for."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
-    return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,0 +1,158 @@
+"""What a replayed step of a model leaves as it was captured: modules, weights, hooks, attributes and code; and whose code that is."""
+
+from __future__ import annotations
+
+import sys
+from functools import cached_property, partial
+from itertools import chain
+from operator import is_, itemgetter
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules import module as modules
+from transformers import PretrainedConfig
+
+from .changes import modules_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_KNOWN = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
+"""Packages whose code keeps no count of steps on the host, and those that transformers' own classes are made with."""
+
+_READ = "transformers.models."
+"""The modules of transformers whose functions are read for what they call."""
+
+_TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+class Makeup:
+    """What ``model`` is made of, without the values of its weights, which may change in place. It keeps modules and weights alive."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._modules = model, list(modules_of(model))
+        found = self._modules
+        self._parts: list[dict[str, Any]] = [part for one in found for part in (one._modules, one._parameters, one._buffers) if part]
+        self._hooks = [hooks for one in found for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._attributes = [vars(one) for one in found]
+        self._tensors = [x for one in found for x in chain(one._parameters.values(), one._buffers.values()) if x is not None]
+        configs = {id(value): value for own in self._attributes for value in own.values() if isinstance(value, PretrainedConfig)}
+        self._settings = [vars(config) for config in configs.values()]
+        self._own = [(itemgetter("training", "_modules", *sorted(own.keys() - _OF_EVERY_MODULE)), own) for own in self._attributes]
+        self._code = _Code(found)
+        self._held = list(self._objects())
+        self._found = self._now()
+
+    def is_as_it_was(self) -> bool:
+        """Whether nothing of it has changed but values in place."""
+        try:
+            return self._now() == self._found and all(map(is_, self._objects(), self._held))
+        except KeyError:
+            # An attribute is gone.
+            return False
+
+    @cached_property
+    def foreign(self) -> str | None:
+        """What of the model is not PyTorch's or transformers' own, so that a replay may leave out what it does; None if nothing is."""
+        for name, module in self._model.named_modules():
+            forward = vars(module).get("forward")
+            if forward is not None and not getattr(forward, "is_of_its_class", False):
+                return f"{name or 'the model'} has a forward of its own"
+        odd = next((type(x) for x in self._tensors if type(x) not in _TENSOR_TYPES), None)
+        return self._code.foreign if odd is None else f"weights are of type {odd.__name__}"
+
+    def _objects(self) -> Iterator[Any]:
+        own = (attributes(of) for attributes, of in self._own)
+        return chain.from_iterable(chain(map(dict.values, self._parts), map(dict.values, self._settings), own, self._code.objects()))
+
+    def _now(self) -> tuple[Any, ...]:
+        return (
+            list(map(torch.Tensor.data_ptr, self._tensors)),
+            list(map(type, self._modules)),
+            # A module that gets a forward of its own has one attribute more.
+            list(map(len, chain(self._attributes, self._settings, self._code.classes))),
+            sum(map(len, self._parts)),
+            list(chain.from_iterable(self._hooks)),
+            global_hooks(),
+        )
+
+
+_OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
+
+
+class _Code:
+    """The functions that ``modules`` run, as far as classes, attributes, and names in transformers' modules of models lead to them."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.foreign: str | None = None
+        self.classes: list[Mapping[str, Any]] = []
+        """The attributes of each class."""
+        self._names: list[tuple[Callable[[str], Any], str]] = []
+        self._seen: dict[int, Any] = {}
+        waiting: list[Any] = []
+        for module in modules:
+            waiting += type(module).__mro__[:-1]
+            waiting += [value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+        while waiting:
+            value = waiting.pop()
+            if id(value) not in self._seen:
+                # Kept, so that no other object gets its id.
+                self._seen[id(value)] = value
+                waiting += self._read(value)
+        self._seen.clear()
+
+    def objects(self) -> Iterator[Iterable[Any]]:
+        """What classes and modules hold under the names that are read."""
+        yield from (one.values() for one in self.classes)
+        yield (get(name) for get, name in self._names)
+
+    def _read(self, value: Any) -> Iterable[Any]:
+        """What ``value`` leads to."""
+        if isinstance(value, (staticmethod, classmethod, MethodType)):
+            return (value.__func__,)
+        if isinstance(value, partial):
+            return (value.func,)
+        if isinstance(value, property):
+            return (one for one in (value.fget, value.fset, value.fdel) if one is not None)
+        if isinstance(value, FunctionType):
+            return self._called(value)
+        place = value.__module__ if isinstance(value, type) else type(value).__module__
+        self._note(place, value)
+        if not isinstance(value, type) or not issubclass(value, torch.nn.Module):
+            return ()
+        self.classes.append(vars(value))
+        # Every class attribute that runs, whatever its kind.
+        return [own for own in vars(value).values() if callable(own) or isinstance(own, (property, staticmethod, classmethod))]
+
+    def _called(self, function: FunctionType) -> Iterator[Any]:
+        names = function.__globals__
+        place = str(names.get("__name__"))
+        self._note(place, function)
+        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            yield wrapped
+        if place.startswith(_READ):
+            for name in sorted(_names_in(function.__code__)):
+                if isinstance(called := names.get(name), (FunctionType, type)):
+                    self._names.append((names.get, name))
+                    yield called
+
+    def _note(self, place: str, value: Any) -> None:
+        if self.foreign is None and place.partition(".")[0] not in _KNOWN:
+            self.foreign = f"{getattr(value, '__qualname__', type(value).__qualname__)} is of {place}"
+
+
+def _names_in(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def global_hooks() -> int:
+    """The number of hooks on the calls of all modules."""
+    return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
+
+
+def has_other_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks but kvpack's, and transformers', which collect outputs that a step does not ask for."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
+    return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)

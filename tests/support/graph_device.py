@@ -1,0 +1,95 @@
+"""Counts of captures and replays of decode steps, on a CUDA device or without one.
+
+Without one, the interpreter runs the kernels, and ``Device`` stands in for graphs: nothing that is captured takes effect, and
+a replay runs it again with what it was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from interpreter import DEVICE, INTERPRETED
+
+from kvpack.integrations.transformers import KvpackCache, graphs
+
+if TYPE_CHECKING:
+    import pytest
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+RECIPE = "kv=group:b=8,g=32"
+
+
+class Device:
+    """Captures and replays over ``cache`` without a device; ``captured`` and ``replayed`` count them."""
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+        self.captured = self.replayed = 0
+
+    def capture(self, call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        cache, told = self.cache, self.cache.graphs.captured
+        self.captured += 1
+        lengths = [(steps._lengths, steps._lengths.clone()) for steps in cache.live._steps if steps is not None]
+        result = call()
+        for now, before in lengths:
+            now.copy_(before)
+
+        def replay() -> None:
+            self.replayed += 1
+            cache.graphs.captured = told
+            with cache.live.capturing(), cache.passes.muted():
+                again = call()
+            cache.graphs.captured = None
+            for name, x in result.items():
+                if isinstance(x, torch.Tensor):
+                    x.copy_(again[name])
+
+        return replay, result
+
+
+def counted_device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A ``Device`` whose counts are of what KvpackCaches capture and replay from here on."""
+    found = Device()
+    monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    if INTERPRETED:
+        monkeypatch.setattr(graphs, "can_capture", lambda _: True)
+        monkeypatch.setattr(graphs, "capture", found.capture)
+    else:
+        capture = graphs.capture
+
+        def counted(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+            replay, result = capture(call, device)
+            found.captured += 1
+
+            def replayed() -> None:
+                found.replayed += 1
+                replay()
+
+            return replayed, result
+
+        monkeypatch.setattr(graphs, "capture", counted)
+    return found
+
+
+def cache_of(model: Any, device: Device, recipe: str = RECIPE, graphs: bool | None = True) -> KvpackCache:
+    device.cache = KvpackCache(model, recipe, graphs=graphs)
+    return device.cache
+
+
+def eager(model: Any, recipe: str = RECIPE) -> KvpackCache:
+    """A cache whose steps are never replayed."""
+    return KvpackCache(model, recipe, graphs=False)
+
+
+def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def same(found: KvpackCache, expected: KvpackCache) -> None:
+    """Whether two caches hold the same bytes, and say the same of where they come from."""
+    one, other = found.packed, expected.packed
+    assert one.inputs == other.inputs
+    for mine, theirs in zip(one, other, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine.unpack(torch.float32), theirs.unpack(torch.float32), strict=True))

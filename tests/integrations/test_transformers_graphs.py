@@ -502,6 +502,24 @@ def test_a_graph_keeps_no_weights(device: Device) -> None:
     assert weight() is None
 
 
+@pytest.mark.cuda
+def test_a_graph_ends_with_its_cache(device: Device) -> None:
+    """At once, and not with other garbage: that may be during the capture of another."""
+    model = model_of("Llama", **SIZES).to(DEVICE)
+    cache = cache_of(model, device)
+    for step in range(4):
+        model(ids(1, 1, step), past_key_values=cache)
+    assert cache.graphs is not None
+    graph = weakref.ref(cache.graphs._graph)
+    gc.collect()
+    gc.disable()
+    try:
+        device.cache = cache = None  # type: ignore[assignment]
+        assert graph() is None
+    finally:
+        gc.enable()
+
+
 def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for PyTorch's functions, which need a device."""
     calls: list[Any] = []
@@ -514,7 +532,7 @@ def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) 
 
         def capture_end(self) -> None:
             calls.append("end")
-            if len(calls) == 2:
+            if calls.count("end") == 1:
                 raise RuntimeError("operation failed due to a previous error during capture")
 
     class Stream:
@@ -533,8 +551,10 @@ def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "zeros", lambda shape, **_: torch.ones(shape))
     monkeypatch.setattr(graphs, "_stream_of", lambda _: Stream())
     with pytest.raises(RuntimeError, match="operation failed"):
-        graphs.capture(list, torch.device("cuda", 1))
-    assert calls == [("begin", (0, 3)), "end", (1, (0, 3)), ("begin", None), "end"]
+        graphs.capture(lambda: calls.append(gc.isenabled()), torch.device("cuda", 1))
+    # Garbage is not collected meanwhile: the end of a graph among it would end the capture.
+    assert calls == [("begin", (0, 3)), False, "end", (1, (0, 3)), ("begin", None), "end"]
+    assert gc.isenabled()
 
 
 def test_without_a_device_there_are_none() -> None:

@@ -84,7 +84,7 @@ def eager(model: Any, recipe: str = RECIPE) -> KvpackCache:
 
 
 def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 
 
 def same(found: KvpackCache, expected: KvpackCache) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import threading
 import warnings
@@ -27,7 +28,7 @@ from .makeup import Makeup, global_hooks, has_other_hooks
 from .states import CapturedStep, PackedLength
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping
 
 EAGER_STEPS, UNASKED_STEPS = 1, 4
 """Steps of one kind before the one that is captured, too: kernels are compiled and prepared by then, and no update is under way.
@@ -217,9 +218,11 @@ class _Graph:
         owner.captured = CapturedStep(self._starts, self.least)
         try:
             with cache.live.capturing(), cache.passes.muted():
-                self._replay, self._output = capture(lambda: call(**given), device)
+                self._replay, output = capture(lambda: call(**given), device)
         finally:
             owner.captured = None
+        # Without the cache, which would keep itself, and this graph, until garbage is collected.
+        self._make, self._values = type(output), {name: None if x is cache else x for name, x in output.items()}
         # It refers to the weights, and the graph may outlive the model.
         self._makeup = weakref.ref(makeup())
 
@@ -247,7 +250,8 @@ class _Graph:
             cache.live.recount(0)
             raise
         cache.passes.appended(before + 1)
-        return type(self._output)(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self._output.items()})
+        copied = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self._values.items()}
+        return self._make(**{name: cache if x is None else x for name, x in copied.items()})
 
 
 class _KeptMakeup:
@@ -339,7 +343,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     """What replays ``call``, and its result, whose tensors each replay writes. Raises what PyTorch raises."""
     graph, stream, before = torch.cuda.CUDAGraph(), _stream_of(device), torch.cuda.current_stream(device)
     pool: Any = torch.cuda.graph_pool_handle()
-    with _CAPTURES, torch.cuda.device(device), torch.cuda.stream(stream):
+    with _CAPTURES, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
         stream.wait_stream(before)
         # Other threads may use the device meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -354,6 +358,18 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
                 raise
         before.wait_stream(stream)
     return graph.replay, result
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Within it no garbage is collected: the end of a graph among it would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _recover(device: torch.device, pool: Any) -> None:

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 22
+#define KVPACK_INTERFACE 23
 
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
@@ -218,6 +218,14 @@ typedef struct {
     int64_t batch, heads, tokens, dim, chunk, longest, threads, level;
 } Split;
 
+/* One read of a file: `bytes` from `offset` on, to `data`. Threads count in `ended` what they have tried to read, and say in `failed` whether
+   they could not; both are 0 before. */
+typedef struct {
+    int64_t offset, bytes;
+    char *data;
+    int64_t ended, failed;
+} Read;
+
 /* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
 int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
@@ -226,6 +234,11 @@ int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_join(const Join *call);
 int64_t kvpack_split(const Split *call);
+
+void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, int64_t piece, int64_t threads);
+void kvpack_reader_allow(void *reader, int64_t upto);
+int64_t kvpack_reader_wait(void *reader, int64_t upto, int64_t milliseconds);
+void kvpack_reader_stop(void *reader);
 
 int64_t kvpack_interface(void);
 int64_t kvpack_sizes(int64_t structure);

@@ -64,6 +64,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 6: return sizeof(Join);
         case 7: return sizeof(RansEncode);
         case 8: return sizeof(Split);
+        case 9: return sizeof(Read);
         default: return 0;
     }
 }

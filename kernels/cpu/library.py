@@ -1,20 +1,20 @@
 """The compiled library of this folder: its structures, and whether it was built and runs here.
 
 Its functions are plain C symbols called by ctypes, which releases the GIL: building it needs no Python headers, and one library serves
-every Python. It starts threads for one call at a time (``threads.h``).
+every Python. It starts threads for one call at a time (``threads.h``), and for the reads of one load (``reader.c``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 22
+INTERFACE = 23
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -153,6 +153,10 @@ class Split(Structure):
     )
 
 
+class Read(Structure):
+    _fields_ = (("offset", c_int64), ("bytes", c_int64), ("data", c_void_p), ("ended", c_int64), ("failed", c_int64))
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None where it was not built, or from other sources than these."""
@@ -166,7 +170,7 @@ def library() -> ctypes.CDLL | None:
         if found.kvpack_interface() != INTERFACE:
             continue
         found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split)
+        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read)
         if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
@@ -178,6 +182,11 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
         found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
         found.kvpack_rans_encode.restype, found.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)
+        found.kvpack_reader_start.restype = c_void_p
+        found.kvpack_reader_start.argtypes = c_int, POINTER(Read), c_int64, c_int64, c_int64
+        found.kvpack_reader_allow.restype, found.kvpack_reader_allow.argtypes = None, (c_void_p, c_int64)
+        found.kvpack_reader_wait.restype, found.kvpack_reader_wait.argtypes = c_int64, (c_void_p, c_int64, c_int64)
+        found.kvpack_reader_stop.restype, found.kvpack_reader_stop.argtypes = None, (c_void_p,)
         return found
     return None
 

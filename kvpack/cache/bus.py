@@ -30,7 +30,7 @@ class Bus(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy ``source`` to ``target``, of the same shape and dtype; one of the two is in staging memory."""
+        """Within ``work``, begin to copy ``source`` to ``target``, of the same shape and dtype; one of the two is in staging memory."""
         ...
 
     def mark(self) -> Any:
@@ -79,8 +79,7 @@ class StreamBus:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with self.work():
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
         return self._stream.record_event()

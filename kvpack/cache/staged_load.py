@@ -6,10 +6,8 @@ So the bytes that are checked are the bytes that are used, whatever happens to t
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import sub
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -18,41 +16,23 @@ import torch
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.header import layout_bytes
-from kvpack.file.parallel import in_parallel, usable_cores
 from kvpack.file.payload import Span
 from kvpack.formats.base import DTYPE_BYTES
 
+from . import staged_reads
 from .layer import Layer, sliced
+from .staged_reads import STAGING_BYTES, Copy, staged
 from .stored import side_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvpack.file.container import File, SidePlaces
-    from kvpack.file.header import SideEntry
 
     from .bus import Bus
     from .parts import Part
     from .side import Side
-
-STAGING_BYTES = 1 << 29
-"""The most staging memory of one load, unless twice its largest copy is more."""
-COPY_BYTES = 1 << 24
-"""The most bytes of a copy, but for a side that the host checks; small layers are copied together."""
-READ_BYTES = 1 << 22
-"""The most bytes of a read, but for such a side: threads read the bytes of one copy together, so that it begins soon."""
-_READERS = 12
-"""Threads that only read. More wait for each other, since each read takes the interpreter a moment.
-
-H200s' machines of 16 cores loaded 1.02 GB, medians of two rounds: with reads of 2 MiB in 45 and 42 ms by 8 threads, with reads of 4 MiB in
-45 and 42 by 8, 37 and 39 by 10, 33 and 40 by 12, 40 and 41 by 16; with reads of 8 MiB in 48 and 47 by 8. An H100's of as many cores
-loaded it in 38 to 41 ms with copies of 32 MiB, in 36 with these and two reads waiting, and in 56 to 68 where threads begin the copies.
-"""
-_CHECKERS = 16
-"""Threads that also check what they read."""
-_WAITING = 2
-"""Reads that have memory before a thread begins them: less memory is more of it in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +45,6 @@ class _Group:
     sides: Sequence[tuple[SidePlaces, int]]
     nbytes: int
     span: Span | None
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """Bytes ``[begin, end)`` of the memory of the group with that ``number``, for ``side`` if the host checks that."""
-
-    number: int
-    begin: int
-    end: int
-    span: Span | None
-    side: SidePlaces
-
-    def reads(self) -> list[tuple[int, int]]:
-        """What threads read, as places in the group's memory."""
-        if self.span is None:
-            return [(self.begin, self.end)]
-        end = min(self.end, self.span.end - self.span.begin)
-        return [(first, min(first + READ_BYTES, end)) for first in range(self.begin, end, READ_BYTES)]
 
 
 def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGING_BYTES) -> dict[int, Layer]:
@@ -102,20 +64,29 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
         for checks in (dispatch.checks_values, dispatch.checks_chunks)
     )
     groups = _groups(file, places.values(), ruled, bus.device)
-    copies = [copy for number, group in enumerate(groups) for copy in _copies(number, group)]
-    with contextlib.closing(bus), contextlib.closing(_staged(copies, file, bus, staging_bytes, ruled, chunked)) as staged:
+    own = [list(_copies(number, group)) for number, group in enumerate(groups)]
+    copies = list(chain.from_iterable(own))
+    with contextlib.closing(bus), contextlib.closing(staged(copies, file, bus, staging_bytes, ruled, chunked)) as arriving:
         # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
         targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
         bus.follow()
-        for copy in copies:
-            memory = next(staged)
-            if part.has_all_tokens:
-                bus.copy(targets[copy.number][copy.begin : copy.end], memory)
-            else:
-                found[copy.side.layer][copy.side.side] = _rows(file, copy.side, memory, part, bus)
+        made: list[tuple[SidePlaces, Side]] = []
+        if part.has_all_tokens:
+            for group, target, begun in zip(groups, targets, own, strict=True):
+                # Entered once for all: that takes longer than to begin a copy.
+                with bus.work():
+                    for copy in begun:
+                        bus.copy(target[copy.begin : copy.end], next(arriving))
+                # While they are copied.
+                views: dict[str, torch.Tensor] = {}
+                made += [(side, _side(file, side, target, start, views)) for side, start in group.sides]
+        else:
+            for copy in copies:
+                found[copy.side.layer][copy.side.side] = _rows(file, copy.side, next(arriving), part, bus)
         states = {number: _states(file, number, part, bus) for number in places}
-    for place, side in _checked(file, list(zip(groups, targets, strict=False)), ruled, chunked):
+    _check(file, list(zip(groups, targets, strict=False)), made, ruled, chunked)
+    for place, side in made:
         found[place.layer][place.side] = side
     layers = {}
     for number, sides in found.items():
@@ -124,12 +95,16 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
     return layers
 
 
-def _checked(
-    file: File, groups: Sequence[tuple[_Group, torch.Tensor]], ruled: AbstractSet[int], chunked: AbstractSet[int]
-) -> list[tuple[SidePlaces, Side]]:
-    """The sides of ``groups``, each with its memory on the device, which checks them; the host waits for it.
+def _check(
+    file: File,
+    groups: Sequence[tuple[_Group, torch.Tensor]],
+    sides: Sequence[tuple[SidePlaces, Side]],
+    ruled: AbstractSet[int],
+    chunked: AbstractSet[int],
+) -> None:
+    """Let the device check ``sides``, which are in the memory of ``groups``; the host waits for it.
 
-    Sides are made while it looks for digests. Raises DigestMismatch and InvalidPayload.
+    Raises DigestMismatch and InvalidPayload.
     """
     hashed = [
         (f"{side.layer}.{side.side}.{stream}", (memory, start + begin, start + end))
@@ -139,13 +114,9 @@ def _checked(
         for stream, (begin, end) in side.streams.items()
     ]
     digests = dispatch.digests([place for _, place in hashed])
-    made: list[tuple[SidePlaces, Side]] = []
-    for group, memory in groups:
-        views: dict[str, torch.Tensor] = {}
-        made += [(side, _side(file, side, memory, start, views)) for side, start in group.sides]
     stored = [
-        (_entry(file, place).codec, streams, f"{file.where}: {place.layer}.{place.side}")
-        for place, side in made
+        (file.side(place.layer, place.side).codec, streams, f"{file.where}: {place.layer}.{place.side}")
+        for place, side in sides
         for streams in side.stored_streams()
     ]
     codecs = file.header.codecs
@@ -155,7 +126,6 @@ def _checked(
     for codec, streams, where in stored:
         if codec in chunked:
             dispatch.check_chunks(codecs[codec], streams, where)
-    return made
 
 
 def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:
@@ -167,7 +137,7 @@ def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractS
         last = groups[-1] if groups else group
         if group.span and groups and last.span and last.span.begin + last.nbytes == group.span.begin:
             nbytes = last.nbytes + group.nbytes
-            if nbytes <= COPY_BYTES:
+            if nbytes <= staged_reads.COPY_BYTES:
                 joined = Span(last.span.begin, group.span.end, (*last.span.pads, *group.span.pads))
                 groups[-1] = _Group([*last.sides, *((side, last.nbytes + start) for side, start in group.sides)], nbytes, joined)
                 continue
@@ -177,84 +147,27 @@ def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractS
 
 def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], device: torch.device) -> Span | None:
     """The bytes of a layer's ``sides``, if the device checks all of them: rules are asked of bytes that have their digests."""
-    if not sides or any(_entry(file, side).codec not in ruled for side in sides):
+    if not sides or any(file.side(side.layer, side.side).codec not in ruled for side in sides):
         return None
     fewest = min(end - begin for side in sides for begin, end in side.streams.values())
     return file.span(sides) if dispatch.checks_digests(fewest, device) else None
 
 
-def _copies(number: int, group: _Group) -> Iterator[_Copy]:
+def _copies(number: int, group: _Group) -> Iterator[Copy]:
     """The copies of a group."""
     if group.span is None:
         for side, start in group.sides:
-            yield _Copy(number, start, start + side.nbytes, None, side)
+            yield Copy(number, start, start + side.nbytes, None, side)
     else:
-        # Of nearly one size, in whole reads.
-        step = -(-group.nbytes // -(-group.nbytes // COPY_BYTES) // READ_BYTES) * READ_BYTES
+        # Of nearly one size, in whole pieces.
+        step = -(-group.nbytes // -(-group.nbytes // staged_reads.COPY_BYTES) // staged_reads.PIECE_BYTES) * staged_reads.PIECE_BYTES
         for begin in range(0, group.nbytes, step):
-            yield _Copy(number, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
-
-
-def _staged(
-    copies: Sequence[_Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
-) -> Generator[torch.Tensor, None, None]:
-    """The bytes of each copy in staging memory, reused once what the caller has begun to copy by the next one is copied.
-
-    Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked, nor digests that the device checks.
-    """
-    if not copies:
-        return
-    reads = [copy.reads() for copy in copies]
-    largest = max(1, *(copy.end - copy.begin for copy in copies))
-    threads = min(usable_cores(), _READERS if all(copy.span for copy in copies) else _CHECKERS)
-    # Reads that have memory, and the most copies that they are part of. One more is complete and being copied.
-    owners = [number for number, own in enumerate(reads) for _ in own]
-    ahead = min(threads + _WAITING, len(owners))
-    spread, most = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
-    if spread > most:
-        ahead = spread = most
-    threads = min(threads, ahead)
-    memory = bus.staging((spread + 1) * largest)
-    # As buffers, too, before threads read: each operation of torch's lets them go first.
-    free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
-    begun = deque[tuple[torch.Tensor, memoryview]]()
-
-    def with_memory() -> Iterator[tuple[_Copy, int, int, memoryview]]:
-        for copy, own in zip(copies, reads, strict=True):
-            slot, data, copied = free.popleft()
-            bus.wait(copied)
-            begun.append((slot, data))
-            for first, last in own:
-                yield copy, first, last, data[first - copy.begin : last - copy.begin]
-
-    def read(item: tuple[_Copy, int, int, memoryview]) -> None:
-        copy, first, last, data = item
-        if copy.span:
-            file.read_span_into(copy.span, first, last, data)
-        else:
-            codec = _entry(file, copy.side).codec
-            file.read_side_into(copy.side, data, check_values=codec not in ruled, check_chunks=codec not in chunked)
-
-    with contextlib.closing(in_parallel(read, with_memory(), threads, ahead - threads)) as done:
-        for copy, own in zip(copies, reads, strict=True):
-            for _ in own:
-                next(done)
-            slot, data = begun.popleft()
-            yield slot[: copy.end - copy.begin]
-            # The caller has begun to copy it.
-            free.append((slot, data, bus.mark()))
-
-
-def _entry(file: File, places: SidePlaces) -> SideEntry:
-    layer = file.header.layers[places.layer]
-    entry = layer.k if places.side == "k" else layer.v
-    assert entry is not None
-    return entry
+            yield Copy(number, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
 
 
 def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
     """The side whose tensors are from ``start`` on in ``memory``, uint8, where ``places`` puts them; ``views`` of it are kept by dtype."""
-    entry = _entry(file, places)
+    entry = file.side(places.layer, places.side)
     tensors: dict[str, torch.Tensor] = {}
     for name, layout in file.header.streams[entry].items():
         if layout.dtype not in views:
@@ -290,9 +203,10 @@ def _copied(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
     """``tensor``, of rows ``[batch, kv_head, row, ...]`` in staging memory, on the device: a copy for every head at most."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
-    if tensor.is_contiguous():
-        bus.copy(target, tensor)
-    else:
-        for to, rows in zip(target.flatten(0, 1), tensor.flatten(0, 1), strict=True):
-            bus.copy(to, rows)
+    with bus.work():
+        if tensor.is_contiguous():
+            bus.copy(target, tensor)
+        else:
+            for to, rows in zip(target.flatten(0, 1), tensor.flatten(0, 1), strict=True):
+                bus.copy(to, rows)
     return target

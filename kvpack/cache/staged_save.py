@@ -58,7 +58,8 @@ def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, 
         for name, data in _tensors(bus, cache):
             for first in range(0, len(data), piece_bytes):
                 part, slot = data[first : first + piece_bytes], free.get()
-                bus.copy(slot[: len(part)], part)
+                with bus.work():
+                    bus.copy(slot[: len(part)], part)
                 yield name, slot, len(part), bus.mark()
 
     copies = begun()

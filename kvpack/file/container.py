@@ -19,7 +19,7 @@ from .atomic import write_file
 from .footprint import check_size
 from .header import Contents, Header, TensorEntry, layout_bytes
 from .json_header import aligned, check_digest, check_hash, make_front, read_front, undigested_front
-from .payload import Span, as_array, check_pad, checked_array, read_checked, read_span, span_of
+from .payload import Span, as_array, check_pad, check_pads, checked_array, read_checked, read_span, span_of
 from .sources import InMemory, OnDisk
 from .user_files import open_regular, path_text
 from .zstd import compressed, decompressed
@@ -179,7 +179,7 @@ class File:
         Raises DigestMismatch and InvalidPayload, and OutOfBounds when the file does not have the side.
         """
         data, arrays = {}, {}
-        entry = self._side(layer, side)
+        entry = self.side(layer, side)
         for stream, layout in self.header.streams[entry].items():
             data[stream] = self.tensor(f"{layer}.{side}.{stream}")
             if check_values and stream != "tail":
@@ -208,7 +208,7 @@ class File:
     def side_places(self, layer: int, side: str) -> SidePlaces:
         """Where ``read_side_into`` puts the tensors of a side. Raises OutOfBounds when the file does not have the side."""
         places, end = {}, 0
-        for stream, layout in self.header.streams[self._side(layer, side)].items():
+        for stream, layout in self.header.streams[self.side(layer, side)].items():
             begin = aligned(end)
             end = begin + layout_bytes(layout)
             places[stream] = begin, end
@@ -221,7 +221,7 @@ class File:
         without ``check_chunks``, ``Codec.check_chunks``. Calls for different sides may run in different threads.
         Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
-        entry, arrays, prefix = self._side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
+        entry, arrays, prefix = self.side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
         layouts, tensors = self.header.streams[entry], self._placed(places)
         with _located(self.where):
             span = span_of(self.front, tensors)
@@ -251,6 +251,16 @@ class File:
         """Copy bytes ``[first, last)`` of ``span`` into ``memory``, of their size, as ``payload.read_span``."""
         with _located(self.where):
             read_span(self._source, span, first, last, memory)
+
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor from which bytes of a span may be read, which ``check_pads`` follows; None if there is none."""
+        return self._source.descriptor
+
+    def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
+        """Check the pads among bytes ``[first, last)`` of ``span``, which are in ``memory``, as ``payload.check_pads``."""
+        with _located(self.where):
+            check_pads(self._source, span, first, last, memory)
 
     def check_digests(self, found: Iterable[tuple[str, bytes]]) -> None:
         """Raise DigestMismatch for the first tensor of ``found`` that was read with another digest than its own."""
@@ -300,7 +310,8 @@ class File:
     def _placed(self, places: SidePlaces) -> list[tuple[TensorEntry, int, int]]:
         return [(self.tensors[f"{places.layer}.{places.side}.{stream}"], *place) for stream, place in places.streams.items()]
 
-    def _side(self, layer: int, side: str) -> SideEntry:
+    def side(self, layer: int, side: str) -> SideEntry:
+        """The entry of one side in the header. Raises OutOfBounds when the file does not have the side."""
         layers = self.header.layers
         entry = dict(layers[layer].sides()).get(side) if 0 <= layer < len(layers) else None
         if entry is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -101,7 +103,7 @@ def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layo
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes ``[begin, end)`` of a file: unfiltered tensors, and the pads among them; ``pads`` holds these and the pad before.
+    """Bytes ``[begin, end)`` of a file: unfiltered tensors, and the pads among them; ``pads`` holds these and the pad before, in order.
 
     A pad is the name of the tensor behind it and its place in the file.
     """
@@ -125,16 +127,24 @@ def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Sp
 def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Read bytes ``[first, last)`` of ``span`` into all of ``memory`` by one read, and check the pads among them; digests are left.
 
-    Many threads that read wait for each other at every call: so each makes few. ``first`` is a multiple of ``TENSOR_ALIGNMENT``, and
-    so is ``last``, or it is the end: a pad is in one range. Raises InvalidPayload, MissingFile and Truncated.
+    Many threads that read wait for each other at every call: so each makes few. Raises as ``check_pads``.
     """
-    for name, begin, end in span.pads:
-        if end == span.begin and not first:
-            check_pad(name, source.read(begin, end))
     source.read_into(span.begin + first, memory)
-    for name, begin, end in span.pads:
-        if first <= begin - span.begin < last:
-            check_pad(name, memory[begin - span.begin - first : end - span.begin - first])
+    check_pads(source, span, first, last, memory)
+
+
+def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
+    """Check the pads among bytes ``[first, last)`` of ``span``, which are in ``memory``, and the one before the span if ``first`` is 0.
+
+    ``first`` is a multiple of ``TENSOR_ALIGNMENT``, and so is ``last``, or it is the end: a pad is in one range. Raises InvalidPayload,
+    MissingFile and Truncated.
+    """
+    pads = span.pads
+    if not first and pads and pads[0][2] == span.begin:
+        check_pad(pads[0][0], source.read(*pads[0][1:]))
+    at_first, behind = (bisect_left(pads, span.begin + place, key=itemgetter(1)) for place in (first, last))
+    for name, begin, end in pads[at_first:behind]:
+        check_pad(name, memory[begin - span.begin - first : end - span.begin - first])
 
 
 def check_pad(name: str, pad: memoryview) -> None:

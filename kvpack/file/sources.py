@@ -19,6 +19,11 @@ class Source(Protocol):
 
     size: int
 
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor of an open file; None for other bytes."""
+        ...
+
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """Read bytes ``[begin, end)`` of the file as it is now. Raises Truncated, MissingFile.
 
@@ -41,6 +46,8 @@ class Source(Protocol):
 
 class InMemory:
     """A file in memory; all results are views of it."""
+
+    descriptor = None
 
     def __init__(self, data: Buffer) -> None:
         self._view = memoryview(data)
@@ -73,6 +80,12 @@ class OnDisk:
         self._descriptor = descriptor
         self._mapping: InMemory | None = None
         self.size = os.fstat(descriptor).st_size
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor."""
+        self._check_open()
+        return self._descriptor
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """A copy."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache import files, staged_load
+from kvpack.cache import files, staged_load, staged_reads
 from kvpack.cache.bus import HostBus
 from kvpack.cache.parts import Part
 from kvpack.cache.staged_save import save_from
@@ -128,7 +128,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
     assert list(found) == list(range(12))
     asked.clear()
     same(files.read_to(Counting(), file), kvpack.load(tmp_path / "a"))
-    assert asked[0] <= min(staged_load.STAGING_BYTES, 26 * largest)
+    assert asked[0] <= min(staged_reads.STAGING_BYTES, 26 * largest)
 
 
 def test_a_layer_is_one_buffer_whose_streams_begin_at_multiples_of_64(tmp_path: Path) -> None:

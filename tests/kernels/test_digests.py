@@ -19,11 +19,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.cache import files, staged_load
+from kvpack.cache import files, staged_reads
 from kvpack.cache.bus import HostBus
 from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
 from kvpack.file import container, payload
+from kvpack.kernels.cpu import reader
 from kvpack.kernels.words import digests
 
 from caches import random_pairs  # isort: skip
@@ -124,13 +125,27 @@ def hashed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def reads_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIECE_BYTES", "READ_BYTES"):
+        monkeypatch.setattr(staged_reads, name, nbytes)
+
+
+@pytest.fixture(params=["threads in C", "Python's threads"])
+def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Python's threads":
+        monkeypatch.setattr(reader, "available", lambda: False)
+    elif not reader.available():
+        pytest.skip("the C library was not built")
+
+
+@pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 21])
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2"])
 def test_damage_is_refused_with_the_words_of_the_cpu(
     recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit of the first, the last and another byte of every tensor, and of the pads between them; the host hashes nothing."""
-    monkeypatch.setattr(staged_load, "READ_BYTES", piece_bytes)
+    reads_of(piece_bytes, monkeypatch)
     path = tmp_path / "a"
     kvpack.save(kvpack.pack(random_pairs(2, 85, batch=1, dims=(64, 96)), recipe), path)
     data = path.read_bytes()
@@ -152,9 +167,10 @@ def test_damage_is_refused_with_the_words_of_the_cpu(
         assert found[0] in ("DigestMismatch", "InvalidPayload")
 
 
+@pytest.mark.usefixtures("_readers")
 def test_damage_is_refused_whoever_checks_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that the device checks beside layers that the host checks, in reads smaller than a tensor."""
-    monkeypatch.setattr(staged_load, "READ_BYTES", 1 << 10)
+    reads_of(1 << 10, monkeypatch)
     path = tmp_path / "a"
     recipe = "kv=group:b=2,g=32;layers=1:kv=group:b=2,g=32,scales=u8;layers=3:k=octahedral:b=3"
     kvpack.save(kvpack.pack(random_pairs(4, 85, batch=1, dims=(64, 64)), recipe), path)
@@ -199,8 +215,9 @@ def test_the_host_hashes_what_a_device_does_not_check(options: dict[str, Any], t
         assert sorted(names) == sorted(file.tensors)
 
 
+@pytest.mark.usefixtures("_readers")
 def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_load, "READ_BYTES", 1 << 10)
+    reads_of(1 << 10, monkeypatch)
     kvpack.save(kvpack.pack(random_pairs(3, 70), "octopus-3"), tmp_path / "a")
     file = container.open_file(tmp_path / "a")
     os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size // 2)
@@ -213,14 +230,15 @@ def stored(cache: kvpack.Cache) -> dict[str, bytes]:
     return {"": repr(contents).encode(), **{name: bytes(array) for name, array in arrays.items()}}
 
 
+@pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize(("layers", "least"), [(None, 2), ([0, 1, 3], 2), (slice(2, 4), 1)], ids=str)
 @pytest.mark.parametrize(("copy_bytes", "read_bytes"), [(1 << 10, 1 << 10), (1 << 14, 1 << 12), (1 << 25, 1 << 22)])
 def test_copies_of_any_size_are_what_the_cpu_loads(
     layers: Any, least: int, copy_bytes: int, read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that follow each other in the file are copied together, but not across a layer that is left out or has states."""
-    monkeypatch.setattr(staged_load, "COPY_BYTES", copy_bytes)
-    monkeypatch.setattr(staged_load, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(staged_reads, "COPY_BYTES", copy_bytes)
+    reads_of(read_bytes, monkeypatch)
     cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "octopus-3")
     states = MappingProxyType({"conv.0": torch.arange(6.0)[None]})
     cache = replace(cache, layers=(cache.layers[0], replace(cache.layers[1], states=states), *cache.layers[2:]))

@@ -1,0 +1,131 @@
+/* Threads that read a file ahead of whoever uses its bytes, without Python: its threads would wait for each other at every read. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include "interface.h"
+
+#define EXPORTED __attribute__((visibility("default")))
+
+enum { MOST_READERS = 64 };
+
+typedef struct {
+    Read *reads;
+    int64_t count, piece, next, begun, allowed, done;
+    int descriptor, stopped, threads;
+    pthread_mutex_t lock;
+    pthread_cond_t more_allowed, more_done;
+    pthread_t thread[MOST_READERS];
+} Reader;
+
+static int read_all(int descriptor, char *data, int64_t bytes, int64_t offset) {
+    while (bytes > 0) {
+        ssize_t count = pread(descriptor, data, bytes, offset);
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) return 0;
+        data += count;
+        bytes -= count;
+        offset += count;
+    }
+    return 1;
+}
+
+static void *read_pieces(void *given) {
+    Reader *reader = given;
+    pthread_mutex_lock(&reader->lock);
+    for (;;) {
+        while (!reader->stopped && reader->next == reader->allowed && reader->next < reader->count)
+            pthread_cond_wait(&reader->more_allowed, &reader->lock);
+        if (reader->stopped || reader->next == reader->count) break;
+        Read *read = &reader->reads[reader->next];
+        int64_t begin = reader->begun, bytes = read->bytes - begin < reader->piece ? read->bytes - begin : reader->piece;
+        reader->begun += bytes;
+        if (reader->begun == read->bytes) {
+            reader->next++;
+            reader->begun = 0;
+        }
+        pthread_mutex_unlock(&reader->lock);
+        int made = read_all(reader->descriptor, read->data + begin, bytes, read->offset + begin);
+        pthread_mutex_lock(&reader->lock);
+        read->ended += bytes;
+        if (!made) read->failed = 1;
+        int64_t before = reader->done;
+        while (reader->done < reader->next && reader->reads[reader->done].ended == reader->reads[reader->done].bytes) reader->done++;
+        if (reader->done > before) pthread_cond_signal(&reader->more_done);
+    }
+    pthread_mutex_unlock(&reader->lock);
+    return 0;
+}
+
+/* Starts threads that make `reads` in order, each in pieces of up to `piece` bytes that they share: none yet, since none is allowed. Returns
+   0 where no thread starts; what it returns otherwise is to be stopped before a fork, before `reads` or their memory go, or the descriptor
+   is closed. */
+EXPORTED void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, int64_t piece, int64_t threads) {
+    Reader *reader = calloc(1, sizeof(Reader));
+    if (!reader) return 0;
+    reader->reads = reads;
+    reader->count = count;
+    reader->piece = piece;
+    reader->descriptor = descriptor;
+    if (pthread_mutex_init(&reader->lock, 0)) goto no_lock;
+    if (pthread_cond_init(&reader->more_allowed, 0)) goto no_first;
+    if (pthread_cond_init(&reader->more_done, 0)) goto no_second;
+    /* Signals are for the host's threads. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (reader->threads < threads && reader->threads < MOST_READERS &&
+           !pthread_create(&reader->thread[reader->threads], 0, read_pieces, reader))
+        reader->threads++;
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    if (reader->threads) return reader;
+    pthread_cond_destroy(&reader->more_done);
+no_second:
+    pthread_cond_destroy(&reader->more_allowed);
+no_first:
+    pthread_mutex_destroy(&reader->lock);
+no_lock:
+    free(reader);
+    return 0;
+}
+
+/* The memory of reads below `upto` may be written from now on. */
+EXPORTED void kvpack_reader_allow(void *given, int64_t upto) {
+    Reader *reader = given;
+    pthread_mutex_lock(&reader->lock);
+    if (upto > reader->allowed) reader->allowed = upto < reader->count ? upto : reader->count;
+    pthread_cond_broadcast(&reader->more_allowed);
+    pthread_mutex_unlock(&reader->lock);
+}
+
+/* Waits until the reads below `upto` have ended, for at most some milliseconds; returns whether they have. */
+EXPORTED int64_t kvpack_reader_wait(void *given, int64_t upto, int64_t milliseconds) {
+    Reader *reader = given;
+    struct timeval now;
+    gettimeofday(&now, 0);
+    int64_t microseconds = now.tv_usec + 1000 * milliseconds;
+    struct timespec end = {now.tv_sec + microseconds / 1000000, microseconds % 1000000 * 1000};
+    pthread_mutex_lock(&reader->lock);
+    while (reader->done < upto && !pthread_cond_timedwait(&reader->more_done, &reader->lock, &end)) continue;
+    int64_t ended = reader->done >= upto;
+    pthread_mutex_unlock(&reader->lock);
+    return ended;
+}
+
+/* Waits for the reads under way, begins no others, and frees the reader. */
+EXPORTED void kvpack_reader_stop(void *given) {
+    Reader *reader = given;
+    pthread_mutex_lock(&reader->lock);
+    reader->stopped = 1;
+    pthread_cond_broadcast(&reader->more_allowed);
+    pthread_mutex_unlock(&reader->lock);
+    for (int i = 0; i < reader->threads; i++) pthread_join(reader->thread[i], 0);
+    pthread_cond_destroy(&reader->more_done);
+    pthread_cond_destroy(&reader->more_allowed);
+    pthread_mutex_destroy(&reader->lock);
+    free(reader);
+}

@@ -1,0 +1,158 @@
+"""Bytes of a file in staging memory, copy by copy, read ahead of whoever copies them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import dataclass
+from operator import sub
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.file.parallel import in_parallel, usable_cores
+from kvpack.kernels.cpu import reader
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from kvpack.file.container import File, SidePlaces
+    from kvpack.file.payload import Span
+
+    from .bus import Bus
+
+STAGING_BYTES = 1 << 29
+"""The most staging memory of one load, unless twice its largest copy is more."""
+COPY_BYTES = 1 << 23
+"""The most bytes of a copy, but for a side that the host checks; small layers are copied together."""
+PIECE_BYTES = 1 << 20
+"""The most bytes of a read by a thread in C: threads read the bytes of one copy together, so that it begins soon."""
+READ_BYTES = 1 << 22
+"""The same of a Python thread, but for a side that the host checks: each read takes the interpreter a moment."""
+_SLOTS = 5
+"""Copies that have staging memory at a time where threads in C read: it stays in the processor's cache."""
+_BEHIND = 2
+"""Copies that are under way, or begun, while the next is waited for."""
+_READERS = 12
+"""Threads that only read."""
+_CHECKERS = 16
+"""Threads that also check what they read."""
+_WAITING = 2
+"""Reads that have memory before a Python thread begins them."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes ``[begin, end)`` of the memory of the group with that ``number``, for ``side`` if the host checks that."""
+
+    number: int
+    begin: int
+    end: int
+    span: Span | None
+    side: SidePlaces
+
+    def reads(self, nbytes: int) -> list[tuple[int, int]]:
+        """What threads read, as places in the group's memory: of at most ``nbytes`` bytes, or all."""
+        if self.span is None:
+            return [(self.begin, self.end)]
+        end = min(self.end, self.span.end - self.span.begin)
+        return [(first, min(first + nbytes, end)) for first in range(self.begin, end, nbytes)]
+
+
+def staged(
+    copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
+) -> Generator[torch.Tensor, None, None]:
+    """The bytes of each copy in staging memory, reused once what the caller has begun to copy by the next one is copied.
+
+    Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked, nor digests that the device checks.
+    """
+    if copies and all(copy.span for copy in copies) and file.descriptor is not None and reader.available():
+        with contextlib.suppress(MemoryError):
+            return _read_by_library(copies, file, bus, staging_bytes)
+    return _read_in_threads(copies, file, bus, staging_bytes, ruled, chunked)
+
+
+def _read_by_library(copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int) -> Generator[torch.Tensor, None, None]:
+    """``staged`` for copies with spans of an open file. Raises MemoryError at once where no thread can be started."""
+    largest = max(copy.end - copy.begin for copy in copies)
+    slots = min(len(copies), max(2, min(_SLOTS, staging_bytes // largest)))
+    memory = bus.staging(slots * largest)
+    data = memory.numpy().data
+    spans, reads = [], []
+    for number, copy in enumerate(copies):
+        begin, span = number % slots * largest, copy.span
+        assert span is not None
+        size = min(copy.end, span.end - span.begin) - copy.begin
+        spans.append((span, copy.begin, copy.begin + size, data[begin : begin + size]))
+        reads.append((span.begin + copy.begin, size, memory.data_ptr() + begin))
+    descriptor = file.descriptor
+    assert descriptor is not None
+    threads = min(usable_cores(), _READERS, sum(-(-size // PIECE_BYTES) for _, size, _ in reads))
+    running = reader.Reader(descriptor, reads, memory, PIECE_BYTES, threads)
+    running.allow(slots)
+
+    def copied() -> Generator[torch.Tensor, None, None]:
+        marks: list[Any] = []
+        behind = min(_BEHIND, slots - 1)
+        with running:
+            for number, (copy, span) in enumerate(zip(copies, spans, strict=True)):
+                if number >= behind > 0:
+                    bus.wait(marks[number - behind])
+                    running.allow(slots + number - behind + 1)
+                if not running.wait(number):
+                    # Once more, for the error's own words.
+                    file.read_span_into(*span)
+                file.check_pads(*span)
+                begin = number % slots * largest
+                yield memory[begin : begin + copy.end - copy.begin]
+                marks.append(bus.mark())
+
+    return copied()
+
+
+def _read_in_threads(
+    copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
+) -> Generator[torch.Tensor, None, None]:
+    """``staged`` for any copies, in threads of Python's."""
+    if not copies:
+        return
+    reads = [copy.reads(READ_BYTES) for copy in copies]
+    largest = max(1, *(copy.end - copy.begin for copy in copies))
+    threads = min(usable_cores(), _READERS if all(copy.span for copy in copies) else _CHECKERS)
+    # Reads that have memory, and the most copies that they are part of. One more is complete and being copied.
+    owners = [number for number, own in enumerate(reads) for _ in own]
+    ahead = min(threads + _WAITING, len(owners))
+    spread, most = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
+    if spread > most:
+        ahead = spread = most
+    threads = min(threads, ahead)
+    memory = bus.staging((spread + 1) * largest)
+    # As buffers, too, before threads read: each operation of torch's lets them go first.
+    free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
+    begun = deque[tuple[torch.Tensor, memoryview]]()
+
+    def with_memory() -> Iterator[tuple[Copy, int, int, memoryview]]:
+        for copy, own in zip(copies, reads, strict=True):
+            slot, data, copied = free.popleft()
+            bus.wait(copied)
+            begun.append((slot, data))
+            for first, last in own:
+                yield copy, first, last, data[first - copy.begin : last - copy.begin]
+
+    def read(item: tuple[Copy, int, int, memoryview]) -> None:
+        copy, first, last, data = item
+        if copy.span:
+            file.read_span_into(copy.span, first, last, data)
+        else:
+            codec = file.side(copy.side.layer, copy.side.side).codec
+            file.read_side_into(copy.side, data, check_values=codec not in ruled, check_chunks=codec not in chunked)
+
+    with contextlib.closing(in_parallel(read, with_memory(), threads, ahead - threads)) as done:
+        for copy, own in zip(copies, reads, strict=True):
+            for _ in own:
+                next(done)
+            slot, data = begun.popleft()
+            yield slot[: copy.end - copy.begin]
+            # The caller has begun to copy it.
+            free.append((slot, data, bus.mark()))

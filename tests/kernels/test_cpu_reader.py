@@ -1,0 +1,125 @@
+"""Reads by threads in C: every byte in its place, failures by their number, and no thread that outlives them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy
+import pytest
+
+from kvpack.kernels.cpu import reader
+from kvpack.kernels.cpu.reader import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.skipif(not reader.available(), reason="the C library was not built")
+
+SIZE = 300_000
+
+
+@pytest.fixture
+def data() -> bytes:
+    return numpy.random.default_rng(0).bytes(SIZE)
+
+
+@pytest.fixture
+def descriptor(data: bytes, tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "a").write_bytes(data)
+    found = os.open(tmp_path / "a", os.O_RDONLY)
+    yield found
+    os.close(found)
+
+
+def threads() -> int:
+    """The threads of this process, those in C too."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
+
+
+@pytest.mark.parametrize("piece", [1, 4096, 1 << 20])
+@pytest.mark.parametrize(("nbytes", "count"), [(0, 2), (1, 100), (4096, 3), (70_001, 1), (70_001, 30)])
+def test_reads_of_any_number_of_bytes(nbytes: int, count: int, piece: int, data: bytes, descriptor: int) -> None:
+    before = threads()
+    # A piece of one byte takes a call: few are enough.
+    nbytes = min(nbytes, 1000 * piece)
+    starts = [(7919 * number) % (SIZE - nbytes) for number in range(count)]
+    memory = numpy.zeros((count, nbytes), numpy.uint8)
+    reads = [(start, nbytes, row.ctypes.data) for start, row in zip(starts, memory, strict=True)]
+    with Reader(descriptor, reads, memory, piece, 4) as running:
+        for number in range(count):
+            running.allow(number + 1)
+            assert running.wait(number)
+            assert memory[number].tobytes() == data[starts[number] :][:nbytes]
+    assert threads() == before
+
+
+def test_nothing_is_read_before_it_is_allowed(data: bytes, descriptor: int) -> None:
+    memory = numpy.full((40, 1000), 7, numpy.uint8)
+    with Reader(descriptor, [(0, 1000, row.ctypes.data) for row in memory], memory, 300, 8) as running:
+        running.allow(10)
+        # Fewer than before are none less.
+        running.allow(3)
+        assert running.wait(9)
+    assert all(row.tobytes() == data[:1000] for row in memory[:10])
+    assert (memory[10:] == 7).all()
+
+
+def test_reads_that_fail_are_told_and_the_others_are_made(data: bytes, descriptor: int) -> None:
+    """At the end of the file, in part or all, and of memory that is none."""
+    memory = numpy.zeros((6, 1000), numpy.uint8)
+    starts = (0, SIZE - 999, 1000, SIZE + 5, 2000, 3000)
+    reads = [(start, 1000, row.ctypes.data) for start, row in zip(starts, memory, strict=True)]
+    # An address that no process has.
+    reads[4] = (2000, 1000, 8)
+    with Reader(descriptor, reads, memory, 200, 3) as running:
+        running.allow(6)
+        assert [running.wait(number) for number in range(6)] == [True, False, True, False, False, True]
+    assert memory[5].tobytes() == data[3000:4000]
+    folder = os.open(".", os.O_RDONLY)
+    with Reader(folder, reads[:1], memory, 1000, 1) as running:
+        running.allow(1)
+        assert not running.wait(0)
+    os.close(folder)
+
+
+def test_a_reader_that_nobody_waits_for_ends(descriptor: int) -> None:
+    before, memory = threads(), numpy.zeros(SIZE, numpy.uint8)
+    for _ in range(20):
+        running = Reader(descriptor, [(0, SIZE, memory.ctypes.data)] * 30, memory, 4096, 8)
+        running.allow(15)
+        del running
+    assert threads() == before
+
+
+def test_no_threads_at_all(descriptor: int) -> None:
+    with pytest.raises(MemoryError, match="no thread"):
+        Reader(descriptor, [], None, 4096, 0)
+
+
+def test_a_signal_ends_a_wait(tmp_path: Path) -> None:
+    """Its handler runs in the thread that waits, and not in one that reads."""
+    before, found = threads(), []
+
+    def interrupt(*_: object) -> None:
+        found.append(threading.current_thread() is threading.main_thread())
+        raise KeyboardInterrupt
+
+    memory = numpy.zeros(10, numpy.uint8)
+    (tmp_path / "a").write_bytes(bytes(10))
+    descriptor, own = os.open(tmp_path / "a", os.O_RDONLY), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Reader(descriptor, [(0, 10, memory.ctypes.data)], memory, 4096, 4) as running:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                # It was never allowed.
+                running.wait(0)
+    finally:
+        signal.signal(signal.SIGALRM, own)
+        os.close(descriptor)
+    assert found == [True]
+    assert threads() == before

@@ -34,7 +34,7 @@ _SLOTS = 5
 """Copies that have staging memory at a time where threads in C read: it stays in the processor's cache."""
 _BEHIND = 2
 """Copies that are under way, or begun, while the next is waited for."""
-_READERS = 12
+_READERS = 14
 """Threads that only read."""
 _CHECKERS = 16
 """Threads that also check what they read."""

@@ -6,8 +6,10 @@ interpreter.py says which process runs which of these tests.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -258,3 +260,30 @@ def test_copies_of_any_size_are_what_the_cpu_loads(
         assert len(begun) == least if copy_bytes > sum(begun) else len(begun) > least
     else:
         assert stored(kvpack.load(tmp_path / "a", device=DEVICE, layers=layers)) == expected
+
+
+@pytest.mark.usefixtures("_readers")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_load_that_is_interrupted_leaves_no_thread(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None reads into memory that is gone, or from a descriptor that is closed."""
+    for name, nbytes in (("COPY_BYTES", 1 << 12), ("PIECE_BYTES", 1 << 10), ("READ_BYTES", 1 << 10)):
+        monkeypatch.setattr(staged_reads, name, nbytes)
+    kvpack.save(kvpack.pack(random_pairs(4, 85, batch=1, dims=(64, 96)), "octopus-3"), tmp_path / "a")
+    tasks = Path("/proc/self/task")
+    before = len(list(tasks.iterdir()))
+
+    class Interrupted(LateBus):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            if self.begun == 3:
+                raise error
+            super().copy(target, source)
+
+    bus, file = Interrupted(), container.open_file(tmp_path / "a")
+    with pytest.raises(error):
+        files.read_to(bus, file)
+    assert bus.closed
+    deadline = time.monotonic() + 10
+    # Python's threads end soon after they are told to.
+    while len(list(tasks.iterdir())) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(list(tasks.iterdir())) == before

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#define EXPORTED __attribute__((visibility("default")))
+
 /* Changes with every structure and function here; library.py refuses a library of another number. */
 #define KVPACK_INTERFACE 23
 

@@ -11,8 +11,6 @@
 #include "level.h"
 #include "threads.h"
 
-#define EXPORTED __attribute__((visibility("default")))
-
 /* Items are made for at least this many threads, of tokens and rows that do not depend on their number: nor does the result. */
 enum { FEWEST_ITEMS = 128, FEWEST_TOKENS = 4096 };
 

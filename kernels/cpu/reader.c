@@ -1,22 +1,20 @@
 /* Threads that read a file ahead of whoever uses its bytes, without Python: its threads would wait for each other at every read. */
 #define _GNU_SOURCE
 #include <errno.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <sys/time.h>
 #include <unistd.h>
 
 #include "interface.h"
-
-#define EXPORTED __attribute__((visibility("default")))
+#include "threads.h"
 
 enum { MOST_READERS = 64 };
 
 typedef struct {
     Read *reads;
     int64_t count, piece, next, begun, allowed, done;
-    int descriptor, stopped, threads;
+    int64_t threads;
+    int descriptor, stopped;
     pthread_mutex_t lock;
     pthread_cond_t more_allowed, more_done;
     pthread_t thread[MOST_READERS];
@@ -74,14 +72,7 @@ EXPORTED void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, i
     if (pthread_mutex_init(&reader->lock, 0)) goto no_lock;
     if (pthread_cond_init(&reader->more_allowed, 0)) goto no_first;
     if (pthread_cond_init(&reader->more_done, 0)) goto no_second;
-    /* Signals are for the host's threads. */
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (reader->threads < threads && reader->threads < MOST_READERS &&
-           !pthread_create(&reader->thread[reader->threads], 0, read_pieces, reader))
-        reader->threads++;
-    pthread_sigmask(SIG_SETMASK, &before, 0);
+    reader->threads = kvpack_start_threads(reader->thread, threads < MOST_READERS ? threads : MOST_READERS, read_pieces, reader);
     if (reader->threads) return reader;
     pthread_cond_destroy(&reader->more_done);
 no_second:
@@ -123,7 +114,7 @@ EXPORTED void kvpack_reader_stop(void *given) {
     reader->stopped = 1;
     pthread_cond_broadcast(&reader->more_allowed);
     pthread_mutex_unlock(&reader->lock);
-    for (int i = 0; i < reader->threads; i++) pthread_join(reader->thread[i], 0);
+    for (int64_t i = 0; i < reader->threads; i++) pthread_join(reader->thread[i], 0);
     pthread_cond_destroy(&reader->more_done);
     pthread_cond_destroy(&reader->more_allowed);
     pthread_mutex_destroy(&reader->lock);

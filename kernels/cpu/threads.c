@@ -1,7 +1,6 @@
 #define _GNU_SOURCE
 #include "threads.h"
 
-#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -33,20 +32,22 @@ static void *start(void *shared) {
     return 0;
 }
 
+int64_t kvpack_start_threads(pthread_t *threads, int64_t most, void *(*start)(void *), void *context) {
+    sigset_t all, before;
+    int64_t count = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (count < most && !pthread_create(&threads[count], 0, start, context)) count++;
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    return count;
+}
+
 int kvpack_for_each(void (*work)(const void *, int64_t, char *), const void *context, int64_t items, int64_t threads, int64_t bytes) {
     Shared shared = {work, context, items, bytes, 0};
     pthread_t started[MOST_THREADS];
-    int64_t count = 0;
     if (threads > items) threads = items;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
-    if (threads > 1) {
-        /* Signals are for the host's threads. */
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        while (count < threads - 1 && !pthread_create(&started[count], 0, start, &shared)) count++;
-        pthread_sigmask(SIG_SETMASK, &before, 0);
-    }
+    int64_t count = threads > 1 ? kvpack_start_threads(started, threads - 1, start, &shared) : 0;
     int failed = run(&shared);
     for (int64_t i = 0; i < count; i++) pthread_join(started[i], 0);
     /* Items may be done nevertheless: by the others. */

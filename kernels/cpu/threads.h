@@ -2,7 +2,11 @@
 #ifndef KVPACK_THREADS_H
 #define KVPACK_THREADS_H
 
+#include <pthread.h>
 #include <stdint.h>
+
+/* Starts up to `most` threads that run start(context) and get no signals, which are for the host's threads; returns how many started. */
+int64_t kvpack_start_threads(pthread_t *threads, int64_t most, void *(*start)(void *context), void *context);
 
 /* Calls work(context, item, memory) for every item below `items` in at most `threads` threads, the caller's among them, each with
    memory of `bytes` bytes. Returns 0, or 1 if the caller's own thread gets no memory. */

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from graph_device import SIZES, Device, cache_of, counted_device, eager, ids, same
+from graph_device import SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
 from interpreter import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
@@ -125,6 +125,15 @@ def _has_a_function_of_a_module(_: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(modeling_llama, "rotate_half", _halved(modeling_llama.rotate_half))
 
 
+class _Rotating:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) / 2
+
+
+def _has_an_object_of_a_module(_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "rotate_half", _Rotating())
+
+
 FOREIGN = {
     "a module": (_has_a_module, "_Counting"),
     "a forward": (_has_a_forward, "model.layers.1.mlp has a forward of its own"),
@@ -133,6 +142,7 @@ FOREIGN = {
     "a function of a class": (_has_a_function_of_a_class, "LlamaMLP.forward is of"),
     "a function of PyTorch": (_has_a_function_of_pytorch, "Linear.forward is of"),
     "a function of a module": (_has_a_function_of_a_module, "rotate_half is of"),
+    "an object of a module": (_has_an_object_of_a_module, "_Rotating is of"),
 }
 
 
@@ -231,10 +241,7 @@ def test_what_a_model_says_of_itself_keeps_it_no_longer(device: Device) -> None:
     steps(model, cache)
     assert device.captured == 1
     kept = weakref.ref(model)
-    assert cache.graphs is not None
-    assert cache.graphs._graph is not None
-    # What stands in for a graph calls the model.
-    del cache.graphs._graph._replay
+    drop_replay(cache)
     del model
     gc.collect()
     assert kept() is None

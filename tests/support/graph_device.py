@@ -83,6 +83,13 @@ def eager(model: Any, recipe: str = RECIPE) -> KvpackCache:
     return KvpackCache(model, recipe, graphs=False)
 
 
+def drop_replay(cache: KvpackCache) -> None:
+    """Let what stands in for the graph of ``cache`` go: it calls the model."""
+    assert cache.graphs is not None
+    assert cache.graphs._graph is not None
+    del cache.graphs._graph._replay
+
+
 def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 

@@ -80,7 +80,7 @@ class StepGraphs:
         """What ``forward(**arguments)`` returns, where ``forward`` is that of ``model``, which is as ``makeup`` knows it."""
         cache = self._cache()
         assert cache is not None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             # Of the caller's own graph; nothing is freed meanwhile.
             self._kind = None
             return forward(**arguments)

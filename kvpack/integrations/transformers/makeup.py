@@ -133,7 +133,7 @@ class _Code:
             yield wrapped
         if place.startswith(_READ):
             for name in sorted(_names_in(function.__code__)):
-                if isinstance(called := names.get(name), (FunctionType, type)):
+                if callable(called := names.get(name)):
                     self._names.append((names.get, name))
                     yield called
 

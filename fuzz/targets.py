@@ -177,6 +177,7 @@ def _import_what_commands_do() -> None:
     """Import what commands import when they run, so that it counts to the libraries and not to an input."""
     for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.cache.packing", "kvpack.store.catalog"):
         importlib.import_module(module)
+    _run_what_caches_run()
 
 
 def _run_what_caches_run() -> None:

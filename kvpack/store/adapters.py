@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
@@ -131,10 +132,14 @@ _INCIDENTAL_PROMPT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "infer
 
 
 def _home_made_state(part: Part) -> list[Any]:
-    own = [(name, tensor) for name, tensor in sorted(part.module._parameters.items()) if tensor is not None and _is_adapters(part, name)]
-    return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in own]
+    if not part.module._parameters:
+        return []
+    kind = type(part.module).__name__
+    own = [(name, tensor) for name, tensor in part.module._parameters.items() if tensor is not None and _is_adapters(name, kind)]
+    return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in sorted(own)]
 
 
-def _is_adapters(part: Part, parameter: str) -> bool:
-    """Whether the name of a parameter outside PEFT, such as lora_A, marks it as an adapter's."""
-    return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(type(part.module).__name__))
+@lru_cache(maxsize=4096)
+def _is_adapters(parameter: str, kind: str) -> bool:
+    """Whether the name of a parameter outside PEFT, such as lora_A, or that of its module's class marks it as an adapter's."""
+    return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(kind))

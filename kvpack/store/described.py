@@ -144,11 +144,15 @@ def _together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, m
     import torch
 
     samples = [_spaced(tensor, most).flatten() for _, tensor in tensors]
-    data = torch.cat(samples).cpu().view(dtype).numpy()
+    data = memoryview(torch.cat(samples).cpu().view(dtype).numpy()).cast("B")
     found, start = {}, 0
+    described: dict[torch.Size, str] = {}
     for (number, tensor), sample in zip(tensors, samples, strict=True):
-        stop = start + sample.numel()
-        found[number] = f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(data[start:stop].data)}"
+        stop = start + sample.nbytes
+        shape = tensor.shape
+        if shape not in described:
+            described[shape] = f"{tensor.dtype} {list(shape)}"
+        found[number] = f"{described[shape]} {xxhash.xxh3_128_hexdigest(data[start:stop])}"
         start = stop
     return found
 

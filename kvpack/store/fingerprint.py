@@ -62,12 +62,12 @@ def weights_sample(found: Iterable[Part]) -> str:
     They are those of ``weights_digest``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
     """
     named = [item for part in _of_the_model(found) for item in sorted(_own_state(part).items())]
-    total = hashlib.sha256()
-    for (name, _), value in zip(named, sampled(named, SAMPLED_VALUES), strict=True):
+    lines = [
         # As ``json_text`` writes two strings, in less time.
-        text = f"[{encoded(name)},{encoded(value)}]" if type(value) is str else json_text([name, value])
-        total.update(f"{text}\n".encode())
-    return f"{SAMPLE}{total.hexdigest()}"
+        f"[{encoded(name)},{encoded(value)}]\n" if type(value) is str else f"{json_text([name, value])}\n"
+        for (name, _), value in zip(named, sampled(named, SAMPLED_VALUES), strict=True)
+    ]
+    return f"{SAMPLE}{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
 
 def config_digest(config: Any, found: Iterable[Part]) -> str:
@@ -153,13 +153,17 @@ def _module(part: Part) -> list[Any]:
     module = part.module
     where = part.name or "the model"
     attributes = _attributes(where, vars(module))
-    parameters = [[name, _kind(f"{where}.{name}", tensor)] for name, tensor in sorted(module._parameters.items()) if tensor is not None]
-    buffers = [
-        [name, tensor_digest(f"{where}.{name}", _unstretched(module, name, tensor))]
-        for name, tensor in sorted(module._buffers.items())
-        if tensor is not None
+    parameters, buffers = (
+        [(name, tensor) for name, tensor in sorted(tensors.items()) if tensor is not None] if tensors else ()
+        for tensors in (module._parameters, module._buffers)
+    )
+    return [
+        part.name,
+        class_name(type(module)),
+        attributes,
+        [[name, _kind(f"{where}.{name}", tensor)] for name, tensor in parameters],
+        [[name, tensor_digest(f"{where}.{name}", _unstretched(module, name, tensor))] for name, tensor in buffers],
     ]
-    return [part.name, class_name(type(module)), attributes, parameters, buffers]
 
 
 def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:

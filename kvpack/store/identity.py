@@ -83,7 +83,7 @@ class Identity:
         """
         from .modules import parts
 
-        found = list(parts(model))
+        found = parts(model)
         return cls.of_parts(found, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
 
     @classmethod

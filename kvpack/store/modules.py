@@ -6,8 +6,7 @@ PEFT is recognised by its class names, so it need not be installed.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.errors import InvalidParameter
 
@@ -26,14 +25,14 @@ _UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLi
 """PEFT classes whose output depends on arguments of a call, or on later tokens."""
 _OF_TORCH = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 """PyTorch's wrappers, which change no value, and the attribute in which each keeps what it wraps."""
+_WRAPPER = "of torch"
 _BASES = ("base_layer", "original_module")
 """Attributes in which a PEFT layer keeps the module that it replaces."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
 """Adapter libraries whose state is not in their modules, each with a name that tells it from a user's own file."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A module by its name in the model without adapters. ``adapter``: a PEFT ``layer``, a wrapper ``around`` the model, or neither."""
 
     name: str
@@ -41,41 +40,39 @@ class Part:
     adapter: str = ""
 
 
-def parts(model: torch.nn.Module) -> Iterator[Part]:
+def parts(model: torch.nn.Module) -> list[Part]:
     """Every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
 
     PyTorch's wrappers are left out: what they hold has the name that it has without them.
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
-    seen: set[int] = set()
-    known: dict[type, str] = {}
-
-    def walk(name: str, module: torch.nn.Module) -> Iterator[Part]:
+    found: list[Part] = []
+    waiting, seen, known = [("", model)], set(), dict[type, str]()
+    while waiting:
+        name, module = waiting.pop()
         if id(module) in seen:
-            return
+            continue
         seen.add(id(module))
         kind = type(module)
-        if kind.__module__.startswith("torch.") and kind.__name__ in _OF_TORCH:
-            yield from walk(name, getattr(module, _OF_TORCH[kind.__name__]))
-            return
         if kind not in known:
-            known[kind] = _adapter(name, kind)
+            wraps = kind.__module__.startswith("torch.") and kind.__name__ in _OF_TORCH
+            known[kind] = _WRAPPER if wraps else _adapter(name, kind)
         adapter = known[kind]
-        yield Part(name, module, adapter)
+        if adapter == _WRAPPER:
+            waiting.append((name, getattr(module, _OF_TORCH[kind.__name__])))
+            continue
+        found.append(Part(name, module, adapter))
+        children = module._modules
         if adapter == "around":
-            yield from walk(name, _held(module))
+            waiting.append((name, _held(module)))
         elif adapter == "layer":
-            children = module._modules
             # A wrapper may keep its own layer between itself and the module.
-            for child in (children.get(place) for place in (*_BASES, "token_adapter")):
-                if child is not None:
-                    yield from walk(name, child)
-        else:
-            for child_name, child in module._modules.items():
-                if child is not None:
-                    yield from walk(f"{name}.{child_name}" if name else child_name, child)
-
-    yield from walk("", model)
+            inside = [children.get(place) for place in (*_BASES, "token_adapter")]
+            waiting += [(name, child) for child in reversed(inside) if child is not None]
+        elif children:
+            before = f"{name}." if name else ""
+            waiting += [(before + own, child) for own, child in reversed(children.items()) if child is not None]
+    return found
 
 
 def base_model(found: Iterable[Part]) -> Any:

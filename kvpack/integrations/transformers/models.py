@@ -197,10 +197,10 @@ def identity_of(model: Any) -> dict[str, str]:
     It cannot in training mode, or with buffers that are not in memory.
     """
     try:
-        found = list(parts(model))
+        found = parts(model)
         if not isinstance(next(part.module for part in found if not part.adapter), PreTrainedModel):
             # A module of the caller's, such as one with a value head.
-            found = list(parts(outermost(model)))
+            found = parts(outermost(model))
         try:
             weights = weights_sample(found)
         except InvalidParameter:

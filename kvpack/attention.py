@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from .coding.modes import without_autocast
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from .cache.pages import Page
     from .cache.side import Side
 
 QUERIES_AT_A_TIME = 1024
@@ -113,6 +114,14 @@ def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.
     prepared: Callable[[torch.Tensor], torch.Tensor] = many_queries.call_of(q, layer, options, kind)
     _launched.setdefault(layer, {})[asked] = prepared
     return prepared
+
+
+def know(layers: Iterable[tuple[Sequence[Page], Sequence[Page]]], device: torch.device) -> None:
+    """Look at the pages of keys and values of all ``layers`` of a model, which long queries on ``device`` will attend, at once."""
+    if dispatch.uses_triton(device):
+        from kvpack.kernels.attend import alike
+
+        alike.know(layers)
 
 
 def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import numpy
+import torch
 
 from kvpack.formats.klt import Klt
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.kernels.decode import tiles
 from kvpack.kernels.decode.tiles import FIRST_ADDRESS
 
 from . import segments
 from .work import STREAM_INTEGERS
 
 if TYPE_CHECKING:
-    from kvpack.kernels.loaders.tiles import Tiles
+    from collections.abc import Hashable, Iterable, Sequence
 
-    from .layers import Layer, Side
+    from .layers import Layer, Page, Side
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+MOST_KINDS = 256
+"""Kinds of pages that are known at most."""
 
 MOST_PAGES = 64
 """Pages of a side up to which it is compared with those of other layers."""
@@ -28,26 +34,146 @@ MOST_PAGES = 64
 ALIGNED = 16
 """Bytes up to which kernels are told how streams are aligned."""
 
+_ALIGNED_INTEGERS = ALIGNED // 8
+"""Integers of which a table has whole multiples, so that the one behind it is aligned."""
+
 _OF_VALUES = (WithSideCars, Klt, Minifloat)
 """Codecs of which what is prepared depends on values."""
 
 
+class _Pages(NamedTuple):
+    """The number of the kind of pages, equal for those that differ in addresses alone; the addresses of all streams, page after page."""
+
+    kind: int
+    addresses: tuple[int, ...]
+
+
+_known: WeakKeyDictionary[Sequence[Page], _Pages | None] = WeakKeyDictionary()
+"""Of pages that were looked at; None for those that are not compared."""
+
+_kinds: dict[tuple[Hashable, ...], int] = {}
+_numbers = count()
+
+
+_together: WeakKeyDictionary[Sequence[Page], list[tuple[ref[Sequence[Page]], ref[Sequence[Page]]]]] = WeakKeyDictionary()
+"""Of the pages of keys, those of the keys and of the values of all layers of their model."""
+
+
+def know(layers: Iterable[tuple[Sequence[Page], Sequence[Page]]]) -> None:
+    """Look at the pages of keys and values of all ``layers`` of a model at once: in less time than at each between other things."""
+    all_of_them = []
+    for k, v in layers:
+        _known_pages(k)
+        _known_pages(v)
+        all_of_them.append((ref(k), ref(v)))
+        _together[k] = all_of_them
+
+
+def _known_pages(pages: Sequence[Page]) -> _Pages | None:
+    if pages not in _known:
+        _known[pages] = _looked_at(pages)
+    return _known[pages]
+
+
+def _looked_at(pages: Sequence[Page]) -> _Pages | None:
+    if not 0 < len(pages) <= MOST_PAGES:
+        return None
+    kind: list[Hashable] = [len(pages)]
+    addresses: list[int] = []
+    for page in pages:
+        if isinstance(page.codec, _OF_VALUES):
+            return None
+        kind += [page.codec, page.tokens]
+        for name, x in page.streams.items():
+            address = x.data_ptr()
+            kind += [name, x.dtype, x.shape, x.stride(), address % ALIGNED]
+            addresses.append(address)
+    asked = tuple(kind)
+    if asked not in _kinds:
+        if len(_kinds) >= MOST_KINDS:
+            _kinds.clear()
+        _kinds[asked] = next(_numbers)
+    return _Pages(_kinds[asked], tuple(addresses))
+
+
 def kind_of(layer: Layer) -> Hashable | None:
     """What is equal for layers that differ in addresses alone; None for one that is not compared."""
-    kinds = []
+    kind: list[Hashable] = []
     for side in (layer.k, layer.v):
         assert side is not None
-        pages = side.pages
-        if not 0 < len(pages) <= MOST_PAGES:
+        if (pages := _known_pages(side.pages)) is None:
             return None
-        kind: list[Hashable] = [side.tail.shape, side.tail.dtype, side.tail.device]
-        for page in pages:
-            if isinstance(page.codec, _OF_VALUES):
-                return None
-            kind += [page.codec, page.tokens]
-            kind += [(name, x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNED) for name, x in page.streams.items()]
-        kinds.append(tuple(kind))
-    return tuple(kinds)
+        tail = side.tail
+        kind += [pages.kind, tail.shape, tail.dtype, tail.device]
+    return tuple(kind)
+
+
+class Tables:
+    """The tables of work of a call's blocks, one behind the other, as they are for any layer that lies as ``layer`` does."""
+
+    def __init__(self, layer: Layer) -> None:
+        assert layer.k is not None
+        assert layer.v is not None
+        self._ends, self._streams, first = [], [], 0
+        for side in (layer.k, layer.v):
+            loader, names = tiles.loader_of(side.pages[0].codec), list(side.pages[0].streams)
+            read = [] if loader is None else [names.index(stream.name) for stream in loader.streams]
+            self._ends.append(numpy.cumsum([page.tokens for page in side.pages]))
+            # The numbers of the streams that the loader reads, among all of a layer: ``[page, stream]``.
+            self._streams.append(first + len(names) * numpy.arange(len(side.pages))[:, None] + numpy.array(read, numpy.int64))
+            first += len(names) * len(side.pages)
+        self._own = _addresses(layer.k.pages, layer.v.pages)
+        self._rows = numpy.zeros(0, numpy.int64)
+        """All tables, without the addresses of streams."""
+        self._places = self._sources = self._rows
+        """Of each address in these the place, and the number of the stream among all of a layer."""
+        self._made: WeakKeyDictionary[Sequence[Page], tuple[ref[Sequence[Page]], torch.Tensor, int]] = WeakKeyDictionary()
+
+    def add(self, values: bool, rows: Integers, tokens: Integers) -> int:
+        """Add the table ``rows`` of the layer's keys or ``values``; ``tokens`` are the first of each row. Returns where it begins."""
+        sources = self._streams[values][numpy.searchsorted(self._ends[values], tokens, "right")]
+        at, (pages, width) = len(self._rows), rows.shape
+        columns = FIRST_ADDRESS.value + STREAM_INTEGERS.value * numpy.arange(sources.shape[1])
+        places = width * numpy.arange(pages)[:, None] + columns
+        table = numpy.zeros(-(-rows.size // _ALIGNED_INTEGERS) * _ALIGNED_INTEGERS, numpy.int64)
+        table[: rows.size] = rows.ravel()
+        table[places] -= self._own[sources]
+        self._rows = numpy.concatenate([self._rows, table])
+        self._places = numpy.concatenate([self._places, at + places.ravel()])
+        self._sources = numpy.concatenate([self._sources, sources.ravel()])
+        return at
+
+    def of(self, layer: Layer, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The tables for ``layer``: int64 ``[integer]`` on ``device``, and where they begin; made for all alike that are known with it."""
+        assert layer.k is not None
+        assert layer.v is not None
+        k, v = layer.k.pages, layer.v.pages
+        found = self._made.get(k)
+        if found is None or found[0]() is not v:
+            kinds = _kinds_of(k, v)
+            others = ((one(), other()) for one, other in _together.get(k, ()))
+            alike = [(k, v), *((x, y) for x, y in others if x is not None and y is not None and x is not k and _kinds_of(x, y) == kinds)]
+            rows = numpy.tile(self._rows, (len(alike), 1))
+            rows[:, self._places] += numpy.stack([_addresses(*pages) for pages in alike])[:, self._sources]
+            tables = torch.from_numpy(rows.ravel()).to(device, non_blocking=True)
+            for number, (x, y) in enumerate(alike):
+                self._made[x] = ref(y), tables, number * len(self._rows)
+            found = self._made[k]
+        return found[1:]
+
+
+def _kinds_of(k: Sequence[Page], v: Sequence[Page]) -> tuple[int, int] | None:
+    """The kinds of the pages of a layer; None if they are not compared."""
+    known = _known_pages(k), _known_pages(v)
+    return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
+
+
+def _addresses(k: Sequence[Page], v: Sequence[Page]) -> Integers:
+    """The addresses of all streams of the pages of a layer that is compared: of the keys, then of the values."""
+    known = _known_pages(k), _known_pages(v)
+    assert known[0] is not None
+    assert known[1] is not None
+    return numpy.array(known[0].addresses + known[1].addresses, numpy.int64)
 
 
 def is_plain(side: Side) -> bool:
@@ -60,21 +186,3 @@ def is_plain(side: Side) -> bool:
         if not as_they_are or segment.raw or not segment.exact or segment.framed_by is not None:
             return False
     return True
-
-
-def bases_of(side: Side, tiles: Tiles) -> Integers:
-    """The addresses of the streams of each page, ``[page, stream]``."""
-    return numpy.array([[page.streams[stream.name].data_ptr() for stream in tiles.streams] for page in side.pages], dtype=numpy.int64)
-
-
-def pages_of(side: Side, tokens: Integers) -> Integers:
-    """The number of the page that holds each of ``tokens``."""
-    ends = numpy.cumsum([page.tokens for page in side.pages])
-    return numpy.searchsorted(ends, tokens, "right")
-
-
-def moved(rows: Integers, bases: Integers) -> Integers:
-    """``rows`` of work whose addresses are ``bases`` ``[row, stream]`` further."""
-    result = rows.copy()
-    result[:, FIRST_ADDRESS.value :: STREAM_INTEGERS.value] += bases
-    return result

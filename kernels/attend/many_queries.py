@@ -21,7 +21,7 @@ from . import alike, flash, plan, scratch
 from .prepared import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Hashable, Iterator
 
     from .layers import Layer, Side
 
@@ -114,7 +114,7 @@ def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | No
     if asked not in _alike:
         if len(_alike) >= MOST_CALLS:
             _alike.clear()
-        _alike[asked] = call.without_layer()
+        _alike[asked] = call.alike(layer)
     return call
 
 
@@ -150,6 +150,9 @@ class Call:
         assert layer.k is not None
         assert layer.v is not None
         k, v = layer.k, layer.v
+        self._sides: tuple[Side, ...] = k, v
+        self._tables: alike.Tables | None = None
+        self._table: tuple[torch.Tensor, int] | None = None
         self._frames = scratch.frame_of(k), scratch.frame_of(v)
         self._shape, self._dtype, self._device, self._options = q.shape, q.dtype, q.device, options
         self._tokens, self._batch, self._heads, self._dim_v = k.tokens, k.batch, k.heads, v.dim
@@ -164,27 +167,34 @@ class Call:
         self._at_once: dict[bool, bool] = {}
         """Whether one call of FlashAttention attends all, by whether PyTorch may choose it."""
 
-    def without_layer(self) -> Call | None:
-        """The call for any layer that lies as its own does; None where there may be no other."""
-        blocks = {id(block): block.without_side() for one in self._passes for part in one.parts for block in (part.keys, part.values)}
-        if None in blocks.values():
-            return None
-        return self._changed(lambda block, _: blocks[id(block)])
+    def alike(self, layer: Layer) -> Call | None:
+        """The call for any layer that lies as its own ``layer``, which ``over`` gives it; None where there may be no other."""
+        tables, passes = alike.Tables(layer), []
+        for one in self._passes:
+            parts = []
+            for part in one.parts:
+                keys, values = part.keys.alike(self._sides[0], False, tables), part.values.alike(self._sides[1], True, tables)
+                if keys is None or values is None:
+                    return None
+                parts.append(part._replace(keys=keys, values=values))
+            passes.append(one._replace(parts=parts))
+        made = self._like()
+        made._sides, made._passes, made._tables = (), passes, tables
+        return made
 
     def over(self, layer: Layer) -> Call:
-        """What ``without_layer`` gave, for ``layer``."""
-        k, v = layer.k, layer.v
-        assert k is not None
-        assert v is not None
-        return self._changed(lambda block, values: block.over(v if values else k))
+        """What ``alike`` gave, for ``layer``."""
+        assert layer.k is not None
+        assert layer.v is not None
+        assert self._tables is not None
+        made = self._like()
+        made._sides, made._table = (layer.k, layer.v), self._tables.of(layer, self._device)
+        return made
 
-    def _changed(self, change: Callable[[scratch.Block, bool], Any]) -> Call:
+    def _like(self) -> Call:
+        """A copy, in less time than ``copy.copy`` takes."""
         made = object.__new__(Call)
         made.__dict__.update(self.__dict__)
-        made._passes = [
-            one._replace(parts=[part._replace(keys=change(part.keys, False), values=change(part.values, True)) for part in one.parts])
-            for one in self._passes
-        ]
         return made
 
     @property
@@ -253,15 +263,13 @@ class Call:
         memory = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         if self._attends_at_once(turned, one, memory):
             (part,) = one.parts
-            part.keys.decode(memory, 0)
-            part.values.decode(memory, part.keys.elements)
+            self._decode(part, memory)
             return lower_right(turned, *_held(part, memory, 0, part.stop), self._scale)
         sums = torch.empty(*q.shape[:3], self._columns, dtype=torch.float32, device=self._device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=self._device)
         empty = True
         for part in one.parts:
-            part.keys.decode(memory, 0)
-            part.values.decode(memory, part.keys.elements)
+            self._decode(part, memory)
             if part.start + part.seen < part.own:
                 k, v = _held(part, memory, part.seen, part.own - part.start)
                 found = flash.attend(
@@ -285,6 +293,11 @@ class Call:
             sink = sink_logits.to(self._device, torch.float32)[None, :, None]
             sums *= torch.where(lse > -torch.inf, torch.sigmoid(lse - sink), 0.0)[..., None]
         return self._originals(sums)
+
+    def _decode(self, part: _Part, memory: torch.Tensor) -> None:
+        k, v = self._sides
+        part.keys.decode(k, self._table, memory, 0)
+        part.values.decode(v, self._table, memory, part.keys.elements)
 
     def _attends_at_once(self, q: torch.Tensor, one: _Pass, memory: torch.Tensor) -> bool:
         """Whether one library call takes these queries and all tokens, which are decoded in ``memory``, and gives the result."""

@@ -7,7 +7,7 @@ go through a kept matrix once, and the tokens through none (OCTOPUS Eq. 13).
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.loaders.tiles import Tiles
 
     from .layers import Page, Side
 
@@ -81,15 +80,20 @@ class Frame(NamedTuple):
         # The factor joins the product before that is rounded.
         return torch.addmm(matrix[0], x.reshape(-1, x.shape[3]), matrix, beta=0, alpha=factor).view(*x.shape[:3], -1)
 
-    def store(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write ``values`` of ``x`` to ``out``."""
-        if self.codec is not None and self.page is None and x.shape[0] == 1:
-            matrix, factor = _matrix(self.codec, x.dtype, str(x.device))
-            if matrix is not None:
-                own = out[0]
-                torch.baddbmm(own, x[0], matrix.expand(x.shape[1], *matrix.shape), beta=0, alpha=factor, out=own)
-                return
-        out.copy_(self.values(x))
+    def storing(self, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], object]:
+        """What writes ``values`` of its first argument ``[batch, kv_head, token, dim]``, of ``dtype``, to its second."""
+        matrix = None
+        if self.codec is not None and self.page is None:
+            matrix, factor = _matrix(self.codec, dtype, str(device))
+        if matrix is None or batch != 1:
+            return lambda x, out: out.copy_(self.values(x))
+        by_head = matrix.expand(heads, *matrix.shape)
+
+        def store(x: torch.Tensor, out: torch.Tensor) -> None:
+            own = out[0]
+            torch.baddbmm(own, x[0], by_head, beta=0, alpha=factor, out=own)
+
+        return store
 
 
 def _dense_channels(q: torch.Tensor) -> torch.Tensor:
@@ -159,7 +163,6 @@ class Block:
     """
 
     def __init__(self, side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> None:
-        self._side: Side | None = side
         self._frame, self._dtype, self._stop = frame, dtype, stop
         self._first = _group_start(side, start)
         self._skipped, tokens, width = start - self._first, stop - self._first, frame.columns(side.dim)
@@ -168,64 +171,47 @@ class Block:
         self._strides = tokens * width, side.batch * tokens * width, width, 1
         # What lies behind it in a scratch is aligned as it is.
         self.elements = -(-side.heads * self._strides[1] // ALIGNED) * ALIGNED
-        self._tiles: Tiles | None = None
-        self._pages: Any = None
+        self._table_at = 0
         self._decoding = None
         if frame.codec is not None and self._first < self._packed:
             work = _work(side, frame.codec, self._first, min(stop, self._packed))
             self._decoding = tiles.prepare(frame.codec, work, self._shape, self._strides, dtype)
+        self._begin = max(self._first, self._packed)
+        self._raw = side.batch, side.heads, stop - self._begin, width
+        self._raw_at = (self._begin - self._first) * width
+        self._store = frame.storing(side.batch, side.heads, dtype, side.device)
 
-    def without_side(self) -> Block | None:
-        """The block for any side that lies as its own does, which ``over`` gives it; None where there may be no other."""
-        made, side = self._like(), self._side
-        assert side is not None
-        made._side = None
+    def alike(self, side: Side, values: bool, tables: alike.Tables) -> Block | None:
+        """The block for any side that lies as its own ``side``, of keys or of ``values``, whose work is added to ``tables``.
+
+        None where there may be no other.
+        """
+        made = object.__new__(Block)
+        made.__dict__.update(self.__dict__)
         if self._decoding is not None:
             work = self._decoding.work
             if work.copied or not alike.is_plain(side):
                 return None
-            made._tiles = tiles.loader_of(side.pages[0].codec)
-            assert made._tiles is not None
-            made._pages = alike.pages_of(side, self._first + work.rows[:, 2])
-            rows = alike.moved(work.rows, -alike.bases_of(side, made._tiles)[made._pages])
-            made._decoding = self._decoding._replace(work=work._replace(rows=rows, table=work.table[:0], held=()))
+            made._table_at = tables.add(values, work.rows, self._first + work.rows[:, 2])
+            made._decoding = self._decoding._replace(work=work._replace(table=work.table.new_empty(0), held=()))
         return made
 
-    def _like(self) -> Block:
-        """A copy, in less time than ``copy.copy`` takes."""
-        made = object.__new__(Block)
-        made.__dict__.update(self.__dict__)
-        return made
-
-    def over(self, side: Side) -> Block:
-        """What ``without_side`` gave, for ``side``."""
-        made = self._like()
-        made._side = side
+    def decode(self, side: Side, tables: tuple[torch.Tensor, int] | None, scratch: torch.Tensor, at: int) -> None:
+        """Decode ``side`` to ``scratch`` ``[element]`` from element ``at`` on; ``tables`` are those of its layer, None for its own."""
         if self._decoding is not None:
-            assert self._tiles is not None
-            work = self._decoding.work
-            rows = alike.moved(work.rows, alike.bases_of(side, self._tiles)[self._pages])
-            table = torch.from_numpy(rows).to(side.device, non_blocking=True)
-            made._decoding = self._decoding._replace(work=work._replace(rows=rows, table=table))
-        return made
-
-    def decode(self, scratch: torch.Tensor, at: int) -> None:
-        """Decode to ``scratch`` ``[element]`` from element ``at`` on."""
-        assert self._side is not None
-        if self._decoding is not None:
-            self._decoding(scratch, at)
+            self._decoding(scratch, at, table=None if tables is None else (tables[0], tables[1] + self._table_at))
             if self._stop <= self._packed:
                 return
         if self._frame.codec is None:
             out = scratch.as_strided(self._shape, self._strides, at)
-            for first, last in sides.unpack_into(self._side, self._first, self._stop, out):
-                for begin, end, source in _left(self._side, first, last):
+            for first, last in sides.unpack_into(side, self._first, self._stop, out):
+                for begin, end, source in _left(side, first, last):
                     out[:, :, begin - self._first : end - self._first] = source
         else:
-            begin = max(self._first, self._packed)
-            tail = self._side.tail[:, :, begin - self._packed : self._stop - self._packed].to(self._dtype)
-            shape = *self._shape[:2], self._stop - begin, self._shape[3]
-            self._frame.store(tail, scratch.as_strided(shape, self._strides, at + (begin - self._first) * self._strides[2]))
+            tail, begin, stop = side.tail, self._begin - self._packed, self._stop - self._packed
+            if begin or stop < tail.shape[2]:
+                tail = tail[:, :, begin:stop]
+            self._store(tail.to(self._dtype), scratch.as_strided(self._raw, self._strides, at + self._raw_at))
 
     def tokens(self, scratch: torch.Tensor, at: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
         """Tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.

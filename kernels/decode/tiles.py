@@ -140,11 +140,13 @@ class Decoding(NamedTuple):
     numbers: torch.Tensor
     table: torch.Tensor
 
-    def __call__(self, out: torch.Tensor, first: int, factors: torch.Tensor | None = None) -> None:
-        """Decode to memory from element ``first`` of ``out`` on."""
+    def __call__(
+        self, out: torch.Tensor, first: int, factors: torch.Tensor | None = None, table: tuple[torch.Tensor, int] | None = None
+    ) -> None:
+        """Decode to memory from element ``first`` of ``out`` on; ``table`` is one with other addresses, and where it begins in a tensor."""
         if self.launch is not None:
-            work = self.work.table
-            self.launch((out, first), (work if factors is None else factors, 0), (work, 0), (self.numbers, 0), (self.table, 0))
+            work = (self.work.table, 0) if table is None else table
+            self.launch((out, first), work if factors is None else (factors, 0), work, (self.numbers, 0), (self.table, 0))
 
 
 def prepare(

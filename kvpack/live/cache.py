@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from kvpack.attention import know
 from kvpack.cache.arguments import checked_device, integer
 from kvpack.cache.cache import Cache
 from kvpack.cache.given import check_packed
@@ -112,7 +113,7 @@ class LiveCache:
         first = operators.ticket_of(self)
         self._tickets = [first.clone() for _ in range(self._count)]
         self._value_dims = [_value_dim(layer) for layer in self._layers]
-        self._captures = False
+        self._captures = self._known = False
         self.launches = 0
         """Changes when launches do: a CUDA graph of ``update`` and ``attend`` must then be captured again."""
 
@@ -237,6 +238,10 @@ class LiveCache:
                     return found
         self._check_captured(layer)
         self._settle(layer)
+        if not self._known:
+            self._known = True
+            both = (each.sides for each in self._chosen(None) if len(each.sides) == len(SIDES))
+            know([(sides["k"].pages, sides["v"].pages) for sides in both], own.device)
         found = own.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )

@@ -112,6 +112,11 @@ class LiveSide:
         packed = sum(stream.nbytes for stretch in self._pages.stretches for stream in stretch.streams.values())
         return packed + sum(stream.nbytes for page in self._open for stream in page.streams.values()) + self.tail.nbytes
 
+    @property
+    def pages(self) -> Pages:
+        """The packed tokens."""
+        return self._all_pages()
+
     def side(self, tokens: int) -> Side:
         """The side with the first ``tokens`` tokens of the tail, as views."""
         return Side(self.codec, self._all_pages(), self.tail[:, :, :tokens], self._given_window)

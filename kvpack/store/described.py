@@ -143,8 +143,8 @@ def _together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, m
     """``tensor_digest`` of tensors of one device and dtype, by their numbers, from values that are read as integers of ``dtype``."""
     import torch
 
-    samples = [_spaced(tensor, most).flatten() for _, tensor in tensors]
-    data = memoryview(torch.cat(samples).cpu().view(dtype).numpy()).cast("B")
+    samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced(tensor, most) for _, tensor in tensors)]
+    data = torch.cat(samples).cpu().view(dtype).numpy().data.cast("B")
     found, start = {}, 0
     described: dict[torch.Size, str] = {}
     for (number, tensor), sample in zip(tensors, samples, strict=True):

@@ -6,6 +6,7 @@ import hashlib
 from functools import lru_cache
 from itertools import chain
 from json.encoder import encode_basestring_ascii as encoded
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
@@ -13,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter
 from .described import SCALARS, class_name, json_text, plain, sampled, tensor_digest, text_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -50,9 +51,8 @@ _FREQUENCIES = "inv_freq"
 def weights_digest(found: Iterable[Part]) -> str:
     """A digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
     total = hashlib.sha256()
-    for part in _of_the_model(found):
-        for name, value in sorted(_own_state(part).items()):
-            total.update(f"{json_text([name, plain(name, value)])}\n".encode())
+    for name, value in _states(found):
+        total.update(f"{json_text([name, plain(name, value)])}\n".encode())
     return f"sha256:{total.hexdigest()}"
 
 
@@ -61,7 +61,7 @@ def weights_sample(found: Iterable[Part]) -> str:
 
     They are those of ``weights_digest``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
     """
-    named = [item for part in _of_the_model(found) for item in sorted(_own_state(part).items())]
+    named = _states(found)
     lines = [
         # As ``json_text`` writes two strings, in less time.
         f"[{encoded(name)},{encoded(value)}]\n" if type(value) is str else f"{json_text([name, value])}\n"
@@ -110,18 +110,41 @@ def _of_the_model(found: Iterable[Part]) -> Sequence[Part]:
     return [part for part in found if not part.adapter]
 
 
-def _own_state(part: Part) -> dict[str, Any]:
-    """A module's own part of the state dict, including the state that quantized modules keep besides their parameters."""
+def _states(found: Iterable[Part]) -> list[tuple[str, Any]]:
+    """The state of the model by name: that of each module, sorted, with what quantized modules keep besides their parameters."""
+    usual: dict[type, bool] = {}
+    named: list[tuple[str, Any]] = []
+    for part in _of_the_model(found):
+        module, kind = part.module, type(part.module)
+        if kind not in usual:
+            usual[kind] = _has_usual_state(kind)
+        if usual[kind] and vars(module).keys().isdisjoint(_STATE_METHODS):
+            if module._parameters or module._buffers:
+                named += sorted(_usual_state(part), key=_name)
+        else:
+            named += sorted(_own_state(part).items(), key=_name)
+    return named
+
+
+_name = itemgetter(0)
+
+
+def _usual_state(part: Part) -> Iterator[tuple[str, Any]]:
+    """Parameters and persistent buffers, as ``Module._save_to_state_dict`` gives them, in less time."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
-    if _has_usual_state(module):
-        # As the method below writes it, in less time.
-        unsaved = module._non_persistent_buffers_set
-        saved = [
-            (name, x) for name, x in chain(module._parameters.items(), module._buffers.items()) if x is not None and name not in unsaved
-        ]
-        return {prefix + name: x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.detach() for name, x in saved}
+    unsaved = module._non_persistent_buffers_set
+    for name, x in chain(module._parameters.items(), module._buffers.items()):
+        if x is not None and name not in unsaved:
+            yield prefix + name, x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.detach()
+
+
+def _own_state(part: Part) -> dict[str, Any]:
+    """What a module of another class gives as its own part of the state dict."""
+    import torch
+
+    module, prefix = part.module, f"{part.name}."
     own: dict[str, Any] = {}
     if type(module).state_dict is not torch.nn.Module.state_dict and not module._modules:
         # Libraries for quantization override either: this one, or the one below.
@@ -130,14 +153,14 @@ def _own_state(part: Part) -> dict[str, Any]:
     return own
 
 
-def _has_usual_state(module: torch.nn.Module) -> bool:
-    """Whether a module's state is its parameters and persistent buffers."""
+def _has_usual_state(kind: type[torch.nn.Module]) -> bool:
+    """Whether the state of a class's modules is their parameters and persistent buffers."""
     import torch
 
-    kind, usual = type(module), torch.nn.Module
+    usual = torch.nn.Module
     if kind.state_dict is not usual.state_dict or kind._save_to_state_dict is not usual._save_to_state_dict:
         return False
-    return kind.get_extra_state is usual.get_extra_state and vars(module).keys().isdisjoint(_STATE_METHODS)
+    return kind.get_extra_state is usual.get_extra_state
 
 
 def _settings(config: Any) -> Any:
@@ -182,7 +205,7 @@ def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> to
     return first if "dynamic" in kind and longest > getattr(module, "original_max_seq_len", longest) else buffer
 
 
-def _attributes(where: str, found: Mapping[str, Any]) -> Any:
+def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
     """The plain attributes that are settings, by name."""
     own = []
     for name in _settings_among(tuple(found)):

@@ -5,6 +5,8 @@ interpreter.py says which process runs which of these tests.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -164,9 +166,10 @@ def test_tokens_of_a_block_and_their_splits() -> None:
 
     side = layer_of("group:b=4,g=32", "group:b=4,g=32", (32,), 13, batch=2, heads=3).k
     assert side is not None
-    block = scratch.Block(side.to(DEVICE), scratch.frame_of(side), 5, 45, torch.float16)
+    there = side.to(DEVICE)
+    block = scratch.Block(there, scratch.frame_of(side), 5, 45, torch.float16)
     memory = torch.zeros(64 + block.elements, dtype=torch.float16, device=DEVICE)
-    block.decode(memory, 64)
+    block.decode(there, None, memory, 64)
     assert not memory[:64].any()
     whole = block.tokens(memory, 64, 0, 40)
     torch.testing.assert_close(whole, side.unpack(torch.float16)[:, :, 5:].to(DEVICE), rtol=2e-3, atol=2e-3)
@@ -237,6 +240,44 @@ def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool,
     for each, out in zip(layers, found, strict=True):
         many_queries._alike.clear()
         assert torch.equal(many_queries.attend(q, each, 0.125), out)
+
+
+@pytest.mark.kernels
+def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets its own, one of other pages none of theirs, and what is known keeps no layer."""
+    from kvpack.kernels.attend import alike, many_queries
+
+    def layer(seed: int, tokens: int) -> Layer:
+        torch.manual_seed(seed)
+        k, v = (torch.randn(1, 2, tokens, 64).to(torch.bfloat16) for _ in "kv")
+        return kvpack.pack([(k, v)], "octopus-3").to(DEVICE)[0]
+
+    def pages(of: Layer) -> tuple[Any, Any]:
+        assert of.k is not None
+        assert of.v is not None
+        return of.k.pages, of.v.pages
+
+    tables: list[tuple[torch.Tensor, int]] = []
+    of = alike.Tables.of
+    monkeypatch.setattr(alike.Tables, "of", lambda self, *given: (tables.append(of(self, *given)), tables[-1])[1])
+    monkeypatch.setattr(many_queries, "_alike", {})
+    layers = [layer(1, 96), layer(2, 96), layer(3, 80), layer(4, 96), layer(5, 96), layer(6, 96)]
+    q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
+    expected = [many_queries.Call(q, each, many_queries.Options(0.125))(q) for each in layers]
+    # The last is not known with the others, and the fifth is gone before there are tables.
+    alike.know(map(pages, layers[:5]))
+    gone = [weakref.ref(found) for found in pages(layers[4])]
+    del layers[4], expected[4]
+    gc.collect()
+    assert not any(there() for there in gone)
+    for each, out in zip(layers, expected, strict=True):
+        assert torch.equal(many_queries.attend(q, each, 0.125), out)
+    # Of both kinds, the first layer has what was prepared for it.
+    assert [held is tables[0][0] for held, _ in tables] == [True, True, False]
+    assert tables[0][1] != tables[1][1]
+    # Keys of one layer, and values of another.
+    mixed = Layer(layers[3].k, layers[1].v)
+    assert torch.equal(many_queries.attend(q, mixed, 0.125), many_queries.Call(q, mixed, many_queries.Options(0.125))(q))
 
 
 @pytest.mark.kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,6 +56,11 @@ class OpenPage:
         return Page(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
 
 
+@lru_cache(maxsize=256)
+def _has_rows_of_tokens(codec: Codec) -> bool:
+    return all(entry.per == "token" for entry in codec.layout(1, 1, 0).values())
+
+
 class SideState(NamedTuple):
     """Pages and buffers of a side at one moment, and how many tokens of each open page were filled."""
 
@@ -84,7 +90,7 @@ class LiveSide:
             if raw_tokens:
                 self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
         # Rows of entries, and of runs, are as many as the tokens' values ask for: such pages are joined, not filled.
-        self._in_place = in_place and all(entry.per == "token" for entry in side.codec.layout(1, 1, 0).values())
+        self._in_place = in_place and _has_rows_of_tokens(side.codec)
         self._open: list[OpenPage] = []
         self._joined: Pages | None = None
         self.packed_tokens = self._pages.tokens

@@ -144,6 +144,7 @@ class File:
             raise
         self.tensors: dict[str, TensorEntry] = {tensor.name: tensor for tensor in self.header.tensors}
         self._verified: set[str] = set()
+        self._places: dict[SideEntry, tuple[dict[str, tuple[int, int]], int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -207,12 +208,15 @@ class File:
 
     def side_places(self, layer: int, side: str) -> SidePlaces:
         """Where ``read_side_into`` puts the tensors of a side. Raises OutOfBounds when the file does not have the side."""
-        places, end = {}, 0
-        for stream, layout in self.header.streams[self.side(layer, side)].items():
-            begin = aligned(end)
-            end = begin + layout_bytes(layout)
-            places[stream] = begin, end
-        return SidePlaces(layer, side, places, aligned(end))
+        entry = self.side(layer, side)
+        if entry not in self._places:
+            places, end = {}, 0
+            for stream, layout in self.header.streams[entry].items():
+                begin = aligned(end)
+                end = begin + layout_bytes(layout)
+                places[stream] = begin, end
+            self._places[entry] = places, aligned(end)
+        return SidePlaces(layer, side, *self._places[entry])
 
     def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
         """Copy the decoded tensors of one side into ``memory``, of at least ``places.nbytes`` bytes, and check the copies.

@@ -121,7 +121,7 @@ class TensorEntry:
 
     def __post_init__(self) -> None:
         # True equals 1 in Python, also in the comparison with the layout.
-        if not all(type(size) is int for size in self.shape):
+        if not {int}.issuperset(map(type, self.shape)):
             raise InvalidHeader(f"shape is {list(self.shape)}, expected integers")
         if self.filter not in FILTERS:
             raise InvalidHeader(f"filter is {self.filter!r}, expected one of {', '.join(FILTERS)}")

@@ -41,6 +41,8 @@ def pack_contents(contents: Contents) -> bytes:
 
 
 def _packed(header: Contents, tensors: list[Any]) -> bytes:
+    # Most layers are equal.
+    sides = {side: _packed_side(side) for side in {side for layer in header.layers for _, side in layer.sides()}}
     data: bytes = msgpack.packb(
         {
             "format": FORMAT,
@@ -50,7 +52,7 @@ def _packed(header: Contents, tensors: list[Any]) -> bytes:
             "recipe": header.recipe,
             "start": header.start,
             "codecs": [codec.params() for codec in header.codecs],
-            "layers": [{"k": _packed_side(layer.k), "v": _packed_side(layer.v)} for layer in header.layers],
+            "layers": [{"k": layer.k and sides[layer.k], "v": layer.v and sides[layer.v]} for layer in header.layers],
             "tensors": tensors,
         }
     )
@@ -138,9 +140,7 @@ def newer(version: int) -> str:
     return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"
 
 
-def _packed_side(side: SideEntry | None) -> dict[str, Any] | None:
-    if side is None:
-        return None
+def _packed_side(side: SideEntry) -> dict[str, Any]:
     packed = {name: getattr(side, name) for name in _SIDE_KEYS}
     return {**packed, "entries": dict(side.entries)} if side.entries else packed
 

@@ -72,7 +72,11 @@ class Front:
 
 def make_front(header: Header) -> Front:
     """The front of the file that holds ``header``. Raises LimitExceeded."""
-    tensor = pack_header(header)
+    return _front_of(header, pack_header(header))
+
+
+def _front_of(header: Header, tensor: bytes) -> Front:
+    """The front of the file whose ``kvpack.header`` is ``tensor``: the bytes of ``header``."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -141,7 +145,8 @@ def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Fr
     check_digest("kvpack.header", tensor, bytes.fromhex(entry[1].decode()))
     header = parse_header(tensor)
     check_header(header, size, start, header_bytes, max_bytes)
-    front = make_front(header)
+    # parse_header takes no other bytes than those of the header that it returns.
+    front = _front_of(header, tensor)
     found = bytes(source.read(0, min(size, len(front.text))))
     if found != front.text:
         at = _first_difference(found, front.text[: len(found)])

@@ -310,7 +310,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         assert model is not None
-        forward = type(model).forward.__get__(model) if self._before is None else self._before
+        forward = partial(type(model).forward, model) if self._before is None else self._before
         graphs = None if torch.compiler.is_dynamo_compiling() else getattr(cache_in(kwargs), "graphs", None)
         if graphs is None or len(args) > len(self._names):
             return forward(*args, **kwargs)

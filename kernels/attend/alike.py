@@ -54,7 +54,6 @@ _known: WeakKeyDictionary[Sequence[Page], _Pages | None] = WeakKeyDictionary()
 _kinds: dict[tuple[Hashable, ...], int] = {}
 _numbers = count()
 
-
 _together: WeakKeyDictionary[Sequence[Page], list[tuple[ref[Sequence[Page]], ref[Sequence[Page]]]]] = WeakKeyDictionary()
 """Of the pages of keys, those of the keys and of the values of all layers of their model."""
 
@@ -152,11 +151,11 @@ class Tables:
         if found is None or found[0]() is not v:
             kinds = _kinds_of(k, v)
             others = ((one(), other()) for one, other in _together.get(k, ()))
-            alike = [(k, v), *((x, y) for x, y in others if x is not None and y is not None and x is not k and _kinds_of(x, y) == kinds)]
-            rows = numpy.tile(self._rows, (len(alike), 1))
-            rows[:, self._places] += numpy.stack([_addresses(*pages) for pages in alike])[:, self._sources]
+            like = [(k, v), *((x, y) for x, y in others if x is not None and y is not None and x is not k and _kinds_of(x, y) == kinds)]
+            rows = numpy.tile(self._rows, (len(like), 1))
+            rows[:, self._places] += numpy.stack([_addresses(*pages) for pages in like])[:, self._sources]
             tables = torch.from_numpy(rows.ravel()).to(device, non_blocking=True)
-            for number, (x, y) in enumerate(alike):
+            for number, (x, y) in enumerate(like):
                 self._made[x] = ref(y), tables, number * len(self._rows)
             found = self._made[k]
         return found[1:]

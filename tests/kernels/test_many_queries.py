@@ -281,6 +281,41 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
 
 
 @pytest.mark.kernels
+def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a loaded cache, of which a layer has other heads, and again once their pages have changed."""
+    from kvpack.kernels.attend import alike, many_queries
+
+    if INTERPRETED:
+        monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setattr(many_queries, "_alike", {})
+    tables: list[torch.Tensor] = []
+    of = alike.Tables.of
+    monkeypatch.setattr(alike.Tables, "of", lambda self, *given: (tables.append((found := of(self, *given))[0]), found)[1])
+    generator = torch.Generator().manual_seed(1)
+
+    def values(heads: int, count: int) -> torch.Tensor:
+        return torch.randn(1, heads, count, 64, generator=generator).to(torch.float16)
+
+    heads = (2, 2, 1, 2)
+    live = kvpack.LiveCache.of(kvpack.pack([(values(own, 160), values(own, 160)) for own in heads], "octopus-3").to(DEVICE))
+    for count in (260, 270):
+        tables.clear()
+        for layer, own in enumerate(heads):
+            live.update(layer, values(own, count).to(DEVICE), values(own, count).to(DEVICE))
+            q = values(4, count)
+            found = live.attend(layer, q.to(DEVICE)).cpu()
+            held = live._own(layer)
+            assert held is not None
+            with monkeypatch.context() as here:
+                here.setenv(dispatch.VARIABLE, "torch")
+                expected = exact(q, kvpack.Cache((held.layer(),), "").to("cpu")[0])
+            assert (found - expected).norm() < 2e-3 * expected.norm()
+        # The first layer of a kind has what was prepared for it. Layers whose pages changed one by one are looked at one by one.
+        assert len(tables) == 2
+        assert (tables[0] is tables[1]) == (count == 260)
+
+
+@pytest.mark.kernels
 def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack import attention
     from kvpack.kernels.attend import many_queries

@@ -41,7 +41,7 @@ def decoded(side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype)
 
     block = scratch.Block(side, frame, start, stop, dtype)
     memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)
-    block.decode(memory, 0)
+    block.decode(side, None, memory, 0)
     return block.tokens(memory, 0, 0, stop - start)
 
 

@@ -144,11 +144,12 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
     from kvpack.kernels.attend import scratch
 
     side = every_product(dim, run_scale)
-    frame = scratch.frame_of(side.to(DEVICE))
+    there = side.to(DEVICE)
+    frame = scratch.frame_of(there)
     assert frame.codec is not None
-    block = scratch.Block(side.to(DEVICE), frame, 0, side.tokens, dtype)
+    block = scratch.Block(there, frame, 0, side.tokens, dtype)
     memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)
-    block.decode(memory, 0)
+    block.decode(there, None, memory, 0)
     found = block.tokens(memory, 0, 0, side.tokens).cpu().float()
     expected = side.pages[0].frame(0, side.tokens)[..., scratch._channels(frame.codec)]
     assert torch.equal(found, expected)

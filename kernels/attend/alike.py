@@ -115,12 +115,15 @@ class Tables:
         assert layer.v is not None
         self._ends, self._streams, first = [], [], 0
         for side in (layer.k, layer.v):
-            loader, names = tiles.loader_of(side.pages[0].codec), list(side.pages[0].streams)
-            read = [] if loader is None else [names.index(stream.name) for stream in loader.streams]
+            loader, numbers = tiles.loader_of(side.pages[0].codec), []
+            for page in side.pages:
+                # Each page may have its streams in an order of its own.
+                places = {name: first + place for place, name in enumerate(page.streams)}
+                numbers.append([] if loader is None else [places[stream.name] for stream in loader.streams])
+                first += len(places)
             self._ends.append(numpy.cumsum([page.tokens for page in side.pages]))
             # The numbers of the streams that the loader reads, among all of a layer: ``[page, stream]``.
-            self._streams.append(first + len(names) * numpy.arange(len(side.pages))[:, None] + numpy.array(read, numpy.int64))
-            first += len(names) * len(side.pages)
+            self._streams.append(numpy.array(numbers, numpy.int64))
         self._own = _addresses(layer.k.pages, layer.v.pages)
         self._rows = numpy.zeros(0, numpy.int64)
         """All tables, without the addresses of streams."""

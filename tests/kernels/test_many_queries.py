@@ -281,6 +281,27 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
 
 
 @pytest.mark.kernels
+def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
+    from kvpack.kernels.attend import many_queries
+
+    def layer(seed: int) -> Layer:
+        torch.manual_seed(seed)
+        k, v = (torch.randn(1, 2, 160, 64).to(torch.bfloat16) for _ in "kv")
+        cache = kvpack.pack([(k[:, :, :96], v[:, :, :96])], "octopus-3")
+        both = cache.append([(k[:, :, 96:], v[:, :, 96:])]).to(DEVICE)[0]
+        sides = []
+        for side in both.sides.values():
+            first, second = side.pages
+            assert len(second.streams) > 1
+            sides.append(replace(side, pages=(first, replace(second, streams=dict(reversed(second.streams.items()))))))
+        return Layer(*sides)
+
+    q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
+    for each in map(layer, (1, 2, 3)):
+        assert torch.equal(many_queries.attend(q, each, 0.125), many_queries.Call(q, each, many_queries.Options(0.125))(q))
+
+
+@pytest.mark.kernels
 def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a loaded cache, of which a layer has other heads, and again once their pages have changed."""
     from kvpack.kernels.attend import alike, many_queries

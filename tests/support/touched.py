@@ -19,6 +19,7 @@ TREES = {
     "spec": "spec",
     "fuzz": "fuzz",
     "tests/golden": "file",
+    "tests/written": "file",
 }
 """Folders whose tests have another name, and the folder in ``tests`` that holds them."""
 FILES = {

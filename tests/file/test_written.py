@@ -1,0 +1,93 @@
+"""Files and rows of earlier kvpack: one per preset; they open, decode to the values recorded then, and continue."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kvpack
+from kvpack.coding.bases import Basis
+from kvpack.coding.presets import PUBLISHED
+
+from second_decoder import decoder  # isort: skip
+from written_files import (  # isort: skip
+    BASIS,
+    FOLDER,
+    GEOMETRY,
+    MANIFEST,
+    NAMES,
+    PAGE_KEYS,
+    PRESETS,
+    ROW,
+    VALUES,
+    buffer,
+    files,
+    pairs,
+    pool,
+    sampled,
+    shape,
+)
+
+TOLERANCE = 2**-18
+"""Relative to the largest value of a file, as for golden files."""
+
+
+def opened(name: str) -> kvpack.Cache:
+    return kvpack.load(PRESETS / f"{name}.kvpack", basis=None if name in PUBLISHED else BASIS)
+
+
+def assert_near(found: torch.Tensor, values: torch.Tensor) -> None:
+    torch.testing.assert_close(found, values, rtol=0.0, atol=TOLERANCE * values.abs().max().item())
+
+
+def test_no_file_was_changed_added_or_lost() -> None:
+    manifest = json.loads(MANIFEST.read_text())["files"]
+    assert {str(path.relative_to(FOLDER)) for path in files()} == set(manifest)
+    for name, digest in manifest.items():
+        assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == digest, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_decodes_to_the_recorded_values(name: str) -> None:
+    assert_near(sampled(opened(name)), load_file(VALUES)[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_continues(name: str, tmp_path: object) -> None:
+    """Appended tokens leave the file's tokens as they were, in memory and in the next file."""
+    basis = None if name in PUBLISHED else Basis.load(BASIS)
+    cache = opened(name)
+    layers, heads, tokens, dim = shape(name)
+    longer = cache.append(pairs(f"{name} continued", layers, heads, 3, dim))
+    kvpack.save(longer, f"{tmp_path}/longer.kvpack")
+    again = kvpack.load(f"{tmp_path}/longer.kvpack", basis=basis)
+    assert again.tokens == longer.tokens == tokens + 3
+    for layer, grown in zip(cache, again, strict=True):
+        for old, new in zip(layer.unpack(torch.float32), grown.unpack(torch.float32), strict=True):
+            assert old is not None
+            assert new is not None
+            assert_near(new[:, :, :tokens], old)
+
+
+def test_a_basis_opens() -> None:
+    assert hashlib.sha256(BASIS.read_bytes()).digest() == Basis.load(BASIS).digest
+
+
+def test_a_row_opens_with_the_codec_of_its_page() -> None:
+    """Or is refused as another page's, if this kvpack describes pages otherwise: its values are right either way."""
+    recorded = load_file(FOLDER / "page.safetensors")["values"]
+    read = decoder.read_row(ROW.read_bytes())
+    values = [float(value) for layer in read.page.layers for side in layer.values() for value in side.values]
+    assert_near(torch.tensor(values).to(torch.bfloat16).float(), recorded.float().flatten())
+    decoded = torch.zeros_like(pool())
+    with kvpack.PageCodec("octopus-4", GEOMETRY) as codec:
+        (refused,) = codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1])
+    if refused is None:
+        assert torch.equal(decoded[0], recorded)
+    else:
+        assert "is the row of another page: " in str(refused)
+        assert not decoded.any()

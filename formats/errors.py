@@ -45,6 +45,21 @@ class WriteFailed(KvpackError):
     exit_code = 3
 
 
+class NotWritable(WriteFailed, PermissionError):
+    """The file or its folder is read-only; ``filename`` is the path."""
+
+    def __init__(self, message: str = "", *, filename: str | None = None, number: int = errno.EACCES) -> None:
+        super().__init__(message)
+        self.errno, self.strerror, self.filename = number, os.strerror(number), filename
+
+    def __str__(self) -> str:
+        # OSError would build its own message from the three attributes.
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _not_writable, (self.args[0], self.filename, self.errno)
+
+
 class NotKvpack(KvpackError):
     """The bytes are not a kvpack file (empty, another format, another safetensors file)."""
 
@@ -135,3 +150,7 @@ class NotConsecutive(KvpackError):
 
 def _missing_file(message: str, filename: str | None, number: int) -> MissingFile:
     return MissingFile(message, filename=filename, number=number)
+
+
+def _not_writable(message: str, filename: str | None, number: int) -> NotWritable:
+    return NotWritable(message, filename=filename, number=number)

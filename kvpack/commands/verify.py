@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpack.errors import KvpackError, worst_exit_code
-from kvpack.output import add_json, print_json, progress
+from kvpack.output import add_json, counted, print_json, progress
 
 from .convert import add_basis
 
@@ -18,6 +19,11 @@ def add(commands: Any) -> None:
     """Add ``verify`` to the command line."""
     parser = commands.add_parser("verify", help="check every byte of files", description="Check every byte of kvpack files.")
     parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="also remove what killed writers left in the folders of the files; a FILE may then be a folder, which is only cleaned",
+    )
     add_basis(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -28,8 +34,15 @@ def run(arguments: argparse.Namespace) -> int:
     from kvpack.file.container import open_file
     from kvpack.formats.transform import Transform
 
-    codes, results = [], []
+    codes: list[int] = []
+    results: list[dict[str, Any]] = []
+    folders: dict[str, None] = {}
     for path in arguments.files:
+        if arguments.clean:
+            is_folder = os.path.isdir(path)
+            folders[path if is_folder else os.path.dirname(os.path.realpath(path))] = None
+            if is_folder:
+                continue
         try:
             with progress(path, arguments) as callback, open_file(path) as file:
                 if arguments.basis is not None:
@@ -49,6 +62,22 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         if not arguments.json:
             print(line)
+    for folder in folders:
+        results.append(_clean(folder, arguments))
     if arguments.json:
         print_json(results)
     return worst_exit_code(codes)
+
+
+def _clean(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Remove the unfinished files of dead writers from ``folder``, and report them."""
+    from kvpack.file.atomic import remove_dead
+
+    removed, kept = remove_dead(folder)
+    if not arguments.json:
+        for path in removed:
+            print(f"{path}: removed, its writer was killed")
+        for path in kept:
+            print(f"{path}: kept, a process may be writing it; if none is, delete it yourself")
+        print(f"{folder}: {counted(len(removed), 'unfinished file')} removed")
+    return {"folder": folder, "removed": removed, "kept": kept}

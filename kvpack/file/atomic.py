@@ -8,11 +8,12 @@ import errno
 import fcntl
 import os
 import stat
+import sys
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvpack.formats.errors import WriteFailed
+from kvpack.formats.errors import NotWritable, WriteFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
-"""The prefix and suffix of an unfinished file's name: a crash may leave one behind, which the folder's owner may remove."""
+"""The prefix and suffix of an unfinished file's name."""
 LOCKED_SUFFIX = "-locked.tmp"
-"""The suffix of an unfinished file on which its writer holds an exclusive ``flock``: without a lock, the writer is gone."""
+"""The suffix of an unfinished file on which its writer holds an exclusive ``flock``: without a lock, the writer is dead."""
 
 _ATTEMPTS = 100
 """How often a writer creates a file again after it was swept before the writer held the lock."""
@@ -31,6 +32,20 @@ _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 _RESERVED_BYTES = 2**20
 """Files of at least this size get their blocks before their bytes."""
+_LOCAL_FILE_SYSTEMS = {
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+    0x794C7630: "overlay",
+    0x2FC12FC1: "zfs",
+    0xF2F52010: "f2fs",
+    0xCA451A4E: "bcachefs",
+}
+"""File systems of one host (``f_type`` of statfs), whose kernel sees every lock. A network mount may keep a host's locks to that host."""
+_STATFS_BYTES = 512
+_FSTATFS = getattr(ctypes.CDLL(None), "fstatfs64", None) or getattr(ctypes.CDLL(None), "fstatfs", None)
 _FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None)
 """The system's own, where there is one: ``os.posix_fallocate`` would write zeros where a file system cannot reserve blocks."""
 
@@ -52,7 +67,7 @@ def write_file(
     """
 
     # A file system may write the bytes of a file that replaces another before the rename, unless its blocks were reserved.
-    new = not os.path.lexists(path)
+    new = not os.path.lexists(_followed(path) if unfinished is None else path)
 
     def write(descriptor: int) -> int:
         if begin is not None:
@@ -70,39 +85,50 @@ def write_file(
 def replace_file(path: str | os.PathLike[str], write: Callable[[int], int], *, durable: bool = False, unfinished: str | None = None) -> int:
     """Replace ``path`` with the file that ``write(descriptor)`` makes of a new empty one, and return what it returns.
 
-    The bytes go to a new file of mode 0600, which is renamed over ``path`` when complete. The new file is in the folder of
-    ``path``, or in the folder ``unfinished`` of the same file system: then it is locked until the rename, so that ``sweep`` can
-    tell it from the file of a dead writer. ``durable`` forces the bytes, then the rename, to the disk before returning.
+    The bytes go to a new file of mode 0600, which is locked until it is renamed over ``path``, so that ``sweep`` can recognize the
+    file of a dead writer. It is created in the folder of ``path``, where files of dead writers are removed first. Like ``open``, this
+    follows a symbolic link, keeps the mode of an existing file and gives a new file the mode of the umask.
+
+    With ``unfinished``, the path is an entry of a store: the new file is created in that folder of the same file system, the entry
+    stays 0600, and it replaces a link. ``durable`` forces the bytes, then the rename, to the disk before returning.
     Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old file is untouched.
+    NotWritable, a WriteFailed, is raised for a read-only file or folder.
     """
-    target = os.fsdecode(path)
-    if "\0" in target:
-        raise WriteFailed(f"{target!r}: could not be written: a path cannot contain a zero byte")
+    where = os.fsdecode(path)
+    if "\0" in where:
+        raise WriteFailed(f"{where!r}: could not be written: a path cannot contain a zero byte")
     # A rename would replace a device or a pipe, even /dev/null, with a file.
-    if _is_special(target):
-        raise WriteFailed(f"{target}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
+    if _is_special(where):
+        raise WriteFailed(f"{where}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
+    target = where
+    if unfinished is None:
+        target = _followed(where)
+        _check_writable(where, target)
     folder = os.path.dirname(target) or "."
     held = -1
     try:
-        descriptor, temporary = _create(folder) if unfinished is None else _create_locked(unfinished)
+        if unfinished is None:
+            remove_dead(folder)
+        descriptor, temporary = _create_locked(folder if unfinished is None else unfinished)
     except OSError as error:
-        raise WriteFailed(_reason(target, error)) from None
+        raise _failed(where, error) from None
     try:
         try:
             total = write(descriptor)
+            if unfinished is None:
+                _set_mode(descriptor, target, folder)
             if durable:
                 os.fsync(descriptor)
-            if unfinished is not None:
-                # Closing reports failed writes, but must not release the lock before the rename.
-                held = os.dup(descriptor)
+            # Closing reports failed writes, but must not release the lock before the rename.
+            held = os.dup(descriptor)
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise WriteFailed(_reason(target, error)) from None
+        if isinstance(error, OSError) and not isinstance(error, WriteFailed):
+            raise _failed(where, error) from None
         raise
     finally:
         if held != -1:
@@ -112,21 +138,116 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[int], int], *, d
         try:
             sync_folder(folder)
         except OSError as error:
-            raise WriteFailed(f"{target}: written, but its folder could not be synced: {error.strerror or error}") from None
+            raise WriteFailed(f"{where}: written, but its folder could not be synced: {error.strerror or error}") from None
     return total
 
 
-def _create(folder: str, suffix: str = TEMPORARY_SUFFIX) -> tuple[int, str]:
+class Unfinished(NamedTuple):
+    """The unfinished files of a folder: paths that were ``removed``, and those that were ``kept``."""
+
+    removed: list[str]
+    kept: list[str]
+
+
+def remove_dead(folder: str) -> Unfinished:
+    """Remove the unfinished files of dead writers from ``folder``, as far as they are certain to be dead.
+
+    A file is kept while its writer holds its lock, if it was never locked (as in earlier versions), if it belongs to another user, and
+    on file systems that may hide the locks of other hosts. Nothing is raised: a folder that cannot be listed has no files to remove.
+    """
+    found = Unfinished([], [])
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if _is_unfinished(entry)]
+    except OSError:
+        return found
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            gone = name.endswith(LOCKED_SUFFIX) and sweep(path, old=False, certain=True)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            gone = False
+        (found.removed if gone else found.kept).append(path)
+    return found
+
+
+def _is_unfinished(entry: os.DirEntry[str]) -> bool:
+    name = entry.name
+    return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX) and entry.is_file(follow_symlinks=False)
+
+
+def _followed(path: str | os.PathLike[str]) -> str:
+    """The file that a symbolic link points to, whether it exists or not; another path as it is. Raises WriteFailed for a loop."""
+    where = os.fsdecode(path)
+    if "\0" in where or not os.path.islink(where):
+        return where
+    target = os.path.realpath(where)
+    if os.path.islink(target):
+        raise WriteFailed(_reason(where, OSError(errno.ELOOP, os.strerror(errno.ELOOP))))
+    return target
+
+
+def _check_writable(where: str, target: str) -> None:
+    """Raise NotWritable for an existing file that is read-only, which a rename would replace all the same."""
+    try:
+        status = os.stat(target)
+    except OSError:
+        return
+    # Root may write every file; one without any write permission is meant to stay.
+    writable = status.st_mode & 0o222 and os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+    if stat.S_ISREG(status.st_mode) and not writable:
+        raise NotWritable(
+            f"{where}: could not be written: the file is read-only (mode {stat.S_IMODE(status.st_mode):04o}): "
+            "make it writable with chmod u+w, or write to another path",
+            filename=where,
+        )
+
+
+def _set_mode(descriptor: int, target: str, folder: str) -> None:
+    """Give a finished file the mode, owner and group of the file that it replaces, or the mode of the umask. Raises OSError."""
+    try:
+        old = os.stat(target)
+    except OSError:
+        mode = _new_mode(folder)
+    else:
+        mode = stat.S_IMODE(old.st_mode) & 0o777
+        own = os.fstat(descriptor)
+        if (old.st_uid, old.st_gid) != (own.st_uid, own.st_gid):
+            for owner in (old.st_uid, -1):
+                with contextlib.suppress(OSError):
+                    os.fchown(descriptor, owner, old.st_gid)
+                    break
+            if os.fstat(descriptor).st_gid != old.st_gid:
+                # The members of another group get no more than everyone.
+                mode = mode & 0o707 | (mode & 0o007) << 3
+    # Some file systems have no modes.
+    with contextlib.suppress(PermissionError):
+        os.fchmod(descriptor, mode)
+
+
+def _new_mode(folder: str) -> int:
+    """The mode that a new file gets in ``folder``: the umask can only be read by changing it, for all threads. Raises OSError."""
+    descriptor, path = _create(folder, mode=0o666)
+    try:
+        os.unlink(path)
+        return stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o666
+    finally:
+        os.close(descriptor)
+
+
+def _create(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
     """Create a new file; return its descriptor and its path. Raises OSError."""
-    path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{suffix}")
+    path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{LOCKED_SUFFIX}")
     # KV states are as private as the prompt that they hold.
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
 
 
 def _create_locked(folder: str) -> tuple[int, str]:
     """Create a new file, lock it, and make sure that no sweep removed it before the lock. Raises OSError."""
     for _ in range(_ATTEMPTS):
-        descriptor, path = _create(folder, LOCKED_SUFFIX)
+        descriptor, path = _create(folder)
         try:
             if lock_now(descriptor) is not False and _names(path, descriptor):
                 return descriptor, path
@@ -139,13 +260,16 @@ def _create_locked(folder: str) -> tuple[int, str]:
     raise BlockingIOError(errno.EAGAIN, "unfinished files are removed as soon as they are created")
 
 
-def sweep(path: str, *, old: bool) -> bool:
+def sweep(path: str, *, old: bool, certain: bool = False) -> bool:
     """Remove an unfinished file unless its writer holds its lock; return whether it was removed. Raises OSError.
 
-    A file that is never locked (by its name, or because the file system has no locks) is removed only if it is ``old``.
+    A file that is never locked (by its name, or because the file system has no locks) is removed only if it is ``old``. With
+    ``certain``, a file on a file system that may hide the locks of other hosts is kept.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        if certain and not _shows_every_lock(descriptor):
+            return False
         locked = lock_now(descriptor)
         gone = locked is not None and path.endswith(LOCKED_SUFFIX)
         if locked is False or not (gone or old) or not _names(path, descriptor):
@@ -166,6 +290,15 @@ def lock_now(descriptor: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def _shows_every_lock(descriptor: int) -> bool:
+    """Whether an open file is on a file system of this host, so that no other host can hold a lock on it."""
+    status = ctypes.create_string_buffer(_STATFS_BYTES)
+    if sys.platform != "linux" or _FSTATFS is None or _FSTATFS(descriptor, status):
+        return False
+    # The first field, of one machine word.
+    return ctypes.c_ulong.from_buffer(status).value & 0xFFFFFFFF in _LOCAL_FILE_SYSTEMS
 
 
 def _names(path: str, descriptor: int) -> bool:
@@ -214,6 +347,13 @@ def sync_folder(folder: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _failed(where: str, error: OSError) -> WriteFailed:
+    """The error to raise for the system's ``error``."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return NotWritable(_reason(where, error), filename=where, number=error.errno)
+    return WriteFailed(_reason(where, error))
 
 
 def _reason(target: str, error: OSError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -106,6 +107,32 @@ def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     results = json.loads(capsys.readouterr().out.partition("all checked\n")[2])
     assert [result["ok"] for result in results] == [False, True, False]
     assert [result.get("error") for result in results] == ["DigestMismatch", None, "MissingFile"]
+
+
+def test_verify_removes_what_killed_writers_left(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    dead, old, held = (folder / f".kvpack-999999999-{name}.tmp" for name in ("aa-locked", "bb", "cc-locked"))
+    beside = tmp_path / ".kvpack-1-dd-locked.tmp"
+    for path in (dead, old, held, beside):
+        path.write_bytes(b"part")
+    assert run("verify", file) == 0
+    assert {dead.exists(), beside.exists()} == {True}
+    with held.open() as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        capsys.readouterr()
+        report = run_json(capsys, "verify", "--clean", file, folder)
+        assert [result.get("file") for result in report] == [str(file), None, None]
+        assert report[1] == {"folder": str(tmp_path), "removed": [str(beside)], "kept": []}
+        assert (report[2]["removed"], sorted(report[2]["kept"])) == ([str(dead)], sorted([str(old), str(held)]))
+        assert run("verify", "--clean", folder) == 0
+    printed = capsys.readouterr().out.splitlines()
+    kept = "kept, a process may be writing it; if none is, delete it yourself"
+    assert sorted(printed[:2]) == sorted([f"{old}: {kept}", f"{held}: {kept}"])
+    assert printed[2:] == [f"{folder}: 0 unfinished files removed"]
+    assert run("verify", "--clean", folder) == 0
+    assert f"{held}: removed, its writer was killed" in capsys.readouterr().out.splitlines()
+    assert os.listdir(folder) == [old.name]
 
 
 def test_the_worst_code_of_several_files(file: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """kvpack bench quality: the quality that packing costs a model, measured on packed files of its own KV caches.
 
 A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed,
-saved and loaded, and the model reads the last ``score`` tokens over the packed layers, appending their keys and values, which are
-packed too. What it predicts there is compared with what the uncompressed model predicts in the same place.
+saved and loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at once, appending their keys and
+values, which are packed too. What it predicts there is compared with what the uncompressed model predicts in the same place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import needles, picture
 from .models import OUTLIER_PAIRS, Text, make_twin, read_text, vocabulary
 from .sizes import check_size, positions, starts, window, window_ids, window_tokens
 from .summary import show, summary
-from .windows import Bf16Cache, Forgotten, Measured, measure, packed_file, prefill, read_exactly, read_forgotten
+from .windows import PASS, Bf16Cache, Forgotten, Measured, measure, packed_file, prefill, read_exactly, read_forgotten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,10 +57,12 @@ RECIPES = (
 )
 """The baseline, what engines keep, and the papers' configurations, from most bits to fewest."""
 
-DEFAULT_TOKENS = 4096
-DEFAULT_SCORE = 512
-DEFAULT_WINDOWS = 12
+DEFAULT_TOKENS = 1024
+DEFAULT_SCORE = 256
+DEFAULT_WINDOWS = 8
 DEFAULT_NEEDLES = 8
+REFERENCE = "fp8"
+"""What engines keep: the divergence of every recipe is also told as a multiple of this one's."""
 
 _TWIN_SAMPLE = 256
 
@@ -69,8 +71,8 @@ _TWIN_SAMPLE = 256
 class Settings:
     """Sizes of a measurement; None stands for the default, or for the limit of the model and the text if that is smaller.
 
-    ``tokens`` of a window, of which the last ``score`` are scored; ``windows`` of the text; ``needles`` are prompts;
-    ``twin`` is the factor of the outlier-heavy twin, None for the model as it is.
+    ``tokens`` of a window, of which the last ``score`` are scored, at most ``step`` at once; ``windows`` of the text; ``needles`` are
+    prompts; ``twin`` is the factor of the outlier-heavy twin, None for the model as it is.
     """
 
     tokens: int | None = None
@@ -79,6 +81,7 @@ class Settings:
     needles: int | None = None
     twin: float | None = None
     seed: int = 0
+    step: int = PASS
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class _Sizes:
     score: int
     windows: int
     needles: int
+    step: int
 
 
 def run(
@@ -96,17 +100,20 @@ def run(
     settings: Settings,
     *,
     basis: str | None = None,
+    reference: str | None = None,
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure every recipe on the model in folder ``model`` and the file ``text``, and return JSON values.
 
-    ``basis`` is the file of the basis that recipes such as klt-2 need, ``out`` a folder that gets the picture and the report.
+    ``basis`` is the file of the basis that recipes such as klt-2 need, ``reference`` a recipe that is measured as well, and that the
+    others are compared with, and ``out`` a folder that gets the picture and the report.
     Two runs with one seed differ in the times alone, and in rounding where torch has another number of threads. Raises
     InvalidRecipe, InvalidParameter for sizes that do not fit,
     MissingFile, WriteFailed and, for ``out``, KvpackError when matplotlib is not installed.
     """
     given = None if basis is None else Basis.load(basis)
+    recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [parse_recipe(recipe, given) for recipe in recipes]
     if out is not None:
         picture.library()
@@ -127,7 +134,7 @@ def run(
         "twin": twin,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
-        **_Measurement(network, words, sizes, tuple(recipes), tuple(parsed), settings.seed, progress).run(),
+        **_Measurement(network, words, sizes, tuple(recipes), tuple(parsed), reference, settings.seed, progress).run(),
     }
     if out is not None:
         _write(report, Path(out))
@@ -144,8 +151,9 @@ def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes
     asked = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
+    check_size("step", settings.step, 1, tokens, f"of a window of {tokens} tokens")
     check_size("needles", asked, 0, prompts, f"prompts in {text.name}, for a model of bytes and windows of {needed} tokens or more")
-    return _Sizes(tokens, score, windows, asked)
+    return _Sizes(tokens, score, windows, asked, settings.step)
 
 
 @dataclass
@@ -157,6 +165,7 @@ class _Measurement:
     sizes: _Sizes
     names: tuple[str, ...]
     recipes: tuple[Recipe, ...]
+    reference: str | None
     seed: int
     progress: Progress | None
     done: int = 0
@@ -167,7 +176,7 @@ class _Measurement:
             begun, exact_losses, forgotten, measured = self._windows(path)
             depths, exact_answers, answers = self._needles(path)
         recipes = list(zip(self.names, measured, answers, strict=True))
-        return summary(begun, exact_losses, forgotten, exact_answers, recipes, depths)
+        return summary(begun, exact_losses, forgotten, exact_answers, recipes, depths, self.reference)
 
     def _windows(self, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
         exact_losses: list[float] = []
@@ -181,7 +190,7 @@ class _Measurement:
             forgotten.append(read_forgotten(self.model, exact))
             self._step()
             for recipe, rows in zip(self.recipes, measured, strict=True):
-                rows.append(measure(self.model, exact, recipe, path))
+                rows.append(measure(self.model, exact, recipe, path, self.sizes.step))
                 self._step()
         return begun, exact_losses, forgotten, measured
 

@@ -33,16 +33,20 @@ def summary(
     exact_answers: Sequence[bool],
     recipes: Sequence[tuple[str, Sequence[Measured], Sequence[bool]]],
     depths: Sequence[float],
+    reference: str | None = None,
 ) -> dict[str, Any]:
     """The report's results as JSON values, the recipes from most bits in the file to fewest.
 
-    Differences are paired by window; intervals are Student's t over the windows' means. ``depths`` are those of the answers' needles.
+    Differences and ratios to the recipe ``reference`` are paired by window; intervals are Student's t over the windows. ``depths`` are
+    those of the answers' needles.
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, answers, depths) for recipe, measured, answers in recipes]
     mark_front(rows)
+    compare(rows, reference)
     return {
         "confidence": CONFIDENCE,
+        "reference": reference,
         "uncompressed": {
             "perplexity": math.exp(exact_loss),
             "needles": _recall(exact_answers, depths),
@@ -61,10 +65,29 @@ def mark_front(rows: Sequence[dict[str, Any]]) -> None:
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):
-        logarithms = [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
+        logarithms = _logarithms(row)
         row["on_front"] = not front or significantly_less(logarithms, front[-1])
         if row["on_front"]:
             front.append(logarithms)
+
+
+def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
+    """Set ``of_reference`` in every row: the ratio of its divergence to that of the recipe ``reference``, with its interval, or None.
+
+    The ratio is the geometric mean of the windows' ratios.
+    """
+    compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
+    for row in rows:
+        row["of_reference"] = None
+        if compared is not None:
+            differences = [one - other for one, other in zip(_logarithms(row), compared, strict=True)]
+            interval = student_t(differences)
+            ends = None if interval is None else [math.exp(end) for end in interval]
+            row["of_reference"] = {"ratio": math.exp(fmean(differences)), "interval": ends}
+
+
+def _logarithms(row: dict[str, Any]) -> list[float]:
+    return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
 def _predicted(windows: Sequence[Forgotten | Measured], exact_losses: Sequence[float]) -> dict[str, Any]:
@@ -77,6 +100,7 @@ def _predicted(windows: Sequence[Forgotten | Measured], exact_losses: Sequence[f
         "log_perplexity_difference_interval": student_t(differences),
         "kl_divergence": fmean(divergences),
         "kl_divergence_interval": student_t(divergences),
+        "same_choices": fmean(window.same_choices for window in windows),
     }
 
 
@@ -124,12 +148,13 @@ def _counts(answers: Sequence[bool]) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     """Print one table and the meaning of its columns."""
-    exact, settings = report["uncompressed"], report["settings"]
+    exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
     columns = [
         "recipe", "bits per\nvalue", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-",
-        "K\ncosine", "V\ncosine", "attention\nerror", "needles\nright", "95 %\ninterval", "encode\ns", "load\nms",
+        f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "K\ncosine", "V\ncosine", "attention\nerror", "needles\nright",
+        "95 %\ninterval", "encode\ns", "load\nms",
     ]  # fmt: skip
-    rows = [["uncompressed", "32.00", "", f"{exact['perplexity']:.4f}", *[""] * 7, *_recall_cells(exact["needles"]), "", ""]]
+    rows = [["uncompressed", "32.00", "", f"{exact['perplexity']:.4f}", *[""] * 10, *_recall_cells(exact["needles"]), "", ""]]
     for row in report["recipes"]:
         rows.append(
             [
@@ -146,14 +171,18 @@ def show(report: dict[str, Any]) -> None:
             ]
         )
     rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 7])
+    empty = [column for column, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
+    columns, *rows = ([cell for column, cell in enumerate(cells) if column not in empty] for cells in (columns, *rows))
     twin = report["twin"]
     name = report["model"] if twin is None else f"{report['model']}, its twin with key channels x {twin['factor']:g}"
     sizes = f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
     print_table(f"{name}, {report['text']}: {sizes}", columns, rows)
-    print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache.")
-    print("Bits per value count every byte of a window's file. Perplexity is per token.")
+    print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
+    print(f"at most {settings['step']} in a pass. Bits per value count every byte of a window's file. Perplexity is per token.")
     print("The change in its log is paired by window; its interval is Student's t over the windows.")
-    print("KL is KL(uncompressed || packed) of the next token, in nats.")
+    print("KL is KL(uncompressed || packed) of the next token, in nats. Same choice: of the most probable token.")
+    if reference is not None:
+        print(f"x {reference}: KL as a multiple of that of {reference}, the geometric mean over the windows.")
     print(f"Past forgotten: the scored tokens are read over the first {report['forgotten']['kept_tokens']} tokens alone.")
     print("Attention error is the relative error of a layer with exact input, averaged over layers.")
     print("Encode and load are the median times for the tokens before the scored ones.")
@@ -179,11 +208,20 @@ def _predicted_cells(row: dict[str, Any]) -> tuple[str, ...]:
         _half(changes),
         f"{row['kl_divergence']:.5f}",
         _half(divergences),
+        *_ratio_cells(row.get("of_reference")),
+        f"{100 * row['same_choices']:.1f} %",
     )
 
 
 def _half(interval: Sequence[float] | None) -> str:
     return "" if interval is None else f"{(interval[1] - interval[0]) / 2:.5f}"
+
+
+def _ratio_cells(ratio: dict[str, Any] | None) -> tuple[str, str]:
+    if ratio is None:
+        return "", ""
+    ends = "" if ratio["interval"] is None else "-".join(f"{end:.3g}" for end in ratio["interval"])
+    return f"{ratio['ratio']:.3g}", ends
 
 
 def _recall_cells(recall: dict[str, Any] | None) -> tuple[str, str]:

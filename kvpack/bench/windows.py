@@ -30,6 +30,9 @@ QUERIES = 128
 KEPT = 4
 """The first tokens, on which models rest attention that they need nowhere else: they stay when the past is forgotten."""
 
+PASS = 32
+"""The most scored tokens that enter the model at once. A pass that is longer than a cache's raw tail attends to its own tokens exactly."""
+
 _ROWS = 64
 """The number of positions whose distributions are compared at once."""
 
@@ -89,10 +92,14 @@ class Exact:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The model's predictions over packed layers; ``whole`` is the cache with the scored tokens appended."""
+    """The model's predictions over packed layers; ``whole`` is the cache with the scored tokens appended.
+
+    ``same_choices`` is the share of positions at which the model's first choice is that of the uncompressed model.
+    """
 
     log_perplexity: float
     kl_divergence: float
+    same_choices: float
     whole: Cache
 
 
@@ -102,6 +109,7 @@ class Forgotten:
 
     log_perplexity: float
     kl_divergence: float
+    same_choices: float
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ class Measured:
 
     log_perplexity: float
     kl_divergence: float
+    same_choices: float
     k_cosine: list[float]
     v_cosine: list[float]
     attention_error: list[float]
@@ -163,9 +172,7 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(tokens, **cache_names.over(model, cache), position_ids=positions).logits[0]
-        log_probabilities = functional.log_softmax(logits.float(), -1)
-    loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
-    return Forgotten(loss, _divergence(exact.log_probabilities, log_probabilities))
+    return Forgotten(*_compared(exact, functional.log_softmax(logits.float(), -1)))
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
@@ -189,19 +196,20 @@ class Bf16Cache(KvpackCache):
         return super().update(key_states.to(torch.bfloat16), value_states.to(torch.bfloat16), layer_idx, *args, **kwargs)
 
 
-def read_packed(model: Any, exact: Exact, cache: Cache) -> Predicted:
-    """Read the scored tokens of a window over ``cache``, its packed prefix; they are appended and packed."""
+def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
+    """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at once; they are appended and packed."""
     over = Bf16Cache(cache)
     model.set_attn_implementation("kvpack")
+    read = []
     with torch.inference_mode():
-        logits = model(exact.tokens[:, exact.prefix : -1], **cache_names.over(model, over)).logits[0]
-        log_probabilities = functional.log_softmax(logits.float(), -1)
-    loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
-    return Predicted(loss, _divergence(exact.log_probabilities, log_probabilities), over.packed)
+        for tokens in exact.tokens[:, exact.prefix : -1].split(step, 1):
+            logits = model(tokens, **cache_names.over(model, over)).logits[0]
+            read.append(functional.log_softmax(logits.float(), -1))
+    return Predicted(*_compared(exact, torch.cat(read)), over.packed)
 
 
-def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str) -> Measured:
-    """Pack the window's first part, save it to ``path``, load it, and read the rest over it.
+def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS) -> Measured:
+    """Pack the window's first part, save it to ``path``, load it, and read the rest over it, at most ``step`` tokens at once.
 
     The bytes are those of a file of the whole window, including the appended tokens.
     """
@@ -212,7 +220,7 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str) -> Measur
     saved = time.perf_counter()
     cache = _load(path, recipe)
     loaded = time.perf_counter()
-    predicted = read_packed(model, exact, cache)
+    predicted = read_packed(model, exact, cache, step)
     whole = predicted.whole
     with torch.inference_mode():
         errors = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache)]
@@ -220,6 +228,7 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str) -> Measur
     return Measured(
         log_perplexity=predicted.log_perplexity,
         kl_divergence=predicted.kl_divergence,
+        same_choices=predicted.same_choices,
         k_cosine=k_cosine,
         v_cosine=v_cosine,
         attention_error=attention_error,
@@ -247,6 +256,13 @@ def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
     """The cosine between the vectors of two tensors, averaged over heads and tokens."""
     return functional.cosine_similarity(x, y, dim=-1).mean().item()
+
+
+def _compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
+    """The loss of log-probabilities ``[position, vocabulary]`` of the scored tokens, their divergence, and the share of same choices."""
+    loss = functional.nll_loss(found, exact.tokens[0, exact.prefix + 1 :]).item()
+    same = (found.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()
+    return loss, _divergence(exact.log_probabilities, found), same
 
 
 def _divergence(exact: torch.Tensor, found: torch.Tensor) -> float:

@@ -67,9 +67,15 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument("--text", metavar="FILE", help=TEXT_HELP)
     quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: the papers')")
     quality.add_argument("--basis", metavar="FILE", help="the basis of recipes such as klt-1.75 (kvpack calibrate makes one)")
-    quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")
-    quality.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 512)")
-    quality.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 12, or as many as fit)")
+    quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
+    quality.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 256)")
+    quality.add_argument(
+        "--step", type=int, default=32, metavar="N", help="give the model at most N of the scored tokens at once (default: 32)"
+    )
+    quality.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 8, or as many as fit)")
+    quality.add_argument(
+        "--reference", default="fp8", metavar="RECIPE", help="tell every divergence as a multiple of this recipe's, too (default: fp8)"
+    )
     quality.add_argument(
         "--needles", type=int, metavar="N", help="prompts with 5 needles each, for byte-level models (default: 8, or as many as fit)"
     )
@@ -322,7 +328,9 @@ def run_quality(arguments: argparse.Namespace) -> int:
     transformers_library()
     from kvpack.bench import norm_rules, quality
 
-    settings = quality.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed)
+    settings = quality.Settings(
+        arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step
+    )
     with progress("bench quality", arguments) as callback:
         if arguments.norm_rules:
             recipes = arguments.recipe or norm_rules.recipes()
@@ -330,7 +338,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
         else:
             recipes = arguments.recipe or list(quality.RECIPES)
             given = (arguments.model, arguments.text, recipes, settings)
-            report = quality.run(*given, basis=arguments.basis, out=arguments.out, progress=callback)
+            report = quality.run(*given, basis=arguments.basis, reference=arguments.reference, out=arguments.out, progress=callback)
     print_report(report, norm_rules.show if arguments.norm_rules else quality.show, arguments)
     return 0
 

@@ -131,6 +131,49 @@ def test_a_row_sums_up_its_windows(report: Any) -> None:
             assert (part["right"], part["asked"]) == (sum(answers), len(answers))
 
 
+def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windows.Exact, tmp_path: Path) -> None:
+    def divergence(step: int) -> float:
+        cache = windows.packed_file(exact.first, "kv=scalar:b=2;tail=8", str(tmp_path / "window"))
+        found = windows.read_packed(model, exact, cache, step)
+        assert found.whole.tokens == 416
+        return found.kl_divergence
+
+    # A pass within the tail is the same as one token after another; a longer one attends to its own tokens exactly.
+    alone = divergence(1)
+    assert divergence(8) == pytest.approx(alone, rel=1e-3)
+    assert divergence(32) < 0.7 * alone
+    assert divergence(96) < 0.5 * alone
+
+
+def test_same_choices_are_those_of_the_most_probable_token(exact: windows.Exact) -> None:
+    found = exact.log_probabilities.clone()
+    # The first choice becomes the last in 24 of 96 positions.
+    found[torch.arange(24), found[:24].argmax(-1)] = -1e3
+    assert windows._compared(exact, found)[2] == 0.75
+    assert windows._compared(exact, exact.log_probabilities)[1:] == (0.0, 1.0)
+
+
+def test_ratios_to_the_reference_are_paired_by_window() -> None:
+    rows: list[dict[str, Any]] = [
+        {"recipe": "a", "windows": [{"kl_divergence": 0.1}, {"kl_divergence": 10.0}]},
+        {"recipe": "b", "windows": [{"kl_divergence": 0.2}, {"kl_divergence": 80.0}]},
+    ]
+    summary.compare(rows, "a")
+    assert rows[0]["of_reference"] == {"ratio": 1.0, "interval": [1.0, 1.0]}
+    assert rows[1]["of_reference"]["ratio"] == pytest.approx(4.0)
+    low, high = rows[1]["of_reference"]["interval"]
+    assert math.log(high / low) == pytest.approx(2 * 12.7062 * math.log(2), rel=1e-3)
+    summary.compare(rows, None)
+    assert [row["of_reference"] for row in rows] == [None, None]
+
+
+def test_the_reference_is_measured_too() -> None:
+    found = quality.run(None, None, ["kivi-2"], quality.Settings(tokens=128, score=16, windows=2, needles=0), reference="fp8")
+    rows = by_recipe(found)
+    assert set(rows) == {"kivi-2", "fp8"}
+    assert rows["kivi-2"]["of_reference"]["ratio"] > 1 == rows["fp8"]["of_reference"]["ratio"]
+
+
 def test_the_past_forgotten_is_the_other_end_of_the_scale(report: Any, model: Any, exact: windows.Exact) -> None:
     forgotten = report["forgotten"]
     assert forgotten["kl_divergence"] > max(row["kl_divergence"] for row in report["recipes"])
@@ -331,13 +374,14 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
         (["--tokens", "512", "--windows", "5"], 2, "--windows is 5, expected an integer from 1 to 4"),
         (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
         (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected an integer from 0 to 0"),
+        (["--step", "0"], 2, "--step is 0, expected an integer from 1 to 1024"),
         (["--twin", "0"], 2, "the twin multiplies k_proj by 0.0"),
         (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),
         (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
         (["--text", "/nowhere"], 3, "/nowhere: could not be opened"),
         (["--out", "/dev/null/x"], 3, "/dev/null/x: could not be made"),
     ],
-    ids=["tokens", "more tokens", "score", "windows", "needles", "room", "twin", "recipe", "model", "text", "out"],
+    ids=["tokens", "more tokens", "score", "windows", "needles", "room", "step", "twin", "recipe", "model", "text", "out"],
 )
 def test_what_is_refused(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quality", *words]) == code
@@ -361,9 +405,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "kivi-2" in (tmp_path / "quality.svg").read_text()
     quality.show(printed)
     shown = capsys.readouterr().out
-    row = next(line for line in shown.splitlines() if line.strip().startswith("kivi-2"))
-    assert f"{printed['recipes'][0]['perplexity']:.4f}" in row
-    assert "of 5" in row
+    line = next(line for line in shown.splitlines() if line.strip().startswith("kivi-2"))
+    row = by_recipe(printed)["kivi-2"]
+    assert f"{row['perplexity']:.4f}" in line
+    assert f"{row['of_reference']['ratio']:.3g}" in line
+    assert f"{100 * row['same_choices']:.1f} %" in line
+    assert "of 5" in line
+    assert "at most 32 in a pass" in shown
     assert "its twin with key channels x 8" in shown
     assert "past forgotten" in shown
     assert "75 to 100 %" in shown

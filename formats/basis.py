@@ -6,10 +6,11 @@ columns, and the tables of every run of columns at every width.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import InvalidParameter, InvalidShape, MissingBasis
+from .errors import InvalidShape, MissingBasis, OutOfRange
 from .lazy import numpy, torch
 
 if TYPE_CHECKING:
@@ -36,6 +37,31 @@ DIGEST_BYTES = 32
 def not_given(place: str) -> MissingBasis:
     """The error of a codec that needs ``place`` of its basis, and has none."""
     return MissingBasis(f"the {place} are needed, and were not given: load or convert the cache with basis=")
+
+
+INVERSE_ERROR = 2.0**-8
+"""The most that values may change by an inverse and the matrix, relative to the largest of a token's (rule basis-19)."""
+
+
+def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
+    """The inverses of ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names the matrices.
+
+    Raises OutOfRange where there is none, or none by which values are encoded to within ``INVERSE_ERROR`` of them.
+    """
+    # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
+    exact = matrices.to(torch.float64).cpu().numpy()
+    try:
+        with numpy.errstate(all="ignore"):
+            found = numpy.linalg.inv(exact).astype(numpy.float32)
+            error = float(numpy.abs(found.astype(numpy.float64) @ exact - numpy.eye(exact.shape[-1])).sum(-2).max())
+    except numpy.linalg.LinAlgError:
+        error = math.inf
+    if not error <= INVERSE_ERROR:
+        raise OutOfRange(
+            f"{what} has no inverse, or only one that changes values by {error:.3g} of a token's largest; the most is {INVERSE_ERROR:.3g}: "
+            "values can be decoded by this basis, but not encoded; kvpack calibrate on more text makes another"
+        )
+    return torch.from_numpy(found)
 
 
 def runs_of(dim: int) -> int:
@@ -106,14 +132,8 @@ class BasisRows:
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders. Raises InvalidParameter."""
-        # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
-        matrix = self.matrix.to(torch.float64).cpu().numpy()
-        try:
-            found = numpy.linalg.inv(matrix).astype(numpy.float32)
-        except numpy.linalg.LinAlgError:
-            raise InvalidParameter("a matrix of the basis has no inverse: values can be decoded by it, but not encoded") from None
-        return torch.from_numpy(found).to(self.rows.device)
+        """The inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders. Raises as ``inverse_of``."""
+        return inverse_of(self.matrix, "a matrix of the basis").to(self.rows.device)
 
     def on(self, device: torch.device) -> BasisRows:
         """The same rows on ``device``; a copy is kept."""

@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import rans
-from .errors import InvalidParameter, InvalidShape
+from .basis import inverse_of
+from .errors import InvalidShape
 from .lazy import numpy, torch
 from .tables import TABLES_KEPT
 
@@ -75,10 +76,6 @@ def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.T
     angles = torch.arange(_TURNED_TOKENS, dtype=torch.float64, device="cpu")[:, None]
     angles = angles * torch.tensor(frequencies, dtype=torch.float64, device="cpu")
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
-
-
-_INVERSE_ERROR = 2.0**-8
-"""The most that values may change by a frame's inverse and the frame, relative to the largest of a token's."""
 
 
 class Tables:
@@ -161,23 +158,8 @@ class Frames:
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders.
-
-        Raises InvalidParameter where there is none, or none by which values are encoded to within 2^-8 of them.
-        """
-        # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
-        matrix = self.rows[:, 1:].to(torch.float64).cpu().numpy()
-        try:
-            with numpy.errstate(all="ignore"):
-                found = numpy.linalg.inv(matrix).astype(numpy.float32)
-                error = numpy.abs(found.astype(numpy.float64) @ matrix - numpy.eye(self.columns)).sum(1).max()
-        except numpy.linalg.LinAlgError:
-            error = numpy.inf
-        if not error <= _INVERSE_ERROR:
-            raise InvalidParameter(
-                "a frame of the basis has no inverse, or only one that is too inexact: values can be decoded by it, but not encoded"
-            )
-        return torch.from_numpy(found)
+        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders. Raises as ``inverse_of``."""
+        return inverse_of(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:
         """The number of the table of every column at ``step``, int64 ``[frame, column]``."""

@@ -32,6 +32,9 @@ GAINS = {"none": None, "fp16": "F16"}
 ROWS = {"basis": None, **NORMS}
 """Stored dtypes of the rows of the basis, by parameter value; they are not stored for ``basis``."""
 
+MOST_WITHOUT_GAIN = 64
+"""The largest head dim at which tokens have no gain unless a recipe asks for one: the bits of one are worth more in columns there."""
+
 MAX_LAYER = 4095
 LARGEST_GAIN = 65504.0
 
@@ -71,7 +74,7 @@ class Klt(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        gain, rows = options.choice("gain", "fp16", tuple(GAINS)), options.choice("rows", "basis", tuple(ROWS))
+        gain, rows = options.choice("gain", default_gain(dim), tuple(GAINS)), options.choice("rows", "basis", tuple(ROWS))
         for name in ("bits", "basis"):
             options.text(name)
         options.finish()
@@ -215,6 +218,11 @@ class Klt(CodecFamily):
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return product(q, self.parts(streams).matrix.transpose(-1, -2))
+
+
+def default_gain(dim: int) -> str:
+    """The gain of a recipe that names none, at head dim ``dim``."""
+    return "none" if dim <= MOST_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:

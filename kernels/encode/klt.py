@@ -77,7 +77,7 @@ def encode(
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not take.
 
     That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, InvalidShape for another
-    number of heads, and InvalidParameter for a matrix without an inverse.
+    number of heads, and OutOfRange for a matrix without an inverse.
     """
     if codec.rows != "basis":
         return False

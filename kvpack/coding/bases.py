@@ -19,7 +19,7 @@ from kvpack.file.user_files import path_text, read_bytes
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of, runs_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables
-from kvpack.formats.klt import Klt
+from kvpack.formats.klt import Klt, default_gain
 from kvpack.formats.lazy import functional, numpy, torch
 from kvpack.formats.raw import Raw
 from kvpack.formats.transform import MAX_STEP, default_chunk
@@ -38,8 +38,8 @@ MAX_FILE_BYTES = 1 << 32
 
 SIDES = ("k", "v")
 
-GAIN_BITS = 16
-"""Bits per token and head besides those of the columns."""
+GAIN_BITS = {"none": 0, "fp16": 16}
+"""Bits per token and head besides those of the columns, by the codec's gain."""
 
 LEAST_BITS, MOST_BITS = 0.25, 8.0
 
@@ -174,12 +174,12 @@ class Basis:
             values += channels
         return bits / values if values else 0.0
 
-    def calibrated(self, layer: int, side: str, bits: float) -> Calibrated:
-        """What a codec takes from the basis for ``bits`` bits per value on average over all layers and sides.
+    def calibrated(self, layer: int, side: str, bits: float, gain: str | None = None) -> Calibrated:
+        """What the codec klt takes from the basis for ``bits`` bits per value on average over all layers and sides, all with ``gain``.
 
         Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
-        return Calibrated(self.rows(layer, side), self.digest, layer, self.widths(bits)[layer, side])
+        return Calibrated(self.rows(layer, side), self.digest, layer, self.widths(bits, gain)[layer, side])
 
     @cached_property
     def _run_weights(self) -> dict[tuple[int, str], list[float]]:
@@ -190,24 +190,25 @@ class Basis:
             found[place] = [part.mean().item() for part in torch.split(squares, RUN_COLUMNS)]
         return found
 
-    def widths(self, bits: float) -> Mapping[tuple[int, str], bytes]:
+    def widths(self, bits: float, gain: str | None = None) -> Mapping[tuple[int, str], bytes]:
         """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
 
-        A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one, and its gains, also where
-        these are more than ``bits``, as at small head dims. Raises InvalidParameter for bits out of range.
+        A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one, and the gains that a codec
+        with ``gain`` has ("none" or "fp16"; None stands for what ``default_gain`` says), also where these are more than ``bits``, as at
+        small head dims. Raises InvalidParameter for bits out of range.
         """
         if not LEAST_BITS <= bits <= MOST_BITS:
             raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value")
-        if bits not in self._widths:
+        if (bits, gain) not in self._widths:
             low, high = -60.0, 60.0
             for _ in range(_STEPS):
                 middle = (low + high) / 2
-                low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle)) > bits else (low, middle)
-            self._widths[bits] = MappingProxyType(self._at_slope(2.0**high))
-        return self._widths[bits]
+                low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle), gain) > bits else (low, middle)
+            self._widths[bits, gain] = MappingProxyType(self._at_slope(2.0**high))
+        return self._widths[bits, gain]
 
     @cached_property
-    def _widths(self) -> dict[float, Mapping[tuple[int, str], bytes]]:
+    def _widths(self) -> dict[tuple[float, str | None], Mapping[tuple[int, str], bytes]]:
         # Every layer and side of every pass asks for the same bits, and the search passes over the whole model.
         return {}
 
@@ -222,14 +223,15 @@ class Basis:
             found[place] = bytes(widths) if any(widths) else bytes([1, *widths[1:]])
         return found
 
-    def bits_of(self, widths: Mapping[tuple[int, str], bytes]) -> float:
-        """The bits per value of files whose runs have ``widths``, of a layer and side each."""
+    def bits_of(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None) -> float:
+        """The bits per value of files whose runs have ``widths``, of a layer and side each, and tokens a ``gain`` (as for ``widths``)."""
         bits, values = 0.0, 0
         for place, found in widths.items():
             rows = self._rows[place]
             counts = (min(RUN_COLUMNS, rows.dim - RUN_COLUMNS * run) for run in range(runs_of(rows.dim)))
-            bits += rows.heads * (sum(width * count for width, count in zip(found, counts, strict=True)) + GAIN_BITS)
-            streams = Klt.of(rows.dim, self.digest, *place, found).layout(1, rows.heads, 1)
+            own = gain or default_gain(rows.dim)
+            bits += rows.heads * (sum(width * count for width, count in zip(found, counts, strict=True)) + GAIN_BITS[own])
+            streams = Klt.of(rows.dim, self.digest, *place, found, own).layout(1, rows.heads, 1)
             bits += 8 * STREAM_BYTES["klt"] * len(streams) / FILE_TOKENS
             values += rows.heads * rows.dim
         return bits / values

@@ -190,7 +190,10 @@ class Recipe:
         calibrated = None
         if rule.codec_id in CALIBRATED:
             basis = self._basis_of(rule, layers)
-            calibrated = (basis.transformed if rule.codec_id == "transform" else basis.calibrated)(layer, side, rule.bits)
+            if rule.codec_id == "transform":
+                calibrated = basis.transformed(layer, side, rule.bits)
+            else:
+                calibrated = basis.calibrated(layer, side, rule.bits, dict(rule.words).get("gain"))
         try:
             return rule.codec(dim, side, dtype, calibrated)
         except InvalidParameter as error:

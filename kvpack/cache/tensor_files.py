@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 
-_NAMES = {**STATE_DTYPES, torch.int32: "I32"}
+_NAMES = {**STATE_DTYPES, torch.int32: "I32", torch.int64: "I64"}
 """safetensors names of the dtypes that are written."""
 
 MAX_VALUES = 2**63 - 1

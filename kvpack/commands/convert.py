@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.output import add_json, print_json, progress
+from kvpack.output import add_json, print_json, printable, progress
+
+from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
     import argparse
@@ -33,6 +36,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     """The options of every command that writes a kvpack file."""
     parser.add_argument("--compress", action="store_true", help="compress tensors with zstd where that saves 3 %% or more")
     parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
+    add_force(parser)
 
 
 def add_basis(parser: argparse.ArgumentParser) -> None:
@@ -61,13 +65,27 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, convert and save."""
     import kvpack
 
+    check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     # Truncating a mapped file would end the process, so the command reads a copy.
     recipe = recipe_of(arguments)
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("encode", arguments) as callback:
         converted = cache.convert(recipe, progress=callback)
     save(converted, arguments)
+    if _takes_more_bits(cache, converted):
+        note = f"{arguments.output} has more bits per value than {arguments.input}, and no better quality"
+        lost = f"what {cache.recipe} rounded stays rounded. Convert the original values instead, if you have them"
+        print(f"kvpack: note: {printable(note)}: {printable(lost)}", file=sys.stderr)
     return 0
+
+
+def _takes_more_bits(cache: Cache, converted: Cache) -> bool:
+    """Whether any rounded values were encoded again with more bits."""
+    return any(
+        old.pages and old.codec.exact_dtype is None and new.codec.nominal_bits > old.codec.nominal_bits
+        for before, after in zip(cache, converted, strict=True)
+        for old, new in zip(before.sides.values(), after.sides.values(), strict=True)
+    )
 
 
 def save(cache: Cache, arguments: argparse.Namespace) -> None:

@@ -1,22 +1,29 @@
 """kvpack unpack and kvpack pack: kvpack files to and from safetensors files of dense keys and values.
 
 A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0, and the states of
-recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. Its metadata
-``kvpack.unpacked`` is JSON: the model's identity and the position of the first token, or, where layers start elsewhere or have no
-tensors, ``{"range": position, "layers": [position of each]}``.
+recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. The known token ids are ``token_ids``, int64
+``[1, token]``. Its metadata ``kvpack.unpacked`` is JSON: ``model``, the model's identity, and ``start``, the position of the first
+token, or, where layers start elsewhere or have no tensors, ``{"range": position, "layers": [position of each]}``. If the file has
+them, ``metadata`` holds the user's texts and numbers, and ``undetermined`` the inputs that token ids do not determine, each as
+``[text, position]``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.errors import InvalidParameter
+from kvpack.file.metadata import to_bytes
+from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.output import add_json, print_json, progress
 
 from .convert import RECIPE_HELP, add_basis, add_writing, recipe_of, save
+from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
     import argparse
@@ -26,9 +33,13 @@ if TYPE_CHECKING:
     from kvpack import Cache
     from kvpack.cache.dense_states import DenseLayer
     from kvpack.coding.encoding import Progress
+    from kvpack.file.metadata import Value
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """safetensors names of the dtypes that ``unpack`` writes."""
+
+IDS = "token_ids"
+"""The name of the tensor of token ids."""
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv]|state\.(?P<state>[a-z][a-z0-9_.]{0,27}))", re.ASCII)
 
@@ -39,6 +50,7 @@ def add(commands: Any) -> None:
     parser.add_argument("input", metavar="FILE")
     parser.add_argument("output", metavar="OUT.safetensors")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the tensors written (default: bf16)")
+    add_force(parser)
     add_json(parser)
     add_basis(parser)
     parser.set_defaults(run=unpack)
@@ -58,6 +70,7 @@ def unpack(arguments: argparse.Namespace) -> int:
     from kvpack.cache import tensor_files
     from kvpack.file.atomic import write_file
 
+    check_output(arguments, arguments.output, arguments.input, arguments.basis)
     # Truncating a mapped file would end the process, so the command reads a copy.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:
@@ -72,17 +85,25 @@ def unpack(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
-    """Read the dense file and write a kvpack file, with the positions and the model identity that ``unpack`` recorded."""
+    """Read the dense file and write a kvpack file, with everything that ``unpack`` recorded."""
     import kvpack
 
-    layers, model, start = _read_dense(arguments.input)
+    check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
+    layers, note, inputs = _read_dense(arguments.input)
+    recipe = recipe_of(arguments, reads_cache=False)
     with progress("encode", arguments) as callback:
-        cache = kvpack.pack(layers, recipe_of(arguments, reads_cache=False), model=model, start=start, progress=callback)
-    save(cache, arguments)
+        cache = kvpack.pack(layers, recipe, model=note.model, start=note.start, inputs=inputs, progress=callback)
+    if inputs is not None and inputs.tokens > cache.tokens:
+        raise InvalidParameter(
+            f"{arguments.input}: {IDS} has {inputs.tokens} ids, and the layers have {cache.tokens} tokens: leave out the rest"
+        )
+    save(replace(cache, metadata=MappingProxyType(note.metadata)), arguments)
     return 0
 
 
 def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, torch.Tensor]:
+    import torch
+
     from kvpack.coding.encoding import RAW_DTYPES
 
     tensors = {}
@@ -91,19 +112,26 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
         tensors.update({f"{number}.state.{name}": state for name, state in layer.states.items()})
         if callback:
             callback(number + 1, len(cache))
+    if cache.inputs is not None and cache.inputs.tokens:
+        ids = torch.frombuffer(bytearray(cache.inputs.token_ids), dtype=torch.uint8).view(-1, ID_BYTES)
+        tensors[IDS] = (ids.to(torch.int64) << torch.arange(0, 8 * ID_BYTES, 8, device="cpu")).sum(1)[None]
     return tensors
 
 
 def _metadata(cache: Cache) -> dict[str, str]:
-    """What the dense file says of the positions and the model."""
+    """The metadata of the dense file: positions, the model, the user's metadata, and inputs that token ids do not determine."""
     starts = [cache.positions(number)[0] for number in range(len(cache))]
     whole = all(layer.sides and not layer.skipped for layer in cache)
-    note = {"start": cache.start if whole else {"range": cache.start, "layers": starts}, "model": dict(cache.model)}
+    note: dict[str, Any] = {"start": cache.start if whole else {"range": cache.start, "layers": starts}, "model": dict(cache.model)}
+    if cache.metadata:
+        note["metadata"] = dict(cache.metadata)
+    if cache.inputs is not None:
+        note["undetermined"] = list(zip(cache.inputs.undetermined, cache.inputs.starts, strict=True))
     return {"format": "pt", "kvpack.unpacked": json.dumps(note)}
 
 
-def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
-    """The layers, the model's identity and the first position.
+def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
+    """The layers, the metadata and the inputs.
 
     Raises MissingFile, or InvalidParameter when the file is no safetensors file or its names are not those of a dense cache.
     """
@@ -119,6 +147,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
     tensors, (note, layers) = tensor_files.read(path, check)
     starts = [note.start] * layers if note.starts is None else note.starts
     states: list[dict[str, torch.Tensor]] = [{} for _ in starts]
+    inputs = _inputs(path, tensors.pop(IDS, None), note.undetermined)
     for name, tensor in tensors.items():
         number, _, state = name.partition(".state.")
         if state:
@@ -126,17 +155,31 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], dict[str, str], int]:
             states[int(number)][state] = tensor
     return (
         [DenseLayer(tensors.get(f"{n}.k"), tensors.get(f"{n}.v"), start - note.start, states[n]) for n, start in enumerate(starts)],
-        note.model,
-        note.start,
+        note,
+        inputs,
     )
+
+
+def _inputs(path: str, ids: torch.Tensor | None, undetermined: list[tuple[str, int]] | None) -> Inputs | None:
+    """The inputs of a dense file; None if it has none. Raises InvalidParameter for ids that are not integers ``[1, token]``."""
+    from kvpack.store.keys import token_bytes
+
+    if ids is None and undetermined is None:
+        return None
+    try:
+        data = b"" if ids is None else token_bytes(ids)
+    except InvalidParameter as error:
+        raise InvalidParameter(f"{path}: {error}") from None
+    return Inputs(data, tuple(text for text, _ in undetermined or ()), tuple(position for _, position in undetermined or ()))
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:
     """The number of layers that the tensors and the note name. Raises InvalidParameter where the two disagree."""
+    names = [name for name in names if name != IDS]
     for name in names:
         if not _NAME.fullmatch(name):
             raise InvalidParameter(
-                f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k, or {{layer}}.state.{{name}}"
+                f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k, {{layer}}.state.{{name}} or {IDS}"
             )
     layers = {int(name.partition(".")[0]) for name in names}
     count = len(layers) if note.starts is None else len(note.starts)
@@ -157,6 +200,9 @@ class _Note(NamedTuple):
     model: dict[str, str]
     start: int
     starts: list[int] | None
+    metadata: dict[str, Value]
+    undetermined: list[tuple[str, int]] | None
+    """The inputs that token ids do not determine, with the first position of each; None if the file says nothing of inputs."""
 
 
 def _note(path: str, text: str) -> _Note:
@@ -167,10 +213,30 @@ def _note(path: str, text: str) -> _Note:
     match note:
         case {"start": start, "model": {**named}} if all(isinstance(word, str) for word in named.values()):
             model = {str(name): str(word) for name, word in named.items()}
+            kept = note.get("metadata", {})
+            try:
+                to_bytes(kept)
+            except KvpackError as error:
+                raise InvalidParameter(f"{path}: kvpack.unpacked: {error}") from None
+            undetermined = _undetermined(path, note.get("undetermined"))
             match start:
                 case int() if type(start) is int:
-                    return _Note(model, start, None)
+                    return _Note(model, start, None, kept, undetermined)
                 case {"range": first, "layers": [*starts]} if all(type(position) is int for position in (first, *starts)):
-                    return _Note(model, first, starts)
+                    return _Note(model, first, starts, kept, undetermined)
     expected = '{"start": integer, "model": {name: text}}, where start may also be {"range": integer, "layers": [integer, ...]}'
     raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")
+
+
+def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
+    """The pairs of text and position in the metadata. Raises InvalidParameter for anything else."""
+    if listed is None:
+        return None
+    pairs = []
+    for pair in listed if isinstance(listed, list) else [listed]:
+        match pair:
+            case [str() as text, int() as position] if text and type(position) is int and 0 <= position <= MAX_TOKENS:
+                pairs.append((text, position))
+            case _:
+                raise InvalidParameter(f"{path}: kvpack.unpacked: undetermined holds {pair!r:.80}, expected [text, position]")
+    return pairs

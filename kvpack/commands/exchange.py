@@ -11,6 +11,7 @@ from kvpack.output import add_json, print_json, progress
 
 from .convert import RECIPE_HELP, add_basis, add_writing, recipe_of, save
 from .dense import DTYPES
+from .outputs import add_force, check_output
 
 _WINDOW = re.compile(r"(?P<layers>[0-9]{1,4}(,[0-9]{1,4})*)=(?P<tokens>[0-9]{1,9})", re.ASCII)
 _HEADS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*", re.ASCII)
@@ -50,6 +51,7 @@ def add(commands: Any) -> None:
         help="of slots: whether values are transposed, as without flash attention (default: as in the imported slot)",
     )
     parser.add_argument("--streams", type=int, metavar="N", help="of slots: streams of the context (default: those of the imported slot)")
+    add_force(parser)
     add_json(parser)
     parser.set_defaults(run=export)
 
@@ -59,7 +61,9 @@ def import_(arguments: argparse.Namespace) -> int:
     from kvpack.integrations.llama_cpp import import_slot, is_state_file
     from kvpack.integrations.mlx_lm import import_prompt_cache
 
-    recipe, windows = recipe_of(arguments, reads_cache=False), _windows(arguments)
+    windows = _windows(arguments)
+    check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
+    recipe = recipe_of(arguments, reads_cache=False)
     slot = is_state_file(arguments.input)
     if slot and not _HEADS.fullmatch(arguments.kv_heads or ""):
         found = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"
@@ -86,6 +90,7 @@ def export(arguments: argparse.Namespace) -> int:
     from kvpack.integrations.mlx_lm import export_prompt_cache
 
     windows, slot = _windows(arguments), arguments.to == "llama.cpp"
+    check_output(arguments, arguments.output, arguments.input, arguments.basis)
     if not slot and (arguments.transposed is not None or arguments.streams is not None):
         raise InvalidParameter("--transposed and --streams are for --to llama.cpp")
     # Truncating a mapped file would end the process, so the command reads a copy.

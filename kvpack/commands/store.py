@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable, progress
 
+from .outputs import add_force, check_output
+
 if TYPE_CHECKING:
     from kvpack.store.catalog import Catalog, Prefix
 
@@ -36,6 +38,7 @@ def add(commands: Any) -> None:
     export.add_argument("key", metavar="KEY", help="the first digits of a key that ls prints")
     export.add_argument("output", metavar="OUT")
     export.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
+    add_force(export)
     add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file with --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
@@ -273,6 +276,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     from .opened import Opened
 
+    check_output(arguments, arguments.output, arguments.key_file)
     store = Opened(arguments)
     catalog = store.catalog()
     if store.silent(catalog.count):

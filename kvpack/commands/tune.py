@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.output import add_json, print_report, progress
 
 from .bench import MODEL_HELP, TEXT_HELP
+from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
     import argparse
@@ -48,12 +49,14 @@ def add(commands: Any) -> None:
         "--held-out", type=int, metavar="N", help="windows kept for the final comparison only (default: 16, or as many as fit)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
+    add_force(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, write the recipe file and print its results."""
+    check_output(arguments, arguments.out, arguments.text, arguments.basis, arguments.measurements)
     from kvpack.models import transformers_library
 
     # Refuses with a message where transformers is missing: the next line imports it.

@@ -152,5 +152,5 @@ def test_the_command_tells_it_in_one_line(tmp_path: Path, capsys: pytest.Capture
         assert cli.main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--recipe", "bf16"]) == 0
     told = capsys.readouterr().err
     assert told == f"kvpack: warning: {TOLD.format('fp32', 'bf16')}\n"
-    assert cli.main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--recipe", "raw"]) == 0
+    assert cli.main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--recipe", "raw", "--force"]) == 0
     assert capsys.readouterr().err == ""

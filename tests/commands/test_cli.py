@@ -232,9 +232,158 @@ def test_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert report["bits_per_value"] == 8 * report["bytes"] / report["values"]
     converted = kvpack.load(out)
     assert (converted.recipe, converted.start, dict(converted.model)) == ("kivi-4", 256, {"name": "toy", "revision": "7"})
-    assert run("convert", file, file, "raw", "--compress") == 0
-    assert f"{file}: {file.stat().st_size:,} bytes" in capsys.readouterr().out
-    assert kvpack.load(file).recipe == "raw"
+    assert run("convert", file, out, "raw", "--compress", "--force") == 0
+    assert f"{out}: {out.stat().st_size:,} bytes" in capsys.readouterr().out
+    assert kvpack.load(out).recipe == "raw"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("kivi-2", "kivi-4", True),
+        ("octopus-2", "raw", True),
+        ("kivi-4", "kivi-2", False),
+        ("raw", "kivi-4", False),
+        ("bf16", "fp32", False),
+    ],
+)
+def test_convert_says_when_more_bits_gain_nothing(
+    before: str, after: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, out = tmp_path / "in", tmp_path / "out"
+    kvpack.save(kvpack.pack(random_pairs(2, 128), before), packed)
+    assert run("convert", packed, out, after) == 0
+    err = capsys.readouterr().err
+    assert (f"kvpack: note: {out} has more bits per value than {packed}, and no better quality: what {before} rounded" in err) == told
+    assert kvpack.load(out).recipe == after
+
+
+WRITING = {
+    "convert": ["convert", "IN", "OUT", "kivi-2"],
+    "convert by a recipe file": ["convert", "GOOD", "OUT", "@RECIPE;tail=32"],
+    "unpack": ["unpack", "IN", "OUT"],
+    "pack": ["pack", "DENSE", "OUT", "--recipe", "RECIPE"],
+    "import": ["import", "DENSE", "OUT"],
+    "export": ["export", "IN", "OUT"],
+    "a basis": ["unpack", "GOOD", "OUT", "--basis", "IN"],
+    "store export": ["store", "export", "STORE", "00", "OUT", "--key-file", "IN"],
+    "tune": ["tune", "--bits", "3", "--out", "OUT", "--text", "IN"],
+    "the measurements of tune": ["tune", "--bits", "3", "--out", "OUT", "--measurements", "IN"],
+    "calibrate": ["calibrate", "--out", "OUT", "--text", "IN"],
+}
+"""Commands that write OUT; IN, DENSE or RECIPE is the input that OUT is in some of the tests."""
+
+
+@pytest.mark.parametrize("link", ["the same path", "a symbolic link", "a hard link"])
+@pytest.mark.parametrize("words", WRITING.values(), ids=WRITING)
+def test_no_command_writes_over_its_input(
+    words: list[str], link: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = file.read_bytes(), tmp_path / "link"
+    if link == "the same path":
+        out = file
+    elif link == "a symbolic link":
+        out.symlink_to(file)
+    else:
+        out.hardlink_to(file)
+    names = {"IN": file, "DENSE": file, "GOOD": tmp_path / "good", "OUT": out, "STORE": tmp_path / "store"}
+    given = [str(names.get(word, word)).replace("RECIPE", str(file)) for word in words]
+    for force in ([], ["--force"]):
+        assert run(*given, *force) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err) == ("", f"kvpack: {out}: is an input of this command; write to another path\n")
+    assert file.read_bytes() == before
+    assert out.is_symlink() == (link == "a symbolic link")
+
+
+@pytest.mark.parametrize("words", WRITING.values(), ids=WRITING)
+def test_a_command_replaces_a_file_only_by_force(
+    words: list[str], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, dense_file, recipe = tmp_path / "notes.txt", tmp_path / "dense", tmp_path / "recipe"
+    notes.write_text("mine")
+    recipe.write_text("kivi-2")
+    assert run("unpack", file, dense_file) == 0
+    capsys.readouterr()
+    names = {"IN": file, "DENSE": dense_file, "GOOD": file, "OUT": notes, "STORE": tmp_path / "store"}
+    given = [str(names.get(word, word)).replace("RECIPE", str(recipe)) for word in words]
+    assert run(*given) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"kvpack: {notes}: exists already; write to another path, or replace it with --force\n")
+    assert notes.read_text() == "mine"
+    if words[0] in ("convert", "unpack", "pack") and "--basis" not in words:
+        assert run(*given, "--force") == 0
+        assert notes.read_bytes() != b"mine"
+
+
+def test_every_command_that_writes_a_file_takes_force() -> None:
+    """A parser with an argument for an output has the option, so that a new command cannot leave it out."""
+
+    def walk(parser: argparse.ArgumentParser, name: str) -> list[str]:
+        found = []
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [one for word, inner in action.choices.items() for one in walk(inner, f"{name} {word}")]
+        outputs = {action.dest for action in parser._actions} & {"output", "out"}
+        forces = any("--force" in action.option_strings for action in parser._actions)
+        return [*found, *([name] if outputs and not forces else [])]
+
+    # These write folders of reports under names of their own.
+    assert sorted(walk(cli.parser(), "")) == [" bench kernels", " bench quality", " bench serve", " demo"]
+
+
+IDS = [0, 5, 2**31, 2**32 - 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "metadata"),
+    [
+        (kvpack.Inputs(torch.tensor(IDS).to(torch.uint32).numpy().tobytes()), {}),
+        (kvpack.Inputs(b"", ("tokens 2 to 5 came from embeddings", "an image"), (2, 40)), {"title": "a \u2603", "version": 3, "rate": 0.1}),
+        (kvpack.Inputs(), {}),
+        (None, {"title": "x"}),
+    ],
+    ids=["ids", "no ids", "nothing known", "nothing recorded"],
+)
+def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, Any], tmp_path: Path) -> None:
+    first, plain, again = tmp_path / "first", tmp_path / "plain", tmp_path / "again"
+    kvpack.save(kvpack.pack(random_pairs(2, 50), "raw", inputs=inputs), first, metadata=metadata)
+    assert run("unpack", first, plain) == run("pack", plain, again, "--recipe", "raw") == 0
+    tensors = load_file(plain)
+    if inputs is not None and inputs.tokens:
+        assert torch.equal(tensors["token_ids"], torch.tensor([IDS]))
+    else:
+        assert "token_ids" not in tensors
+    packed = kvpack.load(again)
+    assert packed.inputs == inputs
+    assert dict(packed.metadata) == metadata
+    assert first.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(1, 9, dtype=torch.int64), "token_ids has 9 ids, and the layers have 5 tokens"),
+        (torch.zeros(1, 5), r"token_ids are float32 \[5\], expected integers"),
+        (torch.zeros(3, 5, dtype=torch.int64), r"token_ids are int64 \[3, 5\], expected integers \[token\] or \[1, token\]"),
+        (torch.tensor([-1]), "token_ids are from -1 to -1"),
+    ],
+)
+def test_token_ids_of_a_dense_file_that_are_refused(
+    ids: torch.Tensor, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"0.k": torch.randn(1, 2, 5, 64), "token_ids": ids}, tmp_path / "dense")
+    assert run("pack", tmp_path / "dense", tmp_path / "out", "--recipe", "raw") == 2
+    assert re.match(rf"kvpack: .*dense: {message}", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_token_ids_of_a_dense_file_written_by_hand(tmp_path: Path) -> None:
+    save_file({"0.k": torch.randn(1, 2, 5, 64), "token_ids": torch.arange(3, dtype=torch.int32)}, tmp_path / "dense")
+    assert run("pack", tmp_path / "dense", tmp_path / "out", "--recipe", "raw") == 0
+    inputs = kvpack.load(tmp_path / "out").inputs
+    assert inputs is not None
+    assert memoryview(inputs.token_ids).cast("I").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -275,9 +424,23 @@ def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "{"}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": true, "model": {}}'}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "[" * 100_000}, "its metadata kvpack.unpacked is"),
+        ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": 0, "model": {}, "metadata": 3}'}, "kvpack.unpacked: metadata is a int"),
+        ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": 0, "model": {}, "undetermined": ["x"]}'}, "undetermined holds 'x'"),
         ({"9" * 5000 + ".k": (1, 1, 4, 64)}, None, "is not named"),
     ],
-    ids=["name", "gap", "no tensor", "rank", "note", "note that is no JSON", "note of a boolean", "note that is too deep", "long number"],
+    ids=[
+        "name",
+        "gap",
+        "no tensor",
+        "rank",
+        "note",
+        "note that is no JSON",
+        "note of a boolean",
+        "note that is too deep",
+        "metadata",
+        "undetermined",
+        "long number",
+    ],
 )
 def test_dense_files_that_are_refused(
     tensors: dict[str, tuple[int, ...]], metadata: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

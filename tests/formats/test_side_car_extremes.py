@@ -176,7 +176,7 @@ def test_the_command_line_knows_them(tmp_path: Path, capsys: pytest.CaptureFixtu
         path = tmp_path / f"{name}.kvpack"
         kvpack.save(part, path)
         assert main(["verify", str(path)]) == 0
-        assert main(["convert", str(path), str(tmp_path / "other.kvpack"), RECIPES["every token raw"]]) == 0
+        assert main(["convert", str(path), str(tmp_path / "other.kvpack"), RECIPES["every token raw"], "--force"]) == 0
         assert main(["verify", str(tmp_path / "other.kvpack")]) == 0
         capsys.readouterr()
         assert main(["inspect", str(path), "--json"]) == 0

@@ -582,10 +582,11 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--transposed and --streams are for --to llama.cpp" in capsys.readouterr().err
     assert main(["export", packed, out, "--to", "llama.cpp", "--window", "0,2=4"]) == 0
     assert Path(out).read_bytes() == Path(own).read_bytes()
-    assert main(["import", str(FILES / "latents.bin"), packed, "--kv-heads", "1", "--latents"]) == 0
-    assert main(["import", str(FILES / "rows.bin"), packed, "--kv-heads", "1,1,1", "--recipe", "octopus-4"]) == 0
-    assert main(["export", packed, out, "--to", "llama.cpp", "--dtype", "fp16", "--transposed", "--streams", "2"]) == 0
+    assert main(["import", str(FILES / "latents.bin"), packed, "--kv-heads", "1", "--latents", "--force"]) == 0
+    assert main(["import", str(FILES / "rows.bin"), packed, "--kv-heads", "1,1,1", "--recipe", "octopus-4", "--force"]) == 0
+    words = ["--dtype", "fp16", "--transposed", "--streams", "2", "--force"]
+    assert main(["export", packed, out, "--to", "llama.cpp", *words]) == 0
     assert Path(out).stat().st_size > (FILES / "rows.bin").stat().st_size
     (tmp_path / "other").write_bytes(b"no state")
-    assert main(["import", str(tmp_path / "other"), packed, "--kv-heads", "1"]) == 2
+    assert main(["import", str(tmp_path / "other"), packed, "--kv-heads", "1", "--force"]) == 2
     assert "is no sequence state of llama.cpp, and --kv-heads, --window and --latents are for those" in capsys.readouterr().err

@@ -137,6 +137,9 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     # Nothing was measured twice except the held-out windows.
     assert len(read) == len(set(read)) + len({resumed["tuned"]["recipe"], resumed["uniform"]["recipe"]})
     before = len(read)
+    assert cli.main([*words, "--bits", "3.4"]) == 2
+    assert "recipe.txt: exists already" in capsys.readouterr().err
+    words.append("--force")
     assert cli.main([*words, "--bits", "3.4"]) == 0
     assert strict(capsys.readouterr().out) == resumed
     assert len(read) == before + 2

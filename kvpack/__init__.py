@@ -7,12 +7,6 @@ out = kvpack.attend(q, cache[layer])
 k, v = cache[layer].unpack()
 """
 
-from pathlib import Path
-
-# A checkout keeps formats/ and kernels/ beside this package; a wheel holds them inside it.
-if not Path(__path__[0], "formats").is_dir():
-    __path__.append(str(Path(__path__[0]).parent))
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -144,16 +138,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import public names on first use: most need torch, and errors need the codecs."""
-    if name not in __all__ and name != "errors":
-        raise AttributeError(f"module 'kvpack' has no attribute {name!r}")
-    from importlib import import_module
+# Type checkers see the imports above; a module's __getattr__ would hide misspelt names from them.
+if not TYPE_CHECKING:
 
-    home = import_module(f".{_HOMES.get(name, 'errors')}", __name__)
-    value = home if name == "errors" else getattr(home, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        """Import public names on first use: most need torch, and errors need the codecs."""
+        if name not in __all__ and name != "errors":
+            raise AttributeError(f"module 'kvpack' has no attribute {name!r}")
+        from importlib import import_module
+
+        home = import_module(f".{_HOMES.get(name, 'errors')}", __name__)
+        value = home if name == "errors" else getattr(home, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

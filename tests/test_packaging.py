@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -29,15 +30,30 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 LIBRARY = "kvpack/kernels/cpu/_cpu.abi3.so"
 
 
-def _built(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources: a build leaves files beside them."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("kvpack", "formats", "kernels"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+LINKS = {"kvpack/formats": "../formats", "kvpack/kernels": "../kernels"}
+
+
+def _sources(folder: Path) -> Path:
+    """A copy of what a build reads: it leaves files beside its sources."""
+    for name in ("kvpack", "formats", "kernels", ".ci/backend"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, source)
-    build = "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_wheel(sys.argv[2])"
-    subprocess.run([sys.executable, "-c", build, source, out], check=True, capture_output=True, env={**os.environ, **variables})
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def _build(source: Path, kind: str, out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Build a "wheel" or an "sdist" of ``source`` in the folder ``out``, by the backend that pyproject.toml names."""
+    build = "import os, sys; os.chdir(sys.argv[1]); sys.path.insert(0, '.ci/backend'); import kvpack_build as b; "
+    command = [sys.executable, "-c", f"{build}b.build_{kind}(sys.argv[2])", source, out]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **variables})
+
+
+def _built(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> zipfile.ZipFile:
+    """A wheel built from a copy of the sources."""
+    out = tmp_path_factory.mktemp("wheel")
+    done = _build(_sources(tmp_path_factory.mktemp("source")), "wheel", out, **variables)
+    assert done.returncode == 0, done.stderr
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
@@ -53,12 +69,67 @@ def _below(folder: str) -> list[str]:
     ]
 
 
-def test_every_folder_is_named() -> None:
-    """setuptools packs files of a folder that is not, and pip then prints a page of warnings to whoever installs kvpack."""
-    paths = (path for folder in ("kvpack", "formats", "kernels") for path in _below(folder))
-    folders = {Path(path).parent.as_posix().replace("/", ".") for path in paths}
-    expected = {name if name.startswith("kvpack") else f"kvpack.{name}" for name in folders}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == expected
+def test_the_package_reaches_its_parts_by_relative_links() -> None:
+    """Editors and type checkers follow these links; a path set at run time would be invisible to them."""
+    assert {name: os.readlink(ROOT / name) for name in LINKS} == LINKS
+    assert PROJECT["build-system"]["backend-path"] == [".ci/backend"]
+
+
+def _names_without_library(source: Path, out: Path) -> set[str]:
+    """The names in a wheel built without a compiler, which takes a second instead of a minute."""
+    done = _build(source, "wheel", out, CC="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    return {*zipfile.ZipFile(next(out.glob("*.whl"))).namelist()}
+
+
+@pytest.mark.scenario
+def test_the_sdist_holds_the_parts_once_and_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    done = _build(_sources(tmp_path / "source"), "sdist", tmp_path)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        members = archive.getmembers()
+        archive.extractall(tmp_path / "sdist", filter="data")
+    assert all(member.isfile() or member.isdir() for member in members)
+    assert sum(member.name.endswith("/formats/octahedral.py") for member in members) == 1
+    assert _names_without_library(next((tmp_path / "sdist").iterdir()), tmp_path) == {*wheel.namelist()} - {LIBRARY}
+
+
+@pytest.mark.scenario
+def test_sources_whose_links_became_text_files_build_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    source = _sources(tmp_path / "source")
+    for name, target in LINKS.items():
+        (source / name).unlink()
+        (source / name).write_text(target)
+    assert _names_without_library(source, tmp_path) == {*wheel.namelist()} - {LIBRARY}
+
+
+def test_sources_without_a_part_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    source = _sources(tmp_path)
+    (source / "kvpack/formats").unlink()
+    done = _build(source, "wheel", tmp_path)
+    assert done.returncode != 0
+    assert "kvpack/formats is not a folder: expected a symbolic link to ../formats; clone the repository again" in done.stderr
+
+
+MISSPELT = """
+import kvpack
+
+cache = kvpack.load("prompt.kvpack")
+cache[0].unpakc()
+cache[:, 0:256].unpakc()
+kvpack.lod("prompt.kvpack")
+"""
+
+
+@pytest.mark.scenario
+def test_a_type_checker_finds_misspelt_names_of_the_checkout(tmp_path: Path) -> None:
+    (tmp_path / "misspelt.py").write_text(MISSPELT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", "misspelt.py"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    found = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+    assert [line.split(": ")[0] for line in found.splitlines() if "error: " in line] == [f"misspelt.py:{line}" for line in (5, 6, 7)]
 
 
 @pytest.mark.scenario

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import torch
 
@@ -80,7 +80,11 @@ class Cache:
     def __iter__(self) -> Iterator[Layer]:
         return iter(self.layers)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Layer: ...
+    @overload
+    def __getitem__(self, index: tuple[slice, slice]) -> Cache: ...
+    def __getitem__(self, index: SupportsIndex | tuple[slice, slice]) -> Layer | Cache:
         if isinstance(index, SupportsIndex):
             index = operator.index(index)
             if not -len(self) <= index < len(self):

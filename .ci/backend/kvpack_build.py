@@ -1,0 +1,64 @@
+"""setuptools' build backend for a tree whose symbolic links were lost.
+
+The package reaches formats/ and kernels/ by the links kvpack/formats and kvpack/kernels. pip unpacks a zip of the sources with text files
+in their place, each with the path that its link pointed to. They become links again before setuptools looks for packages.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import get_requires_for_build_editable, get_requires_for_build_sdist, get_requires_for_build_wheel
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+LINKS = {"kvpack/formats": "../formats", "kvpack/kernels": "../kernels"}
+
+
+def _restore_links() -> None:
+    """Turn the text files that stand for links back into links. Raises RuntimeError if a folder is missing."""
+    for name, target in LINKS.items():
+        path = Path(name)
+        if path.is_file() and path.read_text(encoding="utf-8").strip() == target:
+            path.unlink()
+            os.symlink(target, path)
+        if not path.is_dir():
+            expected = f"expected a symbolic link to {target}; clone the repository again, or install the sdist"
+            raise RuntimeError(f"{name} is not a folder: {expected}")
+
+
+def build_wheel(*args: Any) -> str:
+    _restore_links()
+    return build_meta.build_wheel(*args)
+
+
+def build_editable(*args: Any) -> str:
+    _restore_links()
+    return build_meta.build_editable(*args)
+
+
+def build_sdist(*args: Any) -> str:
+    _restore_links()
+    return build_meta.build_sdist(*args)
+
+
+def prepare_metadata_for_build_wheel(*args: Any) -> str:
+    _restore_links()
+    return build_meta.prepare_metadata_for_build_wheel(*args)
+
+
+def prepare_metadata_for_build_editable(*args: Any) -> str:
+    _restore_links()
+    return build_meta.prepare_metadata_for_build_editable(*args)

@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     export.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
     add_force(export)
     add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
-    add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file with --tokens")
+    add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file; one without token ids needs --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that holds it")
     add.add_argument("--chunk", type=int, metavar="N", help="tokens per chunk (default: the number in FILE, or 256)")

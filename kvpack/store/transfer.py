@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.file import container
 from kvpack.file.features import joined, split
-from kvpack.file.inputs import IDS_FEATURE
+from kvpack.file.inputs import IDS_FEATURE, Inputs
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 
@@ -110,10 +110,17 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
         return Exported(identity, _listed(ids), files.read(file, basis=basis), digests, chunk, basis)
-    data = joined(header.ignorable, IDS_FEATURE) if tokens is None else _ids_of(tokens)
-    if not data or len(data) % ID_BYTES:
+    own = Inputs.from_features(header.ignorable)
+    data = (b"" if own is None else own.token_ids) if tokens is None else _ids_of(tokens)
+    if not data:
         raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
-    return Exported(identity, _listed(data), files.read(file, basis=basis), basis=basis)
+    cache = files.read(file, basis=basis)
+    if tokens is None and len(data) != cache.tokens * ID_BYTES:
+        raise InvalidParameter(
+            f"{file.where}: holds the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens; give all of them as a JSON array "
+            "with --tokens"
+        )
+    return Exported(identity, _listed(data), cache, basis=basis)
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:

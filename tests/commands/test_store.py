@@ -9,9 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import kvpack
 from kvpack import cli
+from kvpack.file.inputs import ID_BYTES
+from kvpack.file.limits import MAX_BINARY_BYTES
+from kvpack.store.keys import token_bytes
+from kvpack.store.transfer import read_exported
 
 import basis_caches  # isort: skip
 import redis_server  # isort: skip
@@ -127,6 +132,40 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert n == 3 * CHUNK
     assert same(again, whole)
     assert open_store(tmp_path / "new", kvpack.Identity("model", "kivi-2")).match(ids) == 0
+
+
+def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``kvpack.save`` writes of a KvpackCache: the ids are in another feature than an exported prefix's."""
+    path, ids = tmp_path / "plain.kvpack", prompt(2)
+    inputs = kvpack.Inputs(token_bytes(ids))
+    whole = kvpack.pack(cache(len(ids)).unpack(), "kivi-2", model={"name": "model", "weights": "w1", "dtype": "bfloat16"}, inputs=inputs)
+    kvpack.save(whole, path)
+    words = ["--tenant", IDENTITY.tenant, "--chunk", CHUNK]
+    run("import", tmp_path / "store", path, *words, code=2)
+    assert f"claims to hold the keys and values of {len(ids):,} token ids" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+    run("import", tmp_path / "store", path, *words, "--trust-names")
+    n, found = open_store(tmp_path / "store").load(ids)
+    assert n == 2 * CHUNK
+    assert same(found, whole[:, :n])
+    tokens = tmp_path / "ids.json"
+    tokens.write_text(json.dumps([ids[0] + 1, *ids[1:]]))
+    run("import", tmp_path / "other", path, *words, "--tokens", tokens, "--trust-names", code=2)
+    assert "token 0 of the cache was computed from the id" in capsys.readouterr().err
+
+
+def test_token_ids_that_need_several_features_are_read(tmp_path: Path) -> None:
+    path, ids = tmp_path / "long.kvpack", list(range(MAX_BINARY_BYTES // ID_BYTES + 5))
+    x = torch.zeros(1, 1, len(ids), 2)
+    kvpack.save(kvpack.pack([(x, x)], "raw", inputs=kvpack.Inputs(token_bytes(ids))), path)
+    assert read_exported(path, None, "").ids == ids
+
+
+def test_import_of_a_file_that_holds_some_of_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, ids = tmp_path / "plain.kvpack", prompt(2)
+    kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids[:40]))), path)
+    run("import", tmp_path / "store", path, "--trust-names", code=2)
+    assert f"holds the ids of 40 of its {len(ids)} tokens; give all of them as a JSON array with --tokens" in capsys.readouterr().err
 
 
 def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,16 @@ def slot() -> Target:
     return Target(SEEDS, lambda data, source: mutated_slot(data, source, most), SlotOracle(_folder()).check, most_bytes=most)
 
 
+def prompt_cache() -> Target:
+    """Prompt caches of mlx-lm."""
+    from prompt_cache_oracle import SEEDS, PromptCacheOracle, mutated_prompt_cache
+
+    most = 1 << 13
+    _run_what_caches_run()
+    check = PromptCacheOracle(_folder()).check
+    return Target(SEEDS, lambda data, source: mutated_prompt_cache(data, source, most), check, most_bytes=most)
+
+
 def recipe() -> Target:
     """Recipes as text."""
     from oracles import check_recipe
@@ -223,6 +233,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "encrypted-entry": encrypted_entry,
     "row": row,
     "slot": slot,
+    "prompt-cache": prompt_cache,
     "recipe": recipe,
     "recipe-file": recipe_file,
     "command": command,

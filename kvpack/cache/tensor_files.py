@@ -1,51 +1,85 @@
-"""safetensors files that are not kvpack's, read within limits and written without a second copy of their tensors."""
+"""safetensors files that are not kvpack's, read within limits and written without a second copy of their tensors.
+
+safetensors' own reader maps a file: the system would end the process if another one truncated it meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from kvpack.coding.encoding import STATE_DTYPES
-from kvpack.file.limits import MAX_JSON_BYTES, MAX_TOKENS
+from kvpack.file.limits import MAX_TOKENS
+from kvpack.file.sources import OnDisk
 from kvpack.file.user_files import open_regular
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.formats.errors import InvalidParameter, KvpackError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvpack.file.sources import Source
+
 Found = TypeVar("Found")
 
-_NAMES = {**STATE_DTYPES, torch.int32: "I32", torch.int64: "I64"}
-"""safetensors names of the dtypes that are written."""
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""torch dtypes by safetensors name."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 MAX_VALUES = 2**63 - 1
 """The most values of a tensor, where sizes of 0 count as 1: torch's strides have 64 bits."""
 
+MAX_HEADER_BYTES = 2**22
+"""The most bytes of a header: parsed JSON can take 24 times its bytes."""
 
-def read(path: str, check: Callable[[list[str], dict[str, str]], Found]) -> tuple[dict[str, torch.Tensor], Found]:
+_MAX_DIMS = 16
+
+
+class _Entry(NamedTuple):
+    """A tensor of a file: its bytes are ``[begin, end)``."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read(
+    path: str, check: Callable[[list[str], dict[str, str]], Found], max_header_bytes: int = MAX_HEADER_BYTES
+) -> tuple[dict[str, torch.Tensor], Found]:
     """The tensors of a safetensors file, and what ``check`` makes of their names and of the metadata, before any is read.
 
-    Raises MissingFile, InvalidParameter when the file is no safetensors file or has a tensor that torch cannot hold, and what ``check``
-    raises.
+    The tensors are copies: the file may change afterwards. Raises MissingFile, Truncated for a file that becomes shorter while it is
+    read, InvalidParameter when the file is no safetensors file or has a tensor that torch cannot hold, and what ``check`` raises.
     """
-    _check_front(path)
+    source = OnDisk(open_regular(path))
     try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            found = check(names, file.metadata() or {})
-            for name in names:
-                _check_shape(path, name, file.get_slice(name).get_shape())
-            return {name: file.get_tensor(name) for name in names}, found
-    except OSError as error:
-        raise MissingFile(f"{path}: could not be opened: {error.strerror or error}") from None
-    except SafetensorError as error:
-        text = str(error).encode("unicode_escape").decode("ascii")
-        raise InvalidParameter(f"{path}: is not a safetensors file: {text}") from None
+        entries, metadata = _front(path, source, max_header_bytes)
+        found = check(list(entries), metadata)
+        return {name: _tensor(path, source, entry) for name, entry in entries.items()}, found
+    finally:
+        source.close()
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
@@ -61,22 +95,105 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
     return [memoryview(len(text).to_bytes(8, "little") + text), *found]
 
 
-def _check_front(path: str) -> None:
-    """Refuse a file that is not regular, which could make safetensors wait, and a header larger than that of any cache."""
-    descriptor = open_regular(path)
+def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _Entry], dict[str, str]]:
+    """The tensors by name, in the order of their bytes, and the metadata. Raises InvalidParameter unless they fill the file."""
+    if source.size < 8:
+        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes")
+    length = int.from_bytes(_read(path, source, 0, 8), "little")
+    if 8 + length > source.size:
+        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, and its header would end at {8 + length}")
+    if length > max_header_bytes:
+        raise InvalidParameter(f"{path}: its header has {length} bytes, the limit is {max_header_bytes}")
+    header = _header(path, _read(path, source, 8, 8 + length))
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise InvalidParameter(f"{path}: is not a safetensors file: its __metadata__ is not a map from names to texts")
+    entries = {name: _entry(path, name, described) for name, described in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    end = 0
+    for name, entry in entries.items():
+        if entry.begin != end:
+            what = f"the tensor {name!r} begins at {entry.begin}, expected {end}"
+            raise InvalidParameter(f"{path}: is not a safetensors file: {what}, the end of the tensor before it")
+        end = entry.end
+    if 8 + length + end != source.size:
+        raise InvalidParameter(
+            f"{path}: is not a safetensors file: it has {source.size} bytes, and its tensors end at {8 + length + end}"
+        )
+    return {name: entry._replace(begin=8 + length + entry.begin, end=8 + length + entry.end) for name, entry in entries.items()}, metadata
+
+
+def _header(path: str, data: memoryview) -> dict[str, Any]:
+    """The JSON object of a header, none of whose names is there twice. Raises InvalidParameter."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name is there twice")
+        return found
+
     try:
-        length = int.from_bytes(os.read(descriptor, 8), "little")
-        size = os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
-    if 8 + length > size:
-        raise InvalidParameter(f"{path}: is not a safetensors file: it has {size} bytes, and its header would end at {8 + length}")
-    if length > MAX_JSON_BYTES:
-        raise InvalidParameter(f"{path}: its header has {length} bytes, the limit is {MAX_JSON_BYTES}")
+        text = str(data, "utf-8")
+        header: dict[str, Any] = json.loads(text, object_pairs_hook=once)
+        if not text.startswith("{"):
+            raise ValueError("it does not begin with an object")
+        # Half of a surrogate pair is no text: nothing could write it again.
+        metadata = header.get("__metadata__")
+        for name in (*header, *(word for item in (metadata.items() if isinstance(metadata, dict) else ()) for word in item)):
+            str(name).encode()
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise InvalidParameter(f"{path}: is not a safetensors file: its header is not valid JSON: {reason}") from None
+    return header
+
+
+def _entry(path: str, name: str, described: Any) -> _Entry:
+    """The tensor ``name`` as the header describes it. Raises InvalidParameter."""
+    match described:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **rest} if not rest and all(
+            type(number) is int and number >= 0 for number in (*shape, begin, end)
+        ):
+            pass
+        case _:
+            raise InvalidParameter(
+                f"{path}: is not a safetensors file: the tensor {name!r:.200} is {described!r:.200}, expected a dtype, a shape and "
+                "data_offsets of integers"
+            )
+    torch_dtype = _DTYPES.get(dtype)
+    if torch_dtype is None:
+        what = f"the tensor {name!r:.200} has the dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}"
+        raise InvalidParameter(f"{path}: is not a safetensors file: {what}")
+    _check_shape(path, name, shape)
+    size = math.prod(shape) * torch_dtype.itemsize
+    if end - begin != size:
+        what = f"of {dtype} {shape} has {end - begin} bytes, expected {size}"
+        raise InvalidParameter(f"{path}: is not a safetensors file: the tensor {name!r:.200} {what}")
+    return _Entry(torch_dtype, tuple(shape), begin, end)
+
+
+def _tensor(path: str, source: Source, entry: _Entry) -> torch.Tensor:
+    data = torch.empty(entry.end - entry.begin, dtype=torch.uint8, device="cpu")
+    _read_into(path, source, entry.begin, data.numpy().data)
+    return data.view(entry.dtype).view(entry.shape)
+
+
+def _read(path: str, source: Source, begin: int, end: int) -> memoryview:
+    data = memoryview(bytearray(end - begin))
+    _read_into(path, source, begin, data)
+    return data
+
+
+def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> None:
+    try:
+        source.read_into(begin, memory)
+    except KvpackError as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
     """Refuse a shape that no torch tensor can have, such as an empty one of 2^63 tokens."""
+    if len(shape) > _MAX_DIMS:
+        raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} sizes, the limit is {_MAX_DIMS}")
     if shape and max(shape) > MAX_TOKENS:
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, the largest size is {MAX_TOKENS}")
     # An empty tensor has strides as well.

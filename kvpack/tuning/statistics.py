@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional
 
 from kvpack import cache_names
+from kvpack.cache import tensor_files
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
 
@@ -38,6 +38,9 @@ SAMPLED_OF_FRAMES = 8
 """One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""
 
 _FORMAT = "kvpack calibration"
+
+_MAX_HEADER_BYTES = 2**26
+"""The most bytes of a header: there are samples of every window, layer and side."""
 
 
 @dataclass(frozen=True)
@@ -112,20 +115,22 @@ class Statistics:
         found = cls(of)
         if not os.path.lexists(path):
             return found
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT or metadata.get("of") != of:
-                    raise InvalidParameter(f"{path}: is not of this calibration, but of another model, text or size: remove it")
-                found.windows, found.tokens = int(metadata["windows"]), int(metadata["tokens"])
-                for key in file.keys():  # noqa: SIM118
-                    kind, _, name = key.partition(".")
-                    if kind == "samples":
-                        found.samples.setdefault(name.rpartition(".")[0], []).append(file.get_tensor(key))
-                    else:
-                        getattr(found, kind)[name] = file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise InvalidParameter(f"{path}: could not be read as the progress of a calibration: {error}") from None
+
+        def counted(_: list[str], metadata: dict[str, str]) -> tuple[int, int]:
+            if metadata.get("format") != _FORMAT or metadata.get("of") != of:
+                raise InvalidParameter(f"{path}: is not of this calibration, but of another model, text or size: remove it")
+            try:
+                return int(metadata["windows"]), int(metadata["tokens"])
+            except (KeyError, ValueError) as error:
+                raise InvalidParameter(f"{path}: could not be read as the progress of a calibration: {error!r}") from None
+
+        tensors, (found.windows, found.tokens) = tensor_files.read(path, counted, _MAX_HEADER_BYTES)
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition(".")
+            if kind == "samples":
+                found.samples.setdefault(name.rpartition(".")[0], []).append(tensor)
+            elif kind in ("sums", "products", "costs"):
+                getattr(found, kind)[name] = tensor
         return found
 
 

@@ -24,6 +24,7 @@ from kvpack.file import container, header_tensor, payload, row
 from kvpack.formats import CODECS, columns
 from kvpack.formats.errors import DigestMismatch, KvpackError
 from kvpack.formats.scalar import Scalar
+from kvpack.integrations.mlx_lm import prompt_caches
 from kvpack.pages import host
 from kvpack.store import entries
 
@@ -166,6 +167,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "checksums are not checked": ("row", lambda patch: patch.setattr(row, "checksum", lambda data: int.from_bytes(data[24:32], "little"))),
     "padding is not checked": ("row", leave_out(host, "check_same")),
     "payloads are not checked": ("entry", leave_out(entries, "_check_payload")),
+    "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_number", lambda _, text: int(text))),
     "a word crashes": ("recipe", crash(recipes, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),
     "a command crashes": ("command", crash(container, "open_file")),

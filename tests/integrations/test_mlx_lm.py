@@ -136,6 +136,48 @@ def test_what_kvpack_cannot_hold_is_named(layers: Any, message: str, tmp_path: P
         import_prompt_cache(newer(tmp_path / "in.safetensors", layers))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("count", [-1, 3, 39, 41, 255, 9 * 10**9, 10**12, 2**40, 2**62])
+@pytest.mark.parametrize("part", [2, 3, 4, 5])
+def test_counts_are_compared_before_anything_is_built_of_them(
+    part: int, count: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any count of a window gives a cache of at most the file's tokens, or InvalidParameter."""
+    arange, built = torch.arange, []
+
+    def counted(*bounds: int, **options: Any) -> torch.Tensor:
+        built.append(bounds[-1] - (bounds[0] if len(bounds) > 1 else 0))
+        return arange(*bounds, **options)
+
+    monkeypatch.setattr(torch, "arange", counted)
+    counts = [torch.tensor(one) for one in (2**40 - 1, 0, 16, 2**39)]
+    counts[part - 2] = torch.tensor(count % 2**63).to(dtype)
+    for others in (counts, [torch.tensor(37), torch.tensor(0), torch.tensor(16), torch.tensor(5)]):
+        others[part - 2] = counts[part - 2]
+        path = newer(tmp_path / "in.safetensors", [("RotatingKVCache", [K, V, *others])])
+        try:
+            cache = import_prompt_cache(path)
+        except InvalidParameter:
+            continue
+        assert cache[0].tokens <= 40
+    assert all(0 <= count <= 40 for count in built)
+
+
+def test_a_count_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    full = torch.tensor(-(2**63)).view(torch.uint64)
+    path = newer(tmp_path / "in.safetensors", [("KVCache", [K, V, full])])
+    with pytest.raises(InvalidParameter, match="a count of its state is '9223372036854775808'"):
+        import_prompt_cache(path)
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 3, 8), (0, 1, 3, 8), (1, 1, 0, 8), (1, 1, 3, 0), (1, 0, 2**39, 1)])
+def test_arrays_without_values_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    empty = torch.zeros(shape, dtype=torch.bfloat16)
+    for pair in ([empty, empty], [K, empty], [empty, V]):
+        with pytest.raises(InvalidParameter, match=r"holds no keys and values .* its arrays 0 and 1 are"):
+            import_prompt_cache(newer(tmp_path / "in.safetensors", [("RotatingKVCache", [*pair, 2**39, 0, 16, 2**39])]))
+
+
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     save_file({"0.k": K}, tmp_path / "dense.safetensors")
     with pytest.raises(InvalidParameter, match="its metadata names no classes of layers"):

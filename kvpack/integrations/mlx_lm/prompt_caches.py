@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _WHOLE, _ROTATING = ("KVCache", "ConcatenateKVCache"), "RotatingKVCache"
 """Classes of all tokens, and of a sliding window."""
 _PART = re.compile(r"(0|[1-9][0-9]{0,4})\.([0-9])")
+_MAX_COUNT = 2**31 - 1
+"""mlx-lm stores counts as int32."""
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 
@@ -140,8 +142,9 @@ def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
 
 def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Keys and values ``[batch, kv_head, token, dim]`` in the order of their tokens, and how many tokens were before them."""
-    if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].shape[2] for part in (0, 1)):
-        raise InvalidParameter(f"{where}: holds no keys and values [batch, kv_head, token, dim]")
+    if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
+        shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
+        raise InvalidParameter(f"{where}: holds no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
     keys, values = parts[0], parts[1]
     length = min(keys.shape[2], values.shape[2])
     if name in _WHOLE:
@@ -153,6 +156,9 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
         keep, _, seen, place = (_number(where, texts[part]) for part in range(4))
     else:
         seen, keep, _, place = (_count(where, parts, part, None) for part in range(2, 6))
+    wrong = InvalidParameter(f"{where}: the next place of its window is {place} after {seen} tokens, and it holds {length}")
+    if place > length:
+        raise wrong
     if place == length:
         order = torch.arange(length, device="cpu")
     elif place < seen:
@@ -160,8 +166,8 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
         order = torch.cat([torch.arange(*part, device="cpu") for part in stretches])
     else:
         order = torch.arange(place, device="cpu")
-    if place > length or len(order) > seen:
-        raise InvalidParameter(f"{where}: the next place of its window is {place} after {seen} tokens, and it holds {length}")
+    if len(order) > seen:
+        raise wrong
     skipped = seen - len(order)
     if skipped and keep:
         raise InvalidParameter(
@@ -181,7 +187,8 @@ def _count(where: str, parts: dict[int, torch.Tensor], part: int, default: int |
         return default
     if array is None or array.numel() != 1 or array.dtype.is_floating_point or array.dtype.is_complex:
         raise InvalidParameter(f"{where}: part {part} of its state is {'missing' if array is None else 'no integer'}")
-    return _number(where, str(int(array)))
+    # torch makes no int of a uint64 of 2^63 or more.
+    return _number(where, str(int(array.numpy().item())))
 
 
 def _number(where: str, text: str) -> int:
@@ -193,6 +200,8 @@ def _number(where: str, text: str) -> int:
 def _as_held(number: int, layer: Layer, pair: list[torch.Tensor], window: int | None) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
     """The class that holds a layer, its arrays, and its counts in the order of the class's state."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
+    if max(layer.seen, window or 0) > _MAX_COUNT:
+        raise InvalidParameter(f"{held} in a window of {window}, and mlx-lm's counts are at most {_MAX_COUNT}")
     if window is None:
         if layer.skipped:
             raise InvalidParameter(f"{held}: give its sliding window, such as windows={{{number}: {layer.tokens + 1}}}")

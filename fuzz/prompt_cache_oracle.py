@@ -1,0 +1,142 @@
+"""The properties of mlx-lm's prompt cache files, which ``kvpack import`` reads. Loads torch."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.formats.errors import KvpackError
+from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
+
+from byte_mutator import mutated_bytes, mutated_numbers  # isort: skip
+from memory import growth  # isort: skip
+from value_mutator import mutate_place  # isort: skip
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "U64": 8, "U8": 1, "BOOL": 1}
+MOST_MIB = 64
+"""What a file may take besides its own bytes."""
+_COUNTS = (0, 1, 2, 5, 16, 255, 256, 2**31 - 1, 2**31, 2**32, 2**40 - 1, 2**40, 9 * 10**9, 2**63 - 1, 2**63, 2**64 - 1)
+_WORDS = ("0.0", "0.1", "0.2", "0.5", "1.0", "2.0", "KVCache", "RotatingKVCache", "ConcatenateKVCache", "QuantizedKVCache", *SIZES, "", "5")
+
+
+def prompt_cache(layers: list[tuple[str, list[int], list[int]]], dtype: str = "BF16", count: str = "I32", *, older: bool = False) -> bytes:
+    """A file of layers, each its class, the shape of its keys and values, and its counts, in mlx-lm's newer or older form."""
+    metadata = {} if older else {"2.0": "", "0.title": "t"}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    body = b""
+    for number, (name, shape, counts) in enumerate(layers):
+        metadata[f"2.{number}" if older else f"1.{number}"] = name
+        parts = [(dtype, shape, bytes(range(1, 1 + SIZES[dtype])))] * 2
+        if older:
+            metadata |= {f"0.{number}.{part}": str(value) for part, value in enumerate(counts)}
+        else:
+            parts += [(count, [], value.to_bytes(SIZES[count], "little")) for value in counts]
+        for part, (kind, sizes, pattern) in enumerate(parts):
+            values = 1
+            for size in sizes:
+                values *= size
+            header[f"{number}.{part}"] = {"dtype": kind, "shape": sizes, "data_offsets": [len(body), len(body) + values * len(pattern)]}
+            body += pattern * values
+    return joined(header, body)
+
+
+def joined(header: Any, body: bytes) -> bytes:
+    text = json.dumps(header, default=lambda value: value.hex()).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + body
+
+
+SEEDS = (
+    prompt_cache([("KVCache", [1, 2, 8, 4], [5])]),
+    prompt_cache([("KVCache", [1, 1, 4, 4], [4]), ("RotatingKVCache", [1, 1, 4, 4], [9, 0, 4, 1])], count="I64"),
+    prompt_cache([("RotatingKVCache", [1, 1, 6, 2], [3, 2, 4, 3])], "F32", "U64"),
+    prompt_cache([("ConcatenateKVCache", [2, 1, 3, 4], []), ("RotatingKVCache", [1, 1, 4, 4], [0, 4, 9, 1])], "F16", older=True),
+    prompt_cache([("RotatingKVCache", [1, 1, 4, 4], [9, 2, 4, 3])]),
+)
+
+
+def mutated_prompt_cache(data: bytes, source: random.Random, most: int) -> bytes:
+    """``data`` after one edit: of a count, its header, its arrays, or any byte."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    kind = source.randrange(6)
+    try:
+        header = json.loads(data[8:end])
+        if kind <= 2:
+            return _with_count(header, data[end:], source)[:most]
+        if kind <= 4:
+            mutate_place(header, _WORDS, source)
+            return joined(header, data[end:])[:most]
+    except (ValueError, TypeError, RecursionError, KeyError, AttributeError):
+        pass
+    if source.random() < 0.5:
+        return data[:end] + mutated_numbers(data[end:], source.choice(("F16", "F32", "BF16")), source)
+    return mutated_bytes(data, source, most)
+
+
+def _with_count(header: dict[str, Any], body: bytes, source: random.Random) -> bytes:
+    """The file with another count, as an array of any dtype or as text of any spelling."""
+    metadata, value = header.get("__metadata__", {}), source.choice(_COUNTS)
+    texts = [name for name in metadata if name.startswith("0.") and name.count(".") == 2]
+    arrays = [name for name, entry in header.items() if name != "__metadata__" and entry["shape"] == []]
+    if texts and source.random() < 0.9:
+        spellings = (str(value), f"+{value}", f" {value}", f"0{value}", f"-{value}", "٣", "1_0", "9" * 5000)
+        metadata[source.choice(texts)] = source.choice(spellings)
+    elif arrays:
+        entry, dtype = header[source.choice(arrays)], source.choice(("I32", "I64", "U64", "U8", "BOOL", "F32"))
+        begin, end = entry["data_offsets"]
+        entry["dtype"] = dtype
+        number = (value % 2 ** (8 * SIZES[dtype])).to_bytes(SIZES[dtype], "little")
+        body = body[:begin] + number + body[end:]
+        for other in header.values():
+            if "data_offsets" in other:
+                other["data_offsets"] = [at + len(number) - (end - begin) if at >= end else at for at in other["data_offsets"]]
+        entry["data_offsets"] = [begin, begin + len(number)]
+    return joined(header, body)
+
+
+class PromptCacheOracle:
+    """Reads files, and writes those that are accepted again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._out = folder / "prompt.safetensors", folder / "again.safetensors"
+
+    def check(self, data: bytes) -> bool:
+        """Whether the file is accepted; fails where reading takes memory, and unless what is written again has the same tokens."""
+        self._file.write_bytes(data)
+        taken = growth(lambda: self._accepted(len(data)))
+        assert taken is None or taken <= MOST_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"
+        return self._accepted(len(data))
+
+    def _accepted(self, size: int) -> bool:
+        try:
+            cache = import_prompt_cache(self._file)
+        except KvpackError:
+            return False
+        assert cache.values <= size, f"{cache.values} values of {size} bytes"
+        windows = {number: layer.tokens for number, layer in enumerate(cache) if layer.skipped}
+        try:
+            export_prompt_cache(cache, self._out, windows=windows)
+        except KvpackError:
+            # Values of a dtype that mlx-lm does not have, and names that it does not hold.
+            return True
+        if all(layer.tokens for layer in cache):
+            found = import_prompt_cache(self._out)
+            assert [layer.seen for layer in found] == [layer.seen for layer in cache]
+            for layer, again in zip(cache, found, strict=True):
+                # A first token of zeros, after tokens that are gone, may be a place that no token was written to.
+                assert layer.tokens - again.tokens in ((0, 1) if layer.skipped else (0,))
+                for values, others in zip(layer.unpack(), again.unpack(), strict=True):
+                    assert values is not None
+                    assert others is not None
+                    assert _bytes(values[:, :, layer.tokens - again.tokens :]).equal(_bytes(others)), "other values come of the same tokens"
+        return True
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)

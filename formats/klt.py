@@ -74,7 +74,7 @@ class Klt(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        gain, rows = options.choice("gain", default_gain(dim), tuple(GAINS)), options.choice("rows", "basis", tuple(ROWS))
+        gain, rows = options.choice("gain", default_gain(dim), tuple(GAINS), omitted=None), options.choice("rows", "basis", tuple(ROWS))
         for name in ("bits", "basis"):
             options.text(name)
         options.finish()

@@ -80,9 +80,9 @@ class Lossless(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        dtype = options.choice("dtype", "bf16", tuple(FORMS))
+        dtype = options.choice("dtype", "bf16", tuple(FORMS), omitted=None)
         largest = max(chunk for chunk in CHUNKS if chunk * dim <= rans.MOST_SYMBOLS or chunk == CHUNKS[0])
-        chunk = int(options.choice("chunk", str(largest), tuple(map(str, CHUNKS))))
+        chunk = int(options.choice("chunk", str(largest), tuple(map(str, CHUNKS)), omitted=None))
         options.finish()
         return cls(dim, dtype, chunk, (("signed_fractions", default_fields(dim, (2 << FORMS[dtype].fraction_bits,))),))
 

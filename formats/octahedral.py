@@ -91,6 +91,8 @@ class Octahedral(CodecFamily):
         b_dir, b_norm = options.integer("b_dir", 0, 1, 8), options.integer("b_norm", -1, 0, 8)
         b = options.integer("b", 0 if b_dir and b_norm >= 0 else None, 1, 7)
         b_dir, b_norm = b_dir or b + 1, b_norm if b_norm >= 0 else b - 1
+        split = None if b_dir - b_norm == 2 else (str(b_dir), str(b_norm))
+        options.respell({"b": None if split else str(b_dir - 1), **dict(zip(("b_dir", "b_norm"), split or (None, None), strict=True))})
         arrangement = options.choice("arrangement", "dense", ARRANGEMENTS)
         norm = options.choice("norm", "fp16", tuple(NORMS))
         rotation = options.choice("rotation", "signed-hadamard", KINDS)

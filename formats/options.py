@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from .errors import InvalidParameter
 
@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .basis import Calibrated
+
+
+_DEFAULT: Final = ""
+"""Stands for the default of the reader."""
 
 
 class UnknownWord(InvalidParameter):
@@ -23,6 +27,9 @@ class UnknownWord(InvalidParameter):
 class Options:
     """The ``name=value`` words given to ``codec``. Every reader names its default and its range.
 
+    ``omitted`` of a reader is the value that a recipe without the word means, if it is not the default: None if that depends on the head
+    dim or on the values. The meaning of an omitted word never changes: recipes are stored without it.
+
     ``sketched`` tells the codec that a side-car will describe its residual; ``calibrated`` is what it takes from a basis, if it needs one.
     """
 
@@ -34,13 +41,25 @@ class Options:
         # The names that were read, in the order of their first reading.
         self._known: dict[str, None] = {}
         self._extra: tuple[str, ...] = ()
+        self._canonical: dict[str, str] = {}
+
+    def canonical(self) -> dict[str, str]:
+        """The words that were read, sorted by name, with one spelling for each meaning and without those that restate a default."""
+        return dict(sorted(self._canonical.items()))
+
+    def respell(self, words: Mapping[str, str | None]) -> None:
+        """Replace the spelling of words that mean something together; None leaves a word out."""
+        for name, text in words.items():
+            self._canonical.pop(name, None)
+            if text is not None:
+                self._canonical[name] = text
 
     def mention(self, names: tuple[str, ...]) -> bool:
         """Whether one of the options ``names`` is among the words."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 
-    def integer(self, name: str, default: int | None, low: int, high: int) -> int:
+    def integer(self, name: str, default: int | None, low: int, high: int, *, omitted: str | None = _DEFAULT) -> int:
         """An integer from ``low`` to ``high``; without a default the word is required."""
         text = self._read(name)
         if text is None:
@@ -53,6 +72,7 @@ class Options:
             value = low - 1
         if not low <= value <= high:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected an integer from {low} to {high}", f"{name}={text}")
+        self._note(name, str(value), str(default) if omitted == _DEFAULT else omitted)
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
@@ -64,20 +84,25 @@ class Options:
         words = text.split(".")
         if not set(words) <= set(known):
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected integers from {low} to {high} joined by dots", f"{name}={text}")
+        self._note(name, text, None)
         return tuple(known[word] for word in words)
 
-    def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
+    def choice(self, name: str, default: str, known: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
         """One of the words in ``known``."""
         text = self._read(name)
         if text is None:
             return default
         if text not in known:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(known)}", f"{name}={text}")
+        self._note(name, text, default if omitted == _DEFAULT else omitted)
         return text
 
     def text(self, name: str) -> str | None:
         """Any word; None if it is not given."""
-        return self._read(name)
+        text = self._read(name)
+        if text is not None:
+            self._note(name, text, None)
+        return text
 
     def finish(self) -> None:
         """Refuse the words that were not read."""
@@ -86,6 +111,10 @@ class Options:
                 continue
             known = ", ".join([*self._known, *(name for name in self._extra if name not in self._known)])
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
+
+    def _note(self, name: str, text: str, omitted: str | None) -> None:
+        """Note the spelling ``text`` of a word that was given, unless leaving it out means the same."""
+        self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:
         self._known[name] = None

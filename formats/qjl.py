@@ -48,7 +48,7 @@ class Qjl(ResidualSketch):
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
         norm = options.choice("qjl", "", tuple(NORMS))
-        seed = options.integer("qjl_seed", -1, 0, 2**64 - 1)
+        seed = options.integer("qjl_seed", -1, 0, 2**64 - 1, omitted=str(DEFAULT_SEED))
         if not norm:
             if seed >= 0:
                 raise InvalidParameter(f"codec {options.codec}: qjl_seed is {seed}, which has no effect without qjl=fp16")

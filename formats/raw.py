@@ -38,7 +38,7 @@ class Raw(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        dtype = options.choice("dtype", "bf16", tuple(DTYPES))
+        dtype = options.choice("dtype", "bf16", tuple(DTYPES), omitted=None)
         options.finish()
         return cls(dim, dtype)
 

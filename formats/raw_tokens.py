@@ -41,7 +41,7 @@ class RawTokens(KeptTokens):
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        dtype = options.choice("raw_tokens", "", tuple(DTYPES))
+        dtype = options.choice("raw_tokens", "", tuple(DTYPES), omitted="bf16")
         first = options.integer("sinks", 0, 1, _MOST_RAW_TOKENS)
         low_norm = options.integer("low_norm_tokens", 0, 1, _MOST_RAW_TOKENS)
         if not (first or low_norm):

@@ -88,7 +88,7 @@ class Transform(CodecFamily):
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
         check_range(cls.id, "dim", dim, 1, MAX_DIM)
-        chunk = int(options.choice("chunk", str(default_chunk(dim)), tuple(map(str, CHUNKS))))
+        chunk = int(options.choice("chunk", str(default_chunk(dim)), tuple(map(str, CHUNKS)), omitted=None))
         for name in ("bits", "basis"):
             options.text(name)
         options.finish()

@@ -58,7 +58,7 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
         found.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
             progress(number + 1, len(layers))
-    return tuple(found), recipe.text
+    return tuple(found), recipe.canonical
 
 
 def _encoded(side: Side, codec: Codec, window: int, where: str, first: int) -> Side:

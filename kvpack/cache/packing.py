@@ -91,7 +91,7 @@ def pack(
             layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
             if progress:
                 progress(number + 1, len(states))
-    return Cache(tuple(layers), recipe.text, MappingProxyType(model), start, inputs)
+    return Cache(tuple(layers), recipe.canonical, MappingProxyType(model), start, inputs)
 
 
 def _pack_side(x: torch.Tensor | Encoded | None, recipe: Recipe, layer: int, layers: int, side: str, first: int) -> Side | None:

@@ -12,6 +12,7 @@ The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" s
 average, and "transform-0.6" for "kv=transform:bits=0.6".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
+Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import contextlib
 import difflib
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from kvpack.file.checks import check_string
 from kvpack.formats import CODECS, create_codec
@@ -32,8 +33,10 @@ from kvpack.formats.raw import DTYPES, HOLDS
 
 from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS
 from .basis_sources import basis_of
+from .canonical import canonical_text
 from .presets import ADDITIONS, PUBLISHED
 from .recipe_files import read_clauses, split_path
+from .recorded_presets import RECORDED
 
 if TYPE_CHECKING:
     import os
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
 """Recipes by name: the papers' published configurations, and recipes without compression."""
 
+_NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()}
+"""Presets and additions by name."""
 SIDES = ("k", "v")
 _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 """The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
@@ -109,6 +114,13 @@ class Rule:
             self._codecs[asked] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
         return self._codecs[asked]
 
+    def canonical(self, side: str) -> str:
+        """The codec of ``side`` in its canonical spelling."""
+        words = dict(self.words)
+        if self.codec_id in CALIBRATED:
+            words["bits"] = f"{self.bits:.6f}".rstrip("0").rstrip(".")
+        return _canonical_codec(self.codec_id, tuple(words.items()), side)
+
     @property
     def bits(self) -> float:
         """The bits per value that a calibrated codec aims at. Raises UnknownWord."""
@@ -120,6 +132,14 @@ class Rule:
         return bits
 
 
+@lru_cache(maxsize=4096)
+def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> str:
+    options = Options(codec_id, dict(words), None)
+    create_codec(codec_id, _CHECKED_DIM, side, options)
+    text = ",".join(f"{name}={value}" for name, value in options.canonical().items())
+    return f"{codec_id}:{text}" if text else codec_id
+
+
 def _position(item: int, layers: int) -> int:
     return item + layers if item < 0 else item
 
@@ -128,25 +148,51 @@ def _position(item: int, layers: int) -> int:
 class Recipe:
     """A parsed recipe. Raises InvalidRecipe, which points at the word and lists the known words.
 
-    ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform; ``text`` then names its SHA-256.
+    ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform. ``text`` becomes the canonical text: one for
+    all spellings, without presets' names, with the SHA-256 of the basis. Recipes of one canonical text are equal.
     """
 
-    text: str
+    text: str = field(compare=False)
     basis: Basis | None = field(default=None, compare=False, repr=False)
+    canonical: str = field(init=False, repr=False)
+    _written: str = field(init=False, compare=False, repr=False)
+    """The text as it was given, with the SHA-256 of the basis."""
+    _named: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._parse(_NAMED)
+        object.__setattr__(self, "text", self.canonical)
+
+    @classmethod
+    def recorded(cls, text: str, basis: Basis | None = None) -> Self:
+        """The recipe that a file, entry or row records, whose presets mean what they meant when their names were recorded.
+
+        Its ``text`` is the recorded one, so that a row can be compared with it; ``canonical`` is what is recorded today.
+        Raises InvalidRecipe, also for a text that is no recipe, which is valid in a file.
+        """
+        recipe = cls.__new__(cls)
+        object.__setattr__(recipe, "text", text)
+        object.__setattr__(recipe, "basis", basis)
+        recipe._parse(_NAMED | RECORDED)
+        return recipe
+
+    def _parse(self, named: Mapping[str, str]) -> None:
+        """Set everything except the text; ``named`` are presets and additions."""
         if not isinstance(self.text, str):
             raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
+        object.__setattr__(self, "_named", named)
+        object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
             object.__setattr__(self, "basis", basis_of(self.basis))
-            object.__setattr__(self, "text", self._named())
+            object.__setattr__(self, "_written", self._with_basis())
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
-                raise InvalidRecipe(
-                    f"recipe {self.text!r} names no codec for {side}: add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
-                )
-        _ = self.window
+                remedy = f"add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
+                raise InvalidRecipe(f"recipe {self._written!r} names no codec for {side}: {remedy}")
+        window = self.window
         self._check_order()
+        rules = [(rule.sides, rule.items, {side: rule.canonical(side) for side in rule.sides}) for rule in self.rules]
+        object.__setattr__(self, "canonical", canonical_text(rules, window))
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -204,7 +250,8 @@ class Recipe:
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
-            missing = MissingBasis(f"recipe {self.text!r} needs {named}: give basis=, in commands --basis FILE; kvpack calibrate makes one")
+            remedy = "give basis=, in commands --basis FILE; kvpack calibrate makes one"
+            missing = MissingBasis(f"recipe {self._written!r} needs {named}: {remedy}")
             # It is the request that lacks one, and no file that is refused.
             missing.exit_code = 2
             raise missing
@@ -213,18 +260,18 @@ class Recipe:
             raise InvalidParameter(f"{self.basis.where}: is the basis of a model of {self.basis.layers} layers, and the cache has {layers}")
         return self.basis
 
-    def _named(self) -> str:
+    def _with_basis(self) -> str:
         """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidRecipe where it names another."""
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
-        for text in self.text.split(";"):
+        for text in self._written.split(";"):
             clause = _without_alias(text.strip())
             match = re.fullmatch(rf"((?:layers=[^:]*:)?(?:k|v|kv)=(?:{'|'.join(CALIBRATED)}))(?::(.*))?", clause)
             if match:
                 words = [word for word in (match[2] or "").split(",") if word]
                 named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
                 if named != digest:
-                    raise InvalidRecipe(f"recipe {self.text!r} names the basis {named}, and {digest} was given")
+                    raise InvalidRecipe(f"recipe {self._written!r} names the basis {named}, and {digest} was given")
                 words = [word for word in words if not word.startswith("basis=")]
                 clause = f"{match[1]}:{','.join([*words, f'basis={digest}'])}"
             clauses.append(clause)
@@ -254,7 +301,7 @@ class Recipe:
         for rule in self.rules:
             for item in {item for pair in rule.items or () for item in pair}:
                 if not -layers <= item < layers:
-                    raise OutOfBounds(f"recipe {self.text!r} names layer {item}; the cache has {layers} layers")
+                    raise OutOfBounds(f"recipe {self._written!r} names layer {item}; the cache has {layers} layers")
 
     def _check_order(self) -> None:
         """Refuse a clause about some layers when a later clause covers all layers: it would have no effect."""
@@ -262,16 +309,15 @@ class Recipe:
         for rule in reversed(self.rules):
             if rule.items is None:
                 covered.update(rule.sides)
-            elif covered.issuperset(rule.sides) and rule.written not in PUBLISHED:
+            elif covered.issuperset(rule.sides) and (rule.written in ADDITIONS or rule.written not in self._named):
                 message = f"{rule.written!r} has no effect, because later clauses replace it in every layer: put it last"
                 self._refuse(rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
         """Every clause, with presets and additions expanded, and its spelling in the text."""
-        for text in self.text.split(";"):
+        for text in self._written.split(";"):
             written = text.strip()
-            named = PUBLISHED.get(written) or ADDITIONS.get(written)
-            for clause in named.recipe.split(";") if named else [_without_alias(written)]:
+            for clause in self._named.get(written, _without_alias(written)).split(";"):
                 yield clause, written
 
     def _rule(self, clause: str, written: str) -> Rule | None:
@@ -326,7 +372,7 @@ class Recipe:
     def _refuse(self, word: str, clause: str, message: str, known: list[str] | None = None) -> NoReturn:
         close = difflib.get_close_matches(word, known or [], 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise InvalidClause(self.text, clause, word, f"{message}{hint}")
+        raise InvalidClause(self._written, clause, word, f"{message}{hint}")
 
 
 def _without_alias(clause: str) -> str:
@@ -352,6 +398,14 @@ def _presets_for(dim: int, dtype: str) -> str:
                 _ = [rule.codec(dim, side, dtype) for rule in rules for side in rule.sides]
                 found[rules[0].codec_id] = name
     return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
+
+
+def recorded_text(text: str) -> str:
+    """The canonical text of the recipe that a file records; the text itself where it is no recipe."""
+    try:
+        return Recipe.recorded(text).canonical
+    except InvalidRecipe:
+        return text
 
 
 def basis_named(recipe: Recipe) -> bytes | None:
@@ -386,9 +440,9 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | o
     Raises InvalidRecipe, which names the line of a file, MissingFile, and what reading a basis raises.
     """
     if isinstance(recipe, Recipe):
-        return recipe if basis is None else Recipe(recipe.text, basis_of(basis))
+        return recipe if basis is None else Recipe(recipe.canonical, basis_of(basis))
     if basis is not None:
-        return Recipe(parse_recipe(recipe).text, basis_of(basis))
+        return Recipe(parse_recipe(recipe).canonical, basis_of(basis))
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
         raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)

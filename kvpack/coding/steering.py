@@ -15,6 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.side_cars import WithSideCars
 
 from .presets import ADDITIONS, PUBLISHED
+from .recorded_presets import RECORDED
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -31,6 +32,8 @@ STEERING = {
     for codec_id, codec in CODECS.items()
 }
 """The options of each codec that steer its encoder alone, which are fields of the same name."""
+
+_NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
 _WORDS = tuple(f"{name}=" for name in sorted(frozenset().union(*STEERING.values())))
 
@@ -66,8 +69,7 @@ def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
     """(sides, layers, codec id, options) of every clause, with presets expanded; empty where nothing steers an encoder."""
     clauses: list[str] = []
     for text in recipe.split(";"):
-        named = PUBLISHED.get(text.strip()) or ADDITIONS.get(text.strip())
-        clauses += named.recipe.split(";") if named else [text.strip()]
+        clauses += _NAMED.get(text.strip(), text.strip()).split(";")
     if not any(word in clause for clause in clauses for word in _WORDS):
         return ()
     matches = [_CLAUSE.fullmatch(clause) for clause in clauses]

@@ -58,11 +58,11 @@ class Opened:
 
         Raises DigestMismatch, and as decrypting and ``Basis`` do: nothing in the store is changed.
         """
-        from kvpack.coding.recipes import basis_named, parse_recipe
+        from kvpack.coding.recipes import Recipe, basis_named
         from kvpack.store.bases import basis_in
         from kvpack.store.basis_keys import basis_keys
 
-        digest = basis_named(parse_recipe(entry.recipe))
+        digest = basis_named(Recipe.recorded(entry.recipe))
         keys = [] if digest is None else basis_keys(digest, self.cipher)
         found = ((key, data) for key in keys if (data := self.backend.peek(key)) is not None)
         return next((basis_in(key, data, digest, self.cipher) for key, data in found if digest is not None), None)

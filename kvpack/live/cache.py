@@ -70,7 +70,7 @@ class LiveCache:
         if self._count < 1:
             raise InvalidParameter(f"layers is {layers}, expected an integer of at least 1")
         self._recipe.check_layers(self._count)
-        self._text, self.model, self.start = self._recipe.text, MappingProxyType(dict(model or {})), 0
+        self._text, self.model, self.start = self._recipe.canonical, MappingProxyType(dict(model or {})), 0
         if self._recipe.basis is not None:
             self._recipe.basis.check_model(self.model)
         self.sliding_windows = _checked_windows(sliding_windows, self._count)
@@ -95,7 +95,8 @@ class LiveCache:
     @classmethod
     def _of(cls, cache: Cache, sliding_windows: Sequence[int | None] | None) -> LiveCache:
         live = cls.__new__(cls)
-        live._recipe, live._text = parse_recipe(cache.recipe), cache.recipe
+        live._recipe = Recipe.recorded(cache.recipe)
+        live._text = live._recipe.canonical
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
         live._kept, live._shared = set(), set()
         live.sliding_windows = _checked_windows(sliding_windows, len(cache))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import parse_recipe, recorded_text
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 
@@ -34,7 +34,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
         raise InvalidParameter(f"a {type(cache).__name__} is not a packed cache: kvpack.pack makes one")
     if cache.start:
         raise InvalidParameter(f"the cache starts at position {cache.start}, a prefix starts at 0")
-    if cache.recipe != identity.recipe:
+    if recorded_text(cache.recipe) != identity.recipe:
         raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, the store's identity says {identity.recipe!r}")
     for name, value in cache.model.items():
         other = model.get(name, value)

@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_string
 from kvpack.file.header import FORMAT
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
@@ -16,8 +16,6 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
-
-    from kvpack.coding.recipes import Recipe
 
     from .modules import Part
 
@@ -28,6 +26,8 @@ _HEADER_NAMES = {"model": "name"}
 @dataclass(frozen=True)
 class Identity:
     """Everything that the keys and values of a prefix depend on besides its tokens, as text; ``of`` finds it for a transformers model.
+
+    ``recipe`` becomes the canonical text of the recipe given: one identity for all its spellings, and no preset's name in it.
 
     ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
     configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
@@ -57,7 +57,7 @@ class Identity:
                 check_string(f"identity.{name}", value)
             except (InvalidHeader, LimitExceeded) as error:
                 raise InvalidParameter(str(error)) from None
-        object.__setattr__(self, "recipe", parse_recipe(self.recipe).text)
+        object.__setattr__(self, "recipe", parse_recipe(self.recipe).canonical)
 
     @classmethod
     def of(
@@ -112,7 +112,7 @@ class Identity:
                 sample = weights_sample(found)
         return cls(
             model=getattr(base.config, "name_or_path", "") if name is None else name,
-            recipe=parse_recipe(recipe).text,
+            recipe=parse_recipe(recipe).canonical,
             weights=weights_digest(found) if weights is None else weights,
             adapter=adapters_text(found, adapter),
             rope=rope_text(getattr(base.config, "text_config", None) or base.config),
@@ -149,7 +149,7 @@ class Identity:
         from .engine_identity import engine_fields
 
         fields = engine_fields(model_path, revision, rope, kv_dtype=kv_dtype, layout=layout, tp=tp, extra=extra)
-        return cls(recipe=parse_recipe(recipe).text, adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
+        return cls(recipe=parse_recipe(recipe).canonical, adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
 
     @property
     def header_model(self) -> dict[str, str]:
@@ -161,7 +161,8 @@ class Identity:
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
         """The identity that a header names, for ``tenant``. Raises InvalidParameter and InvalidRecipe."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
-        return cls(recipe=recipe, tenant=tenant, **{name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields})
+        named = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
+        return cls(recipe=Recipe.recorded(recipe).canonical, tenant=tenant, **named)
 
     @property
     def digest(self) -> bytes:

@@ -98,12 +98,12 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     """
     from kvpack.cache import files
     from kvpack.coding.basis_sources import find
-    from kvpack.coding.recipes import basis_named, parse_recipe
+    from kvpack.coding.recipes import Recipe, basis_named
 
     file = container.open_file(path)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
-    named = basis_named(parse_recipe(header.recipe))
+    named = basis_named(Recipe.recorded(header.recipe))
     basis = find(source, named) if source is not None and named is not None else None
     if data := joined(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from kvpack.coding.recipes import Recipe
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.formats.errors import InvalidParameter
 
@@ -43,14 +45,19 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
 
 
 def recipe_text(allocation: Allocation) -> str:
-    """The recipe in one line. Raises InvalidParameter when it is too long for a file's header."""
-    text = ";".join(recipe_clauses(allocation))
+    """The recipe in one line, as files record it. Raises InvalidParameter when it is too long for a file's header."""
+    text = _canonical(";".join(recipe_clauses(allocation)))
     if len(text) > MAX_STRING_BYTES:
         raise InvalidParameter(
             f"the recipe of {len(allocation) // 2} layers takes {len(text)} bytes as text, and the header of a file holds at most "
             f"{MAX_STRING_BYTES}: give fewer candidates"
         )
     return text
+
+
+@lru_cache(maxsize=4096)
+def _canonical(text: str) -> str:
+    return Recipe(text).text
 
 
 def ranges(numbers: Sequence[int]) -> str:

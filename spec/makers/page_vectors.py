@@ -53,7 +53,8 @@ def row_of(recipe: str | Recipe, geometry: kvpack.PageGeometry) -> bytes:
             return torch.randint(256, shape, dtype=torch.uint8, generator=source)
         return torch.randn(shape, generator=source).to(geometry.torch_dtype)
 
-    codec = kvpack.PageCodec(recipe, geometry, namespace=NAMESPACE)
+    # The vectors are from before recipes had a canonical text.
+    codec = kvpack.PageCodec(Recipe.recorded(recipe) if isinstance(recipe, str) else recipe, geometry, namespace=NAMESPACE)
     row = bytearray(codec.nbytes)
     pages = kvpack.PageBuffer(geometry, *(values(dim) for dim in geometry.dims.values()))
     (refused,) = codec.encode_into(pages, [0], [row], keys=[KEY])
@@ -193,8 +194,8 @@ def vectors() -> dict[str, Vector]:
 
 
 def by_basis() -> bytes:
-    recipe = Recipe("kv=klt:bits=4", Basis.of_bytes((FOLDER / BASIS).read_bytes()))
-    return row_of(recipe, kvpack.PageGeometry(1, 1, 3, 4, None))
+    basis = Basis.of_bytes((FOLDER / BASIS).read_bytes())
+    return row_of(Recipe.recorded(f"kv=klt:bits=4,basis={basis.digest.hex()}", basis), kvpack.PageGeometry(1, 1, 3, 4, None))
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:

@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(recipe=st.sampled_from(sorted(RECIPES)))
     def convert(self, recipe: str) -> None:
         converted = self.cache.convert(recipe, basis=BASIS)
-        assert converted.recipe == recipe
+        assert converted.recipe == kvpack.Recipe(recipe, BASIS).text
         # Another encoding starts from what the one before left.
         self.bound += RECIPES[recipe]
         self._accept(converted, 0)

@@ -31,7 +31,8 @@ def test_what_is_loaded_is_what_was_saved(recipe: str, compress: bool, tmp_path:
     loaded = kvpack.load(tmp_path / "a.kvpack")
     assert (tmp_path / "a.kvpack").stat().st_size == size
     assert size == cache.nbytes or (compress and size < cache.nbytes)
-    assert (loaded.recipe, dict(loaded.model), loaded.start, loaded.tokens) == (recipe, {"name": "test", "revision": "1"}, 7, 141)
+    assert (loaded.recipe, dict(loaded.model), loaded.start, loaded.tokens) == (cache.recipe, {"name": "test", "revision": "1"}, 7, 141)
+    assert cache.recipe == kvpack.Recipe(recipe).text
     assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
     assert [side.codec for layer in loaded for side in layer.sides.values()] == [
         side.codec for layer in cache for side in layer.sides.values()

@@ -131,7 +131,7 @@ def test_the_command_prices_any_recipe_at_any_shape(capsys: pytest.CaptureFixtur
     file = tmp_path / "recipe.txt"
     file.write_text("kivi-2  # keys\nboundary-1\n")
     (from_file,) = json.loads(run(capsys, f"@{file}", "--layers", 4, "--heads", 2, "--tokens", 64, "--dim", 80, "--json"))["recipes"]
-    assert (from_file["recipe"], from_file["bits_per_value"]) == (recipe, row["bits_per_value"])
+    assert (from_file["recipe"], from_file["bits_per_value"]) == (Recipe(recipe).text, row["bits_per_value"])
 
 
 def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

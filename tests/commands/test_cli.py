@@ -59,7 +59,7 @@ def test_inspect(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["nominal_bits"] == pytest.approx(cache.nominal_bits)
     assert (summary["start"], summary["stop"]) == (256, 356)
     assert summary["model"] == {"name": "toy", "revision": "7"}
-    assert summary["recipe"] == RECIPE
+    assert summary["recipe"] == kvpack.Recipe(RECIPE).text
     assert sum(summary["streams"].values()) == summary["bytes"]
     assert [codec["id"] for codec in summary["codecs"]] == ["raw", "group", "group"]
     side = summary["layers"][1]["k"]
@@ -231,10 +231,10 @@ def test_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert report["bytes"] == out.stat().st_size
     assert report["bits_per_value"] == 8 * report["bytes"] / report["values"]
     converted = kvpack.load(out)
-    assert (converted.recipe, converted.start, dict(converted.model)) == ("kivi-4", 256, {"name": "toy", "revision": "7"})
+    assert (converted.recipe, converted.start, dict(converted.model)) == ("kv=group:b=4", 256, {"name": "toy", "revision": "7"})
     assert run("convert", file, out, "raw", "--compress", "--force") == 0
     assert f"{out}: {out.stat().st_size:,} bytes" in capsys.readouterr().out
-    assert kvpack.load(out).recipe == "raw"
+    assert kvpack.load(out).recipe == "kv=raw"
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ def test_convert_says_when_more_bits_gain_nothing(
     packed, out = tmp_path / "in", tmp_path / "out"
     kvpack.save(kvpack.pack(random_pairs(2, 128), before), packed)
     assert run("convert", packed, out, after) == 0
-    err = capsys.readouterr().err
-    assert (f"kvpack: note: {out} has more bits per value than {packed}, and no better quality: what {before} rounded" in err) == told
-    assert kvpack.load(out).recipe == after
+    err, recipe = capsys.readouterr().err, kvpack.Recipe(before).text
+    assert (f"kvpack: note: {out} has more bits per value than {packed}, and no better quality: what {recipe} rounded" in err) == told
+    assert kvpack.load(out).recipe == kvpack.Recipe(after).text
 
 
 WRITING = {

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     save(store, prompt(3, first=1, seed=1))
     save(store, prompt(2, first=1, seed=2))
     store.pin(prompt(3, first=1, seed=1))
-    other = open_store(tmp_path / "store", kvpack.Identity("other", "bf16"))
+    other = open_store(tmp_path / "store", kvpack.Identity("other", "kv=raw:dtype=bf16"))
     save(other, prompt(1))
     return tmp_path / "store"
 
@@ -52,9 +52,9 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -
 def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "ls", folder)["prefixes"]
     assert [(row["model"]["name"], row["recipe"], row["tokens"], row["pinned"]) for row in rows] == [
-        ("other", "bf16", CHUNK, False),
-        ("model", "kivi-2", 2 * CHUNK, False),
-        ("model", "kivi-2", 3 * CHUNK, True),
+        ("other", "kv=raw:dtype=bf16", CHUNK, False),
+        ("model", "kv=group:b=2", 2 * CHUNK, False),
+        ("model", "kv=group:b=2", 3 * CHUNK, True),
     ]
     store = open_store(folder)
     assert rows[2]["key"] == store.keys(prompt(3, first=1, seed=1))[-1].hex()
@@ -82,8 +82,8 @@ def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["entries"], found["pinned"], found["unreadable"]) == (5, 3, 0)
     assert found["bytes"] == sum(os.stat(path).st_size for path in entries(folder))
     assert {(row["model"]["name"], row["recipe"]): row["tokens"] for row in found["identities"]} == {
-        ("model", "kivi-2"): 4 * CHUNK,
-        ("other", "bf16"): CHUNK,
+        ("model", "kv=group:b=2"): 4 * CHUNK,
+        ("other", "kv=raw:dtype=bf16"): CHUNK,
     }
     run("stat", folder)
     assert "5 entries" in capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     n, again = imported.load(ids)
     assert n == 3 * CHUNK
     assert same(again, whole)
-    assert open_store(tmp_path / "new", kvpack.Identity("model", "kivi-2")).match(ids) == 0
+    assert open_store(tmp_path / "new", kvpack.Identity("model", "kv=group:b=2")).match(ids) == 0
 
 
 def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

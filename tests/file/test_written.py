@@ -77,6 +77,21 @@ def test_a_basis_opens() -> None:
     assert hashlib.sha256(BASIS.read_bytes()).digest() == Basis.load(BASIS).digest
 
 
+def test_a_row_opens_with_the_recipe_that_it_records() -> None:
+    recorded, decoded = load_file(FOLDER / "page.safetensors")["values"], torch.zeros_like(pool())
+    with kvpack.PageCodec(kvpack.Recipe.recorded("octopus-4"), GEOMETRY) as codec:
+        assert codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1]) == [None]
+    assert torch.equal(decoded[0], recorded)
+
+
+def test_a_file_that_names_a_preset_continues_in_memory() -> None:
+    """With the recipe of the time, whatever the preset is now."""
+    cache = opened("octopus-4")
+    assert cache.recipe == "octopus-4"
+    live = kvpack.LiveCache.of(cache)
+    assert live.freeze().recipe == "k=octahedral:b=4;v=group:b=4"
+
+
 def test_a_row_opens_with_the_codec_of_its_page() -> None:
     """Or is refused as another page's, if this kvpack describes pages otherwise: its values are right either way."""
     recorded = load_file(FOLDER / "page.safetensors")["values"]

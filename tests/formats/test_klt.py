@@ -244,7 +244,7 @@ def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
 
 def test_recipes_name_the_basis(basis: Basis) -> None:
     digest = basis.digest.hex()
-    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:bits=1.5,basis={digest};tail=32"
+    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:basis={digest},bits=1.5;tail=32"
     named = kvpack.Recipe(f"k=klt:basis={digest};v=group:b=4,g=32")
     assert kvpack.Recipe(named.text, basis).text == named.text
     assert kvpack.Recipe("kv=klt", basis).codec(0, 2, "k", 32) == kvpack.Recipe("klt-2", basis).codec(0, 2, "k", 32)

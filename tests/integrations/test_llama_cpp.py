@@ -222,7 +222,7 @@ def test_blocks_go_both_ways_bit_for_bit(keys: str, values: str, transposed: boo
 def test_llama_cpps_own_blocks_go_both_ways(tmp_path: Path) -> None:
     own = FILES / "quantized.bin"
     cache = import_slot(own, kv_heads=1)
-    assert cache.recipe == ";".join(f"{side}=group:b=8,g=32,axis=channel,token_scale=fp16" for side in "kv")
+    assert cache.recipe == kvpack.Recipe("kv=group:b=8,g=32,axis=channel,token_scale=fp16").text
     export_slot(cache, tmp_path / "out.bin")
     assert (tmp_path / "out.bin").read_bytes() == own.read_bytes()
 

@@ -422,7 +422,7 @@ def test_a_recipe_takes_the_basis_of_its_model(monkeypatch: pytest.MonkeyPatch, 
     spec = spec_class(with_basis(tmp_path))
     ((codec,),) = spec.codecs
     digest = hashlib.sha256((tmp_path / "m.kvbasis").read_bytes()).hexdigest()
-    assert codec.recipe.text == f"kv=klt:bits=4,basis={digest}"
+    assert codec.recipe.text == f"kv=klt:basis={digest},bits=4"
     buffer = ATTENTION.buffer("adjacent", device_blocks(ATTENTION, 0))
     rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
     assert codec.encode_into(buffer, [3, 5], rows) == codec.decode_into(rows, buffer, [1, 2]) == [None, None]

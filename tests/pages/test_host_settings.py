@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack import Identity, PageBuffer, PageCodec, PageGeometry, PageLayout, PageStore
+from kvpack import Identity, PageBuffer, PageCodec, PageGeometry, PageLayout, PageStore, Recipe
 from kvpack.errors import KvpackError
 
 from host_settings import Watched, unusual_host  # isort: skip
@@ -123,5 +123,5 @@ def test_every_call_of_a_store(recipe: str, tmp_path: Path, monkeypatch: pytest.
             store.clear()
             store.close()
         model = Path(kvpack.__file__).parent / "demo" / "tinylm"
-        assert store.call("of_engine", Identity.of_engine)(model, recipe, kv_dtype="bf16", layout="a").recipe == recipe
+        assert store.call("of_engine", Identity.of_engine)(model, recipe, kv_dtype="bf16", layout="a").recipe == Recipe(recipe).text
     assert store.called >= public(PageStore)

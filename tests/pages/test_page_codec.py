@@ -418,7 +418,7 @@ def test_pages_take_no_memory_where_c_codes_them(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "geometry", "message"),
     [
-        ("fp16", SMALL, "recipe is 'raw', expected 'fp16'"),
+        ("fp16", SMALL, "recipe is 'kv=raw', expected 'kv=raw:dtype=fp16'"),
         ("raw", replace(SMALL, dtype="fp16"), "ignorable.page-dtype is b'bf16', expected b'fp16'"),
         ("raw", replace(SMALL, layers=2), "layers has the length 3, expected 2"),
         ("raw", replace(SMALL, heads=1), "layers[0].k.heads is 2, expected 1"),

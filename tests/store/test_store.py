@@ -47,7 +47,8 @@ def test_what_is_saved_is_loaded(recipe: str, tmp_path: Path) -> None:
         n, found = store.load(ids)
         assert n == 128
         assert same(found, whole)
-        assert (found.start, found.recipe, dict(found.model)) == (0, recipe, {"name": "model", "weights": "w1", "dtype": "bfloat16"})
+        assert (found.start, found.recipe) == (0, identity.recipe)
+        assert dict(found.model) == {"name": "model", "weights": "w1", "dtype": "bfloat16"}
 
 
 def test_the_longest_stored_prefix_is_found(tmp_path: Path) -> None:
@@ -135,8 +136,8 @@ def test_keys_are_those_of_the_text() -> None:
     def prefixed(*fields: bytes) -> bytes:
         return b"".join(struct.pack("<Q", len(field)) + field for field in fields)
 
-    fields = {"format": "1", "model": "m", "recipe": "bf16", "weights": "", "adapter": "", "rope": "", "dtype": "", "tenant": ""}
-    fields |= {"config": "", "extra": ""}
+    fields = {"format": "1", "model": "m", "recipe": "kv=raw:dtype=bf16"}
+    fields |= dict.fromkeys(("weights", "adapter", "rope", "dtype", "tenant", "config", "extra"), "")
     root = hashlib.sha256(prefixed(*(text.encode() for pair in fields.items() for text in pair))).digest()
     first = hashlib.sha256(prefixed(root, struct.pack("<4I", *range(4)))).digest()
     second = hashlib.sha256(prefixed(first, struct.pack("<4I", *range(4, 8)))).digest()
@@ -211,7 +212,7 @@ def test_token_ids_of_another_kind_are_refused(ids: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-4"), "packed with 'kivi-4', the store's identity says 'kivi-2'"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-4"), "packed with 'kv=group:b=4', .* says 'kv=group:b=2'"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", start=32), "starts at position 32"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", model={"name": "other"}), "name 'other', .* says 'model'"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32), batch=2), "kivi-2"), "holds 2 sequences"),
@@ -439,7 +440,8 @@ def test_the_identity_of_a_model() -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=50, name_or_path="org/model"))
     mine = kvpack.Identity.of(model, "octopus-3", tenant="t")
-    assert (mine.model, mine.recipe, mine.dtype, mine.tenant, mine.adapter) == ("org/model", "octopus-3", "float32", "t", "")
+    assert mine.recipe == "k=octahedral:b=3;v=group:b=3"
+    assert (mine.model, mine.dtype, mine.tenant, mine.adapter) == ("org/model", "float32", "t", "")
     assert "rope_theta" in mine.rope
     assert mine.weights.startswith("sha256:")
     assert kvpack.Identity.of(model, "octopus-3", tenant="t") == mine

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.cache.dense_states import DenseLayer
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import ID_BYTES
 from kvpack.formats.errors import InvalidParameter
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
-    from kvpack.coding.recipes import Recipe
 
 IDS = "token_ids"
 """The state of layer 0 with the token ids, 4 bytes each."""
@@ -41,7 +40,7 @@ def is_opaque(file: StateFile) -> bool:
 
 def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
     """Raise InvalidParameter for any recipe except raw, for keys or values of the quantized ``kinds``."""
-    if parse_recipe(recipe).text != "raw":
+    if parse_recipe(recipe) != Recipe("raw"):
         raise InvalidParameter(
             f"{where}: its keys or values are quantized ({' and '.join(kinds)}), and kvpack keeps them as they are: use the recipe "
             "raw, or save the slot of a context whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"

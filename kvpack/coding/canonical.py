@@ -1,0 +1,161 @@
+"""The canonical text of a recipe: one text for all recipes that give every layer and side the same codec (spec/store.md, Recipes).
+
+A recipe's rules become, for each side, the codec of all layers and exceptions from it. Ranges that count from the first layer are
+compared with each other, and so are ranges that count from the last; which layers have one of each kind depends on the number of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+FIRST, LAST, BOTH = range(3)
+"""From where a range counts both of its ends: the first layer, the last layer, or one end from each."""
+
+
+class Range(NamedTuple):
+    """Layers ``begin`` to ``end``, both included.
+
+    A range that counts from the first layer may end at infinity, one that counts from the last may begin at minus infinity.
+    """
+
+    counts: int
+    begin: float
+    end: float
+
+    @classmethod
+    def of_item(cls, first: int, last: int) -> Range | None:
+        """The range of a recipe's item; None for all layers."""
+        if first >= 0 and last >= -1:
+            found = cls(FIRST, first, last if last >= 0 else math.inf)
+            return None if found.is_all else found
+        return cls(LAST, first or -math.inf, last) if last < 0 and first <= 0 else cls(BOTH, first, last)
+
+    def __str__(self) -> str:
+        first, last = 0 if self.begin == -math.inf else int(self.begin), -1 if self.end == math.inf else int(self.end)
+        return str(first) if first == last else f"{first}-{last}"
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it covers all layers."""
+        return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
+
+    def may_meet(self, other: Range) -> bool:
+        """Whether both may cover one layer."""
+        return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
+
+    def without(self, other: Range) -> list[Range]:
+        """The parts of it that ``other`` does not cover, as far as the number of layers does not matter."""
+        if self.counts != other.counts:
+            return [self]
+        if self.counts == BOTH:
+            return [] if self == other else [self]
+        parts = (self.begin, min(self.end, other.begin - 1)), (max(self.begin, other.end + 1), self.end)
+        return [Range(self.counts, begin, end) for begin, end in parts if begin <= end]
+
+
+class Exceptions(NamedTuple):
+    """Layers, as ranges, with the same ``codec``."""
+
+    ranges: tuple[Range, ...]
+    codec: str
+
+    @property
+    def layers(self) -> str:
+        """The ranges as a recipe lists them."""
+        return ",".join(map(str, self.ranges))
+
+
+Items = tuple[tuple[int, int], ...] | None
+"""The layers of a rule, as (first, last); None for all."""
+
+
+def canonical_text(rules: Sequence[tuple[str, Items, dict[str, str]]], window: int) -> str:
+    """The canonical text of rules (sides, items, codec of each side), of which later ones win, and a raw tail of ``window`` tokens."""
+    found = {side: _side([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
+    (k, k_exceptions), (v, v_exceptions) = found["k"], found["v"]
+    clauses = [f"kv={k}"] if k == v else [f"k={k}", f"v={v}"]
+    clauses += [f"layers={one.layers}:{sides}={one.codec}" for sides, one in _together(k_exceptions, v_exceptions)]
+    return ";".join([*clauses, *([f"tail={window}"] if window else [])])
+
+
+def _side(rules: Sequence[tuple[Items, str]]) -> tuple[str, list[Exceptions]]:
+    """The codec of all layers and the exceptions, in order, of one side."""
+    ranges: list[tuple[Range | None, str]] = []
+    for items, codec in rules:
+        ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]
+    while True:
+        last = max(number for number, (one, _) in enumerate(ranges) if one is None)
+        base = ranges[last][1]
+        exceptions = _exceptions([(one, codec) for one, codec in ranges[last + 1 :] if one is not None], base)
+        # Ranges that were joined may be in the way of fewer others, or cover all layers.
+        again = [(None, base), *((None if one.is_all else one, of.codec) for of in exceptions for one in of.ranges)]
+        if again == ranges:
+            return base, exceptions
+        ranges = again
+
+
+def _exceptions(rules: Sequence[tuple[Range, str]], base: str) -> list[Exceptions]:
+    """``rules`` without what later ones replace and what ``base`` does anyhow, in an order that depends on what they do alone."""
+    left: list[tuple[Range, str]] = []
+    for one, codec in reversed(rules):
+        parts = [one]
+        for later, _ in left:
+            parts = [rest for part in parts for rest in part.without(later)]
+        left += ((part, codec) for part in reversed(parts))
+    left.reverse()
+    ordered: list[tuple[Range, str]] = []
+    # A rule stays behind those before it that may cover one of its layers and have another codec.
+    before = [{i for i, (one, codec) in enumerate(left[:j]) if codec != of and one.may_meet(it)} for j, (it, of) in enumerate(left)]
+    waiting = set(range(len(left)))
+    while waiting:
+        free = [number for number in waiting if not before[number] & waiting]
+        plain = [number for number in free if left[number][1] == base and not before[number]]
+        if plain:
+            waiting.difference_update(plain)
+            before = [numbers - set(plain) for numbers in before]
+            continue
+        newest = ordered[-1][1] if ordered else ""
+        chosen = min(free, key=lambda number: (left[number][1] != newest, left[number][1], left[number][0]))
+        waiting.remove(chosen)
+        ordered.append(left[chosen])
+    return _grouped(ordered)
+
+
+def _grouped(rules: Iterable[tuple[Range, str]]) -> list[Exceptions]:
+    """Neighbors of one codec as one, with ranges that touch joined."""
+    groups: list[tuple[list[Range], str]] = []
+    for one, codec in rules:
+        if groups and groups[-1][1] == codec:
+            groups[-1][0].append(one)
+        else:
+            groups.append(([one], codec))
+    return [Exceptions(tuple(_joined(sorted(ranges))), codec) for ranges, codec in groups]
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    joined = list(ranges[:1])
+    for before, one in pairwise(ranges):
+        if one.counts == before.counts != BOTH and one.begin == joined[-1].end + 1:
+            joined[-1] = joined[-1]._replace(end=one.end)
+        else:
+            joined.append(one)
+    return joined
+
+
+def _together(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tuple[str, Exceptions]]:
+    """The exceptions of both sides, each with its sides: those that are the same are one where the order of each side allows it."""
+    found: list[tuple[str, Exceptions]] = []
+    rest = list(v)
+    for one in k:
+        if one in rest:
+            place = rest.index(one)
+            found += [*(("v", other) for other in rest[:place]), ("kv", one)]
+            rest = rest[place + 1 :]
+        else:
+            found.append(("k", one))
+    return [*found, *(("v", other) for other in rest)]

@@ -1,0 +1,224 @@
+"""Canonical recipes: one text for all spellings of one recipe, and none of its own making."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.coding.presets import ADDITIONS, PUBLISHED
+from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, recorded_text
+from kvpack.coding.recorded_presets import RECORDED
+from kvpack.file.limits import MAX_STRING_BYTES
+from kvpack.formats.errors import InvalidRecipe
+
+DIGEST = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("canonical", "spellings"),
+    [
+        (
+            "k=octahedral:b=4;v=group:b=4",
+            [
+                "k=octahedral:b=4;v=group:b=4,g=32",
+                "octopus-4 ",
+                " k=octahedral:b=4 ;  v=group:g=32,b=4",
+                "v=group:b=4,g=32;k=octahedral:b_norm=3,b_dir=5",
+                "k=octahedral:b=04,norm=fp16,rotation=signed-hadamard,seed=0,rounding=local3x3,norm_rule=unbiased;v=group:b=4,axis=channel",
+                "kv=raw;kv=octahedral:b=4;v=group:b=4",
+                "k=octahedral:b=4;v=group:b=4;tail=32;tail=0",
+                "k=octahedral:b=4;v=group:b=4;layers=3,5-7:k=octahedral:b=4",
+                "kv=raw;v=group:b=4;layers=0--1:k=octahedral:b=4",
+                "kv=raw;layers=0,1--1:k=octahedral:b=4;layers=0--2,-1:v=group:b=4",
+            ],
+        ),
+        ("kv=group:b=2", ["k=group:b=2;v=group:b=2", "k=group:b=2,axis=token;v=group:b=2,axis=channel", "kivi-2"]),
+        ("k=group:axis=channel,b=2;v=group:b=2", ["kv=group:b=2,axis=channel"]),
+        ("kv=raw", ["raw", "k=raw;v=raw"]),
+        ("kv=raw:dtype=bf16", ["bf16"]),
+        ("kv=klt:bits=2", ["kv=klt", "klt-2", "klt-2.0", "kv=klt:bits=02.000,rows=basis"]),
+        (
+            f"kv=klt:basis={DIGEST},bits=1.75",
+            [f"kv=klt:bits=1.750,basis={DIGEST}", f"k=klt:basis={DIGEST},bits=1.75;v=klt:basis={DIGEST},bits=1.75"],
+        ),
+        ("k=scalar:b=2,qjl=fp16;v=group:b=3", ["turboquant-qjl-3", "v=group:b=3;k=scalar:qjl_seed=1,qjl=fp16,b=2,norm_rule=norm"]),
+        ("kv=scalar:b=2,sinks=4", ["kv=scalar:b=2,raw_tokens=bf16,sinks=4"]),
+        ("kv=lossless:chunk=256,dtype=bf16", ["kv=lossless:dtype=bf16,chunk=256"]),
+        ("kv=octahedral:b_dir=4,b_norm=1", ["kv=octahedral:b=3,b_norm=1", "kv=octahedral:b_norm=1,b_dir=4,b=7"]),
+        (
+            "kv=group:b=2;layers=0-5,9,-1:k=raw;tail=32",
+            [
+                "tail=32;kivi-2;layers=-1:k=raw;layers=9,3-5:k=raw;layers=0-3:k=raw",
+                "kivi-2;layers=0-9:k=raw;layers=6-8:k=group:b=2;layers=-1:k=raw;tail=32",
+                "kivi-2;layers=0-5:k=scalar:b=2;layers=9:k=raw;layers=-1:k=raw;layers=0-5:k=raw;tail=0;tail=32",
+            ],
+        ),
+        (
+            "kv=group:b=2;layers=0,-1:kv=raw",
+            ["kivi-2;layers=0,-1:k=raw;layers=-1:v=raw;layers=0:v=raw", "kivi-2;layers=0:kv=raw;layers=-1:kv=raw"],
+        ),
+        (
+            "kv=group:b=2;layers=0:k=raw;layers=1:kv=scalar:b=2",
+            ["kivi-2;layers=1:v=scalar:b=2;layers=0-1:k=raw;layers=1:k=scalar:b=2", "kivi-2;layers=1:kv=scalar:b=2;layers=0:k=raw"],
+        ),
+    ],
+)
+def test_every_spelling_has_one_text(canonical: str, spellings: list[str]) -> None:
+    for spelling in [canonical, *spellings]:
+        assert Recipe(spelling).text == Recipe(spelling).canonical == canonical, spelling
+    assert {Recipe(spelling) for spelling in spellings} == {Recipe(canonical)}
+    assert len({kvpack.Identity("m", spelling).digest for spelling in [canonical, *spellings]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        # In a cache of one layer, the later clause wins.
+        ("kivi-2;layers=0:k=raw;layers=-1:k=scalar:b=2", "kivi-2;layers=-1:k=scalar:b=2;layers=0:k=raw"),
+        ("kivi-2;layers=3:k=raw;layers=-1:k=group:b=2", "kivi-2;layers=3:k=raw"),
+        ("kivi-2;layers=-1:k=raw", "kivi-2;layers=3:k=raw"),
+        # Encoders' options change bytes, though no header holds them.
+        ("kv=octahedral:b=2", "kv=octahedral:b=2,rounding=scalar"),
+        ("kv=octahedral:b=2", "kv=octahedral:b=2,norm_rule=norm"),
+        ("kv=scalar:b=2,sinks=4", "kv=scalar:b=2,sinks=5"),
+        ("kv=group:b=2", "kv=group:b=2,centre=zero"),
+        # What is left out depends on the values or on the head dim.
+        ("kv=raw", "kv=raw:dtype=bf16"),
+        ("kv=lossless", "kv=lossless:dtype=bf16"),
+        ("kv=lossless", "kv=lossless:chunk=256"),
+        ("kv=transform", "kv=transform:chunk=256"),
+        ("kv=klt", "kv=klt:gain=fp16"),
+        ("kv=group:b=2;tail=32", "kv=group:b=2;tail=64"),
+        ("klt-2", f"kv=klt:basis={DIGEST}"),
+    ],
+)
+def test_recipes_that_differ_keep_their_texts(first: str, second: str) -> None:
+    assert Recipe(first).text != Recipe(second).text
+    assert Recipe(first) != Recipe(second)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *(f"octopus-3;{name}" for name in ADDITIONS), "klt-1.75", "transform-0.6"])
+def test_no_name_of_a_preset_is_recorded(name: str) -> None:
+    text = Recipe(name).text
+    assert name not in text.split(";")
+    assert all("=" in clause for clause in text.split(";"))
+    assert Recipe(text).text == text
+    assert parse_recipe(name) == parse_recipe(text)
+
+
+WORDS = {
+    "raw": ("dtype=bf16", "dtype=fp16"),
+    "lossless": ("dtype=bf16", "chunk=64", "chunk=256"),
+    "group": (
+        "b=2", "b=3", "g=32", "g=64", "axis=token", "axis=channel", "centre=zero", "centre=middle", "token_scale=fp16", "seed=0", "seed=00",
+    ),
+    "minifloat": ("element=e4m3", "element=e2m1", "scales=e8m0", "per=block", "per=tensor", "per=head"),
+    "scalar": (
+        "b=2", "b=3", "high=4", "share=32", "norm=fp16", "norm_rule=norm", "norm_rule=unbiased", "qjl=fp16", "qjl_seed=1", "sinks=2",
+        "raw_tokens=bf16",
+    ),
+    "octahedral": ("b=2", "b=3", "b_dir=4", "b_norm=2", "rounding=scalar", "rounding=local3x3", "channel_scale=fp16", "outliers=3"),
+    "polar": ("b=3", "b=3.3.2", "rotation=none", "rotation=signed-hadamard"),
+    "klt": ("bits=2", "bits=2.50", "gain=fp16", "rows=fp16"),
+    "transform": ("bits=0.6", "bits=1", "chunk=256"),
+}  # fmt: skip
+
+
+def clauses() -> st.SearchStrategy[str]:
+    codecs = st.sampled_from(sorted(WORDS)).flatmap(
+        lambda name: st.lists(st.sampled_from(WORDS[name]), unique_by=lambda word: word.partition("=")[0], max_size=4).map(
+            lambda words: f"{name}:{','.join(words)}" if words else name
+        )
+    )
+    # Few codecs, so that clauses of one codec meet.
+    common = st.sampled_from(["raw", "group:b=2", "group:g=32,b=2", "scalar:b=2"])
+    ends = st.integers(-4, 4)
+    items = st.one_of(ends.map(str), st.tuples(ends, ends).map(lambda pair: f"{pair[0]}-{pair[1]}"))
+    layers = st.one_of(st.just(""), st.lists(items, min_size=1, max_size=3).map(lambda found: f"layers={','.join(found)}:"))
+    sides = st.sampled_from(["k", "v", "kv"])
+    named = st.sampled_from([*ADDITIONS, "octopus-2", "kivi-2", "tail=64", "tail=0"])
+    return st.one_of(st.tuples(layers, sides, st.one_of(common, codecs)).map(lambda it: f"{it[0]}{it[1]}={it[2]}"), named)
+
+
+def recipes() -> st.SearchStrategy[Recipe]:
+    def made(base: str, more: list[str]) -> Recipe | None:
+        try:
+            return Recipe(";".join([base, *more]))
+        except InvalidRecipe:
+            return None
+
+    found = st.builds(made, st.sampled_from(["kv=raw", "kivi-2", "octopus-2"]), st.lists(clauses(), max_size=6))
+    return found.filter(lambda recipe: recipe is not None)  # type: ignore[return-value]
+
+
+def everything(codec: Any) -> Any:
+    """All fields of a codec, also those that no header holds and equality leaves out."""
+    if not dataclasses.is_dataclass(codec):
+        return codec
+    found = [everything(getattr(codec, field.name)) for field in dataclasses.fields(codec)]
+    return [type(codec), *([everything(it) for it in value] if isinstance(value, tuple) else value for value in found)]
+
+
+def codecs(recipe: Recipe, layers: int, dim: int) -> Any:
+    """Every codec of a cache; klt and transform, which have no basis here, by their words."""
+    found = []
+    for layer in range(layers):
+        for side in "kv":
+            rule = next(rule for rule in reversed(recipe.rules) if side in rule.sides and rule.covers(layer, layers))
+            if rule.codec_id in ("klt", "transform"):
+                found.append([rule.codec_id, rule.bits, *sorted(word for word in rule.words if word[0] != "bits")])
+            else:
+                found.append([everything(rule.codec(dim, side, dtype)) for dtype in ("bf16", "fp16")])
+    return found
+
+
+@given(recipes())
+def test_the_canonical_text_is_a_recipe_of_the_same_codecs(recipe: Recipe) -> None:
+    again = Recipe(recipe.text)
+    assert again.text == recipe.text
+    assert again.window == recipe.window
+    for layers in (1, 2, 3, 5, 9, 12):
+        for dim in (64, 256):
+            assert codecs(again, layers, dim) == codecs(recipe, layers, dim), (recipe, layers)
+
+
+@given(recipes(), st.randoms(use_true_random=False))
+def test_orders_that_do_not_matter_have_one_text(recipe: Recipe, random: Any) -> None:
+    """Clauses are written one layer and side at a time, in any order, with words in any order, after other codecs."""
+    layers, written = 9, []
+    for layer in range(layers):
+        for side in "kv":
+            rule = next(rule for rule in reversed(recipe.rules) if side in rule.sides and rule.covers(layer, layers))
+            words = [f"{name}={value}" for name, value in rule.words]
+            random.shuffle(words)
+            written.append(f"layers={layer}:{side}={rule.codec_id}{':' if words else ''}{','.join(words)}")
+    texts = set()
+    for _ in range(3):
+        random.shuffle(written)
+        texts.add(Recipe(";".join(["kv=raw:dtype=fp32", *written])).text)
+    assert len(texts) == 1
+
+
+def test_texts_fit_headers() -> None:
+    assert max(len(Recipe(name).text) for name in PRESETS) < 256
+    every = ";".join(f"layers={layer}:kv=group:b={2 + layer % 3},g=32,axis=channel" for layer in range(64))
+    assert len(Recipe(f"kivi-2;{every}").text) < MAX_STRING_BYTES / 4
+
+
+def test_names_that_were_recorded_keep_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(RECORDED) <= {*PUBLISHED, *ADDITIONS}
+    assert Recipe.recorded("octopus-4").canonical == "k=octahedral:b=4;v=group:b=4"
+    assert Recipe.recorded("octopus-3;boundary-1;tail=32").canonical == "k=octahedral:b=3;v=group:b=3;layers=0,-1:k=raw;tail=32"
+    recorded = Recipe.recorded("octopus-4")
+    assert recorded.text == "octopus-4"
+    assert recorded == Recipe(RECORDED["octopus-4"])
+    assert recorded.codec(0, 2, "k", 64) == Recipe(RECORDED["octopus-4"]).codec(0, 2, "k", 64)
+    for name in RECORDED.keys() - ADDITIONS.keys():
+        assert Recipe.recorded(name) == Recipe(RECORDED[name])
+    assert recorded_text("no recipe") == "no recipe"
+    assert recorded_text("octopus-4 ") == recorded.canonical

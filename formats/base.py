@@ -133,6 +133,11 @@ class Codec(ABC):
         return 1
 
     @property
+    def fixed_heads(self) -> int | None:
+        """The number of heads of every side that it codes; None for any."""
+        return None
+
+    @property
     def run_values(self) -> int:
         """The values per head in rows of runs that decoding converts as a whole: readers with a limit of memory count them."""
         return 0

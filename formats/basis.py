@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .frames import Frames
 
 RUN_COLUMNS = 16
-"""Columns of the coded frame that share a width and a table."""
+"""Columns of the coded frame that share a table, and the width of all heads in klt with one width for these."""
 
 MAX_WIDTH = 8
 """The most bits of a column."""
@@ -129,6 +129,14 @@ class BasisRows:
     def table(self, run: int, width: int) -> torch.Tensor:
         """The values of the codes of a run at ``width`` bits, float32 ``[batch, kv_head, code]``."""
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
+
+    def tables_of(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
+        """The values of codes of ``width`` bits of ``runs`` of 8 columns, one of each head: float32 ``[batch, run, code]``.
+
+        Two of these have the table of a run of ``RUN_COLUMNS``.
+        """
+        found = self._tables[:, list(heads), [run // 2 for run in runs]]
+        return found[..., (1 << width) - 2 : (2 << width) - 2]
 
     @cached_property
     def inverse(self) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""klt: columns of a calibrated basis, each at a width of its own, one gain per token (spec/codecs/klt.md).
+"""klt: columns of a calibrated basis, each at a width of its own, with or without a gain per token (spec/codecs/klt.md).
+
+There are two forms. In one each run of 16 columns has a width that all heads share, and a head's codes are rows of words; in the other
+each head has widths of its own for runs of 8, and the codes of all heads of a token are one row of bytes, as many for a run as its width.
 
 The basis is the Karhunen-Loeve transform of a model's keys or values of one layer, weighted by what their errors cost the model
 (formats/basis.py). Source: transform coding with fixed rates, Gersho and Gray 1992, ch. 8; weights as in Fisher-weighted SVD,
@@ -10,21 +13,23 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range
 from .basis import DIGEST_BYTES, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
 from .columns import Columns, default_fields
-from .errors import InvalidParameter, InvalidShape
+from .errors import InvalidParameter, InvalidPayload, InvalidShape
 from .family import CodecFamily
-from .lazy import torch
+from .lazy import functional, numpy, torch
 from .products import product
 from .tables import TABLES_KEPT
+from .value_blocks import row_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from .options import Options
+    from .value_blocks import Array
 
 SIDES = ("k", "v")
 GAINS = {"none": None, "fp16": "F16"}
@@ -33,7 +38,17 @@ ROWS = {"basis": None, **NORMS}
 """Stored dtypes of the rows of the basis, by parameter value; they are not stored for ``basis``."""
 
 MOST_WITHOUT_GAIN = 64
-"""The largest head dim at which tokens have no gain unless a recipe asks for one: the bits of one are worth more in columns there."""
+"""The largest head dim at which tokens of heads with their own widths have no gain unless a recipe asks for one: its bits are worth more
+in columns there."""
+
+HEAD_RUN_COLUMNS = 8
+"""Columns that share a width where each head has its own: their codes take whole bytes."""
+
+CODES = "codes"
+"""The code stream of all heads, where each head has its own widths; F of it is ``HEAD_RUN_COLUMNS``."""
+
+WIDTHS = ("shared", "heads")
+"""Whether heads share widths or have their own."""
 
 MAX_LAYER = 4095
 LARGEST_GAIN = 65504.0
@@ -43,6 +58,7 @@ LARGEST_GAIN = 65504.0
 class Klt(CodecFamily):
     """``widths`` has the bits of each run of 16 columns of the basis with SHA-256 ``basis``, for ``side`` of ``layer``.
 
+    With the stream ``codes`` in ``fields`` it has those of each run of 8 columns of each head.
     ``rows`` says where the rows of the basis are: in its own file (``basis``), or in the stream ``rows`` as fp16 or fp32.
     ``source`` holds them for a codec that has been given its basis; it is not stored.
     """
@@ -67,14 +83,21 @@ class Klt(CodecFamily):
         check_range(self.id, "layer", self.layer, 0, MAX_LAYER)
         check_choice(self.id, "side", self.side, SIDES)
         check_choice(self.id, "rows", self.rows, tuple(ROWS))
-        _check_widths(self.widths, self.dim)
         check_choice(self.id, "gain", self.gain, tuple(GAINS))
-        check_fields(self.id, self.fields, tuple(f"codes_{width}" for width in used_widths(self.widths)))
+        if dict(self.fields).keys() == {CODES}:
+            _check_head_widths(self.widths, self.dim)
+            if dict(self.fields)[CODES] != HEAD_RUN_COLUMNS:
+                raise InvalidParameter(f"codec {self.id}: fields of {CODES} is {dict(self.fields)[CODES]}, expected {HEAD_RUN_COLUMNS}")
+        else:
+            _check_widths(self.widths, self.dim)
+            check_fields(self.id, self.fields, tuple(f"codes_{width}" for width in used_widths(self.widths)))
         self.packings()
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        gain, rows = options.choice("gain", default_gain(dim), tuple(GAINS), omitted=None), options.choice("rows", "basis", tuple(ROWS))
+        own = options.choice("widths", WIDTHS[0], WIDTHS) == "heads"
+        gain = options.choice("gain", default_gain(dim, own), tuple(GAINS), omitted=None if own else "fp16")
+        rows = options.choice("rows", "basis", tuple(ROWS))
         for name in ("bits", "basis"):
             options.text(name)
         options.finish()
@@ -84,7 +107,23 @@ class Klt(CodecFamily):
             return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * runs_of(dim)), gain, rows, None)
         if found.rows.dim != dim:
             raise InvalidParameter(f"codec {cls.id}: the head dim is {dim}, and that of the basis {found.rows.dim}")
-        return cls.of(dim, found.digest, found.layer, side, found.widths, gain, rows, found.rows)
+        make = cls.of_heads if own else cls.of
+        return make(dim, found.digest, found.layer, side, found.widths, gain, rows, found.rows)
+
+    @classmethod
+    def of_heads(
+        cls,
+        dim: int,
+        basis: bytes,
+        layer: int,
+        side: str,
+        widths: bytes,
+        gain: str = "fp16",
+        rows: str = "basis",
+        source: BasisRows | None = None,
+    ) -> Self:
+        """The codec of heads whose runs of 8 columns have ``widths``, head after head."""
+        return cls(dim, basis, layer, side, rows, widths, gain, ((CODES, HEAD_RUN_COLUMNS),), source)
 
     @classmethod
     def of(
@@ -98,15 +137,42 @@ class Klt(CodecFamily):
         rows: str = "basis",
         source: BasisRows | None = None,
     ) -> Self:
-        """The codec with the default F of every stream."""
+        """The codec whose heads share ``widths`` of runs of 16 columns, with the default F of every stream."""
         counts = columns_of(widths, dim)
         fields = tuple((f"codes_{width}", default_fields(len(columns), (1 << width,))) for width, columns in counts.items())
         return cls(dim, basis, layer, side, rows, widths, gain, fields, source)
 
     @property
     def nominal_bits(self) -> float:
+        gain = 0 if self.gain == "none" else 16
+        if self.fixed_heads is not None:
+            return (8 * self.row_bytes / self.fixed_heads + gain) / self.dim
         bits = sum(width * len(columns) for width, columns in columns_of(self.widths, self.dim).items())
-        return (bits + (0 if self.gain == "none" else 16)) / self.dim
+        return (bits + gain) / self.dim
+
+    @property
+    def fixed_heads(self) -> int | None:
+        """The heads whose widths it has; None where heads share them."""
+        return len(self.widths) // head_runs_of(self.dim) if self.fields == ((CODES, HEAD_RUN_COLUMNS),) else None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the codes of all heads of a token, where each head has its own widths; else 0."""
+        return sum(count for part in self.runs for count in part.byte_counts)
+
+    @property
+    def code_bits(self) -> list[int]:
+        """For each byte of such a row the bits that belong to columns; none for widths that heads share."""
+        found = [0xFF] * self.row_bytes
+        for part in self.runs:
+            for places in part.places:
+                found[places[-1]] = 0xFF >> -part.width * part.columns % 8
+        return found
+
+    @property
+    def runs(self) -> tuple[Runs, ...]:
+        """The runs with codes, where each head has its own widths, by width; else none."""
+        return () if self.fixed_heads is None else _runs(self.widths, self.dim)
 
     @property
     def place(self) -> str:
@@ -118,10 +184,12 @@ class Klt(CodecFamily):
         return rows_of(self.dim) * self.dim if self.rows != "basis" else 0
 
     def packings(self) -> dict[str, Columns]:
-        return _packings(self.widths, self.dim, self.fields)
+        return _packings(self.widths, self.dim, self.fields) if self.fixed_heads is None else {}
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         found = {}
+        if self.fixed_heads is not None:
+            found[CODES] = Layout("U8", (batch, 1, tokens, self.row_bytes))
         if (gain := GAINS[self.gain]) is not None:
             found["gain"] = Layout(gain, (batch, heads, tokens))
         if (dtype := ROWS[self.rows]) is not None:
@@ -133,7 +201,7 @@ class Klt(CodecFamily):
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
         some = next(iter(streams.values()))
-        return self.source_for(some.shape[1]).on(some.device)
+        return self.source_for(self.fixed_heads or some.shape[1]).on(some.device)
 
     def given(self, streams: Mapping[str, torch.Tensor]) -> Klt:
         """The same codec with its rows as ``source``, named by their own digest where they are in ``streams`` and not in the basis.
@@ -178,6 +246,8 @@ class Klt(CodecFamily):
         return {**run.encode(x, 0), **run.streams}
 
     def _encode(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
+        if self.fixed_heads is not None:
+            return self._encode_heads(x, rows)
         centred = product(x, rows.inverse) - rows.mean
         codes: dict[int, list[torch.Tensor]] = {width: [] for width in used_widths(self.widths)}
         own, found = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
@@ -197,8 +267,71 @@ class Klt(CodecFamily):
             streams["gain"] = _gains(own, found, length).to(torch.float16)
         return streams
 
+    def _encode_heads(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
+        batch, heads, tokens, _ = x.shape
+        if heads != self.fixed_heads:
+            raise InvalidShape(f"the widths of codec {self.id} are of {self.fixed_heads} heads, and the values have {heads}")
+        count = head_runs_of(self.dim)
+        spare = count * HEAD_RUN_COLUMNS - self.dim
+        centred, weights = (
+            functional.pad(one, (0, spare)).view(*one.shape[:3], count, HEAD_RUN_COLUMNS)
+            for one in (product(x, rows.inverse) - rows.mean, rows.weights.expand(-1, heads, -1, -1))
+        )
+        codes = torch.zeros(batch, tokens, self.row_bytes, dtype=torch.uint8, device=x.device)
+        own, found, length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
+        for part in self.runs:
+            head, run, places = (torch.tensor(one, device=x.device) for one in (part.heads, part.runs, part.places))
+            # [batch, run, token, column]
+            values = centred[:, head, :, run].transpose(0, 1)
+            digit, decoded = _nearest(values, rows.tables_of(part.heads, part.runs, part.width))
+            # Columns that there are not have codes of zeros.
+            digit[..., part.columns :] = 0
+            codes[:, :, places.flatten()] = _bytes_of(digit, part.width)[..., : places.shape[1]].permute(0, 2, 1, 3).flatten(2)
+            squares = weights[:, head, :, run].transpose(0, 1).square()[..., : part.columns]
+            values, decoded = values[..., : part.columns], decoded[..., : part.columns]
+            own.index_add_(1, head, (values.square() * squares).sum(-1))
+            found.index_add_(1, head, (values * decoded * squares).sum(-1))
+            length.index_add_(1, head, (decoded.square() * squares).sum(-1))
+        streams = {CODES: codes[:, None]}
+        if self.gain != "none":
+            streams["gain"] = _gains(own, found, length).to(torch.float16)
+        return streams
+
+    def codes_of_heads(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[Runs, torch.Tensor]]:
+        """The runs of each width, where each head has its own, and their codes, int64 ``[batch, run, token, column]``."""
+        codes = streams[CODES][:, 0]
+        for part in self.runs:
+            places = torch.tensor(part.places, device=codes.device)
+            yield part, _digits_of(codes[:, :, places].transpose(1, 2), part.width)
+
+    def _decode_heads(self, streams: Mapping[str, torch.Tensor], rows: BasisRows) -> torch.Tensor:
+        batch, _, tokens, _ = streams[CODES].shape
+        count, heads = head_runs_of(self.dim), self.fixed_heads or 1
+        values = torch.zeros(batch, heads, count, tokens, HEAD_RUN_COLUMNS, dtype=torch.float32, device=streams[CODES].device)
+        for part, codes in self.codes_of_heads(streams):
+            table = rows.tables_of(part.heads, part.runs, part.width).expand(batch, -1, -1)
+            values[:, list(part.heads), list(part.runs)] = table.gather(2, codes.flatten(2)).view(codes.shape)
+        return values.transpose(2, 3).flatten(3)[..., : self.dim]
+
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+        """As ``Codec.check``; of the codes of all heads, refuse bits of columns that there are not."""
+        super().check(arrays, where)
+        spare = ~numpy.array(self.code_bits, numpy.uint8)
+        if not spare.any():
+            return
+        for first, (block,) in row_blocks(arrays[CODES]):
+            wrong = block & spare
+            if wrong.any():
+                row, place = divmod(int(wrong.reshape(-1).argmax()), self.row_bytes)
+                batch, token = divmod(first + row, arrays[CODES].shape[2])
+                at = [batch, 0, token, place]
+                raise InvalidPayload(f"{where}.{CODES}: the byte at {at} is {block[row, place]}, with bits of no column")
+
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         rows = self.parts(streams)
+        if self.fixed_heads is not None:
+            values = self._decode_heads(streams, rows)
+            return self._with_gain(values, streams).add_(rows.mean)
         batch, heads, tokens, _ = digits[0].shape
         values = torch.zeros(batch, heads, tokens, self.dim, dtype=torch.float32, device=digits[0].device)
         rest = dict(zip(used_widths(self.widths), digits, strict=True))
@@ -209,9 +342,10 @@ class Klt(CodecFamily):
                 codes, rest[width] = rest[width][..., :count], rest[width][..., count:]
                 table = rows.table(run, width).expand(batch, heads, -1)
                 values[..., columns] = table.gather(2, codes.flatten(2).to(torch.int64)).view(codes.shape)
-        if self.gain != "none":
-            values *= streams["gain"].to(torch.float32)[..., None]
-        return values.add_(rows.mean)
+        return self._with_gain(values, streams).add_(rows.mean)
+
+    def _with_gain(self, values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return values if self.gain == "none" else values.mul_(streams["gain"].to(torch.float32)[..., None])
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return product(u, self.parts(streams).matrix)
@@ -220,9 +354,9 @@ class Klt(CodecFamily):
         return product(q, self.parts(streams).matrix.transpose(-1, -2))
 
 
-def default_gain(dim: int) -> str:
-    """The gain of a recipe that names none, at head dim ``dim``."""
-    return "none" if dim <= MOST_WITHOUT_GAIN else "fp16"
+def default_gain(dim: int, own: bool) -> str:
+    """The gain of a recipe that names none, at head dim ``dim``; ``own``: of heads with widths of their own."""
+    return "none" if own and dim <= MOST_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:
@@ -240,13 +374,76 @@ def columns_of(widths: bytes, dim: int) -> dict[int, list[int]]:
     return found
 
 
-def _check_widths(widths: bytes, dim: int) -> None:
-    if len(widths) != runs_of(dim):
-        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, {dim} channels have {runs_of(dim)} runs of columns")
+class Runs(NamedTuple):
+    """Runs of 8 columns with one ``width``, of ``columns`` columns each: the head and the number of each, and its ``places`` in a row of
+    bytes."""
+
+    width: int
+    columns: int
+    heads: tuple[int, ...]
+    runs: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @property
+    def byte_counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.places))
+
+
+@lru_cache(TABLES_KEPT)
+def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
+    """The runs with codes of heads with ``widths`` of their own, by width, whole ones before those at the end of a head."""
+    found: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
+    place, count = 0, head_runs_of(dim)
+    for number, width in enumerate(widths):
+        head, run = divmod(number, count)
+        columns = min(HEAD_RUN_COLUMNS, dim - HEAD_RUN_COLUMNS * run)
+        size = -(-width * columns // 8)
+        if width:
+            found.setdefault((width, columns < HEAD_RUN_COLUMNS), []).append((head, run, tuple(range(place, place + size))))
+        place += size
+    return tuple(
+        Runs(width, dim % HEAD_RUN_COLUMNS if partial else HEAD_RUN_COLUMNS, *zip(*parts, strict=True))
+        for (width, partial), parts in sorted(found.items())
+    )
+
+
+def head_runs_of(dim: int) -> int:
+    """The runs of 8 columns of a head; the last one may be partial."""
+    return -(-dim // HEAD_RUN_COLUMNS)
+
+
+def _bytes_of(digits: torch.Tensor, width: int) -> torch.Tensor:
+    """Codes ``[..., 8]`` of ``width`` bits as ``width`` bytes, the first code in the lowest bits: uint8."""
+    shifts = torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=digits.device)
+    words = (digits.to(torch.int64) << shifts).sum(-1)[..., None]
+    return (words >> torch.arange(0, 8 * width, 8, device=digits.device) & 0xFF).to(torch.uint8)
+
+
+def _digits_of(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """The inverse of ``_bytes_of``, int64 ``[..., 8]``; bytes that are left out at the end are zeros."""
+    shifts = torch.arange(0, 8 * codes.shape[-1], 8, device=codes.device)
+    words = (codes.to(torch.int64) << shifts).sum(-1)[..., None]
+    return words >> torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=codes.device) & (1 << width) - 1
+
+
+def _check_head_widths(widths: bytes, dim: int) -> None:
+    count = head_runs_of(dim)
+    if not widths or len(widths) % count:
+        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, a head of {dim} channels has {count} runs of columns")
+    _check_sizes(widths)
+
+
+def _check_sizes(widths: bytes) -> None:
     if max(widths) > MAX_WIDTH:
         raise InvalidParameter(f"codec klt: widths is {widths.hex()}, expected 0 to {MAX_WIDTH} bits in every byte")
     if not any(widths):
         raise InvalidParameter("codec klt: widths is zero for every run, expected at least one run with a width")
+
+
+def _check_widths(widths: bytes, dim: int) -> None:
+    if len(widths) != runs_of(dim):
+        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, {dim} channels have {runs_of(dim)} runs of columns")
+    _check_sizes(widths)
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

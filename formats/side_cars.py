@@ -85,6 +85,10 @@ class WithSideCars(Codec):
     def token_group(self) -> int:
         return self.codec.token_group
 
+    @property
+    def fixed_heads(self) -> int | None:
+        return self.codec.fixed_heads
+
     def packings(self) -> dict[str, Columns]:
         return self.codec.packings()
 

@@ -728,6 +728,8 @@ class Codec:
     """The digest, the layer and the side of the basis that a reader must be given."""
     scope: str = ""
     """That of the frames of the basis, for a codec that needs these and not its rows."""
+    heads: int = 0
+    """The only number of heads of sides; 0 for any."""
     check_sizes: Callable[[Any, str], None] = lambda side, prefix: None
     """Refuses of a side, before anything is decoded, what needs no basis."""
 
@@ -792,7 +794,7 @@ def one_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...], 
 
 KLT_PARAMETERS = "codecs/klt.md, Parameters and ranges"
 BASIS = "basis"
-RUN_COLUMNS = 16
+RUN_COLUMNS, SHORT_COLUMNS = 16, 8
 TABLE_VALUES = 510
 
 
@@ -817,28 +819,58 @@ def klt(entry: Mapping[str, Any]) -> Codec:
         },
     )
     require(len(digest) == 32, rule, f"basis has {len(digest)} bytes")
-    require(len(widths) == ceil_div(dim, RUN_COLUMNS), rule, f"widths has {len(widths)} bytes")
+    of_heads, short = list(fields) == ["codes"], ceil_div(dim, SHORT_COLUMNS)
+    right = len(widths) > 0 and len(widths) % short == 0 if of_heads else len(widths) == ceil_div(dim, RUN_COLUMNS)
+    require(right, rule, f"widths has {len(widths)} bytes")
     require(max(widths) <= 8 and any(widths), rule, f"widths is {widths.hex()}")
-    columns: dict[str, list[int]] = {f"codes_{width}": [] for width in sorted({*widths} - {0})}
-    for j in range(dim):
+    if of_heads:
+        require(fields["codes"] == SHORT_COLUMNS and not isinstance(fields["codes"], bool), rule, f"fields of codes is {fields['codes']!r}")
+    columns: dict[str, list[int]] = {} if of_heads else {f"codes_{width}": [] for width in sorted({*widths} - {0})}
+    for j in range(0 if of_heads else dim):
         if widths[j // RUN_COLUMNS]:
             columns[f"codes_{widths[j // RUN_COLUMNS]}"].append(j)
-    require(list(fields) == list(columns), rule, f"fields names {list(fields)}, not {list(columns)}")
+    require(of_heads or list(fields) == list(columns), rule, f"fields names {list(fields)}, not {list(columns)}")
     codes: dict[str, Columns] = {}
     for name, own in columns.items():
         codes |= packings("klt", {name: fields[name]}, len(own), {name: one_digit(2 ** int(name[-1]))})
+    # The columns of each short run of each head, and its bytes in a row.
+    runs = [range(8 * s, min(8 * s + 8, dim)) for s in range(short)] * (len(widths) // short) if of_heads else []
+    sizes = [ceil_div(len(run) * width, 8) for run, width in zip(runs, widths, strict=True)] if of_heads else []
+
+    def check_bits(side: Any, prefix: str) -> None:
+        of: dict[str, list[Any]] = side.numbers
+        for at in range(0, len(of["codes"]), sum(sizes)):
+            for run, width, size in zip(runs, widths, sizes, strict=True):
+                own = int.from_bytes(bytes(of["codes"][at : at + size]), "little")
+                require(own >> len(run) * width == 0, "codecs/klt.md, Layout", f"{prefix}codes: bits of no column at byte {at}")
+                at += size
+
+    def codes_of_heads(side: Any, prefix: str) -> dict[str, list[list[list[int]]]]:
+        """For each token of a head the code and the width of each column."""
+        of: dict[str, list[Any]] = side.numbers
+        rows: list[list[list[int]]] = [[[], []] for _ in range(side.batch * side.heads * side.packed)]
+        for token in range(side.batch * side.packed):
+            at, (b, t) = token * sum(sizes), divmod(token, side.packed)
+            for number, (run, width, size) in enumerate(zip(runs, widths, sizes, strict=True)):
+                own = int.from_bytes(bytes(of["codes"][at : at + size]), "little")
+                found = rows[(b * side.heads + number // short) * side.packed + t]
+                found[0] += [own >> j * width & 2**width - 1 for j in range(len(run))]
+                found[1] += [width] * len(run)
+                at += size
+        return {"codes": rows}
 
     def coded(digits: Digits, row: Numbers) -> tuple[list[float], list[float]]:
         """m and v."""
         mean = [256.0 * value for value in row["rows"][:dim]]
         tables = row["rows"][dim * (2 + dim) :]
         v = [0.0] * dim
-        for name, own in columns.items():
-            width = int(name[-1])
-            for j, s in zip(own, digits[name][0], strict=True):
-                v[j] = tables[TABLE_VALUES * (j // RUN_COLUMNS) + 2**width - 2 + s]
-                if gain == "fp16":
-                    v[j] *= row["gain"][0]
+        all_codes = [(j, int(name[-1]), s) for name, own in columns.items() for j, s in zip(own, digits[name][0], strict=True)]
+        if of_heads:
+            all_codes = [(j, width, s) for j, (s, width) in enumerate(zip(*digits["codes"], strict=True)) if width]
+        for j, width, s in all_codes:
+            v[j] = tables[TABLE_VALUES * (j // RUN_COLUMNS) + 2**width - 2 + s]
+            if gain == "fp16":
+                v[j] *= row["gain"][0]
         return mean, v
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
@@ -852,10 +884,14 @@ def klt(entry: Mapping[str, Any]) -> Codec:
         sums = (sum((abs(m) + abs(value)) * abs(d[c]) for m, value, d in zip(mean, v, matrix, strict=True)) for c in range(dim))
         return [2.0**-18 * one + 2.0**-126 for one in sums]
 
-    numbers_ = [NumberStream("gain", "F16", ())] if gain == "fp16" else []
+    numbers_ = [NumberStream("codes", "U8", (sum(sizes),), per_head=False)] if of_heads else []
+    numbers_ += [NumberStream("gain", "F16", ())] if gain == "fp16" else []
     if rows != "basis":
         numbers_.append(NumberStream("rows", HALF_OR_SINGLE[rows], (basis_rows(dim), dim), per="run"))
-    return Codec("klt", dim, 1, codes, numbers_, decode, tolerance, basis=(digest, layer, side) if rows == "basis" else None)
+    found = Codec("klt", dim, 1, codes, numbers_, decode, tolerance, basis=(digest, layer, side) if rows == "basis" else None)
+    if of_heads:
+        found = replace(found, heads=len(widths) // short, coded=codes_of_heads, check_sizes=check_bits)
+    return found
 
 
 def check_basis(file: File) -> None:
@@ -2122,6 +2158,7 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     codec = codecs[number]
     require_integer(batch, 1, MAX_BATCH, f"{what}: batch")
     require_integer(heads, 1, MAX_HEADS, f"{what}: heads")
+    require(codec.heads in (0, heads), KLT_PARAMETERS, f"{what}: heads is {heads}, and there are widths of {codec.heads}")
     require(isinstance(runs, list), FIELDS, f"{what}: runs is {runs!r}")
     for run in runs:
         require(isinstance(run, int) and run >= 1, FIELDS, f"{what}: a run is {run!r}")

@@ -235,6 +235,8 @@ _WHOLE_RUN = 1 << 62
 
 
 def _klt(codec: Klt) -> Described | None:
+    if codec.fixed_heads is not None:
+        return None
     gain = GAINS[codec.gain]
     result = _struct(codec, {} if gain is None else {"gain": (1, gain)})
     if result is None:

@@ -76,10 +76,10 @@ def encode(
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not take.
 
-    That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, InvalidShape for another
-    number of heads, and OutOfRange for a matrix without an inverse.
+    That is a basis in the streams, or of several sequences, widths of each head, and tables that do not ascend. Raises MissingBasis,
+    InvalidShape for another number of heads, and OutOfRange for a matrix without an inverse.
     """
-    if codec.rows != "basis":
+    if codec.rows != "basis" or codec.fixed_heads is not None:
         return False
     source = codec.source_for(x.shape[1])
     arguments, constants = input_of(x, origins)

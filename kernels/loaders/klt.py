@@ -118,10 +118,13 @@ def unit_of(codec: Klt) -> float:
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """The loader of ``codec``, which has its basis; None where binary16 does not hold its tables, or queries in its frame.
+    """The loader of ``codec``, which has its basis; None where binary16 does not hold its tables, or queries in its frame, and where each
+    head has its own widths.
 
     Raises MissingBasis.
     """
+    if codec.fixed_heads is not None:
+        return None
     source, unit = _source(codec), unit_of(codec)
     tables = {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
     longest = source.matrix[:, :, _kept(codec)].norm(dim=-1).max() / unit

@@ -16,10 +16,10 @@ from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.layer_states import StateEntry, features_of
 from kvpack.file.payload import as_array
 from kvpack.file.user_files import path_text, read_bytes
-from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of, runs_of
+from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables
-from kvpack.formats.klt import Klt, default_gain
+from kvpack.formats.klt import HEAD_RUN_COLUMNS, Klt, default_gain
 from kvpack.formats.lazy import functional, numpy, torch
 from kvpack.formats.raw import Raw
 from kvpack.formats.transform import MAX_STEP, default_chunk
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
+    Numbers = numpy.ndarray[Any, Any]
+
 
 LONGEST = "rope_same_up_to"
 """Of the model: the tokens of the longest sequences whose keys RoPE turns by the frequencies of the basis."""
@@ -37,9 +39,6 @@ MAX_FILE_BYTES = 1 << 32
 """The most bytes of a basis file."""
 
 SIDES = ("k", "v")
-
-GAIN_BITS = {"none": 0, "fp16": 16}
-"""Bits per token and head besides those of the columns, by the codec's gain."""
 
 LEAST_BITS, MOST_BITS = 0.25, 8.0
 
@@ -58,6 +57,9 @@ TRANSFORM_STREAMS = 6
 
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
+
+_GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
+"""What each bit of a column takes from its error."""
 
 _STEPS = 100
 _MOST_DIGITS = 18
@@ -174,65 +176,73 @@ class Basis:
             values += channels
         return bits / values if values else 0.0
 
-    def calibrated(self, layer: int, side: str, bits: float, gain: str | None = None) -> Calibrated:
-        """What the codec klt takes from the basis for ``bits`` bits per value on average over all layers and sides, all with ``gain``.
+    def calibrated(self, layer: int, side: str, bits: float, gain: str | None = None, own: bool = False) -> Calibrated:
+        """What the codec klt takes from the basis for ``bits`` bits per value on average over all layers and sides, as ``widths`` says.
 
         Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
-        return Calibrated(self.rows(layer, side), self.digest, layer, self.widths(bits, gain)[layer, side])
+        return Calibrated(self.rows(layer, side), self.digest, layer, self.widths(bits, gain, own)[layer, side])
 
     @cached_property
-    def _run_weights(self) -> dict[tuple[int, str], list[float]]:
-        """The mean squared weight of the columns of each run, over the heads, which share its width."""
+    def _run_weights(self) -> dict[tuple[int, str, bool], Numbers]:
+        """The mean squared weight of the columns of each run: of 8 columns of each head, head after head, or of 16 over all heads."""
         found = {}
         for place, rows in self._rows.items():
-            squares = rows.weights.to(torch.float64).square().mean((0, 1, 2))
-            found[place] = [part.mean().item() for part in torch.split(squares, RUN_COLUMNS)]
+            squares = rows.weights[0, :, 0].to(torch.float64).square()
+            for own, parts in ((True, squares), (False, squares.mean(0, keepdim=True))):
+                columns = HEAD_RUN_COLUMNS if own else RUN_COLUMNS
+                runs = [torch.stack([part.mean() for part in torch.split(head, columns)]) for head in parts]
+                found[*place, own] = torch.cat(runs).numpy()
         return found
 
-    def widths(self, bits: float, gain: str | None = None) -> Mapping[tuple[int, str], bytes]:
+    def widths(self, bits: float, gain: str | None = None, own: bool = False) -> Mapping[tuple[int, str], bytes]:
         """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
 
-        A bit goes where it lowers the weighted error most (Shoham and Gersho 1988); each side has at least one, and the gains that a codec
-        with ``gain`` has ("none" or "fp16"; None stands for what ``default_gain`` says), also where these are more than ``bits``, as at
-        small head dims. Raises InvalidParameter for bits out of range.
+        Each head has its ``own``, of runs of 8 columns, or all heads of a side share those of runs of 16. A bit goes where it lowers the
+        weighted error most (Shoham and Gersho 1988); each side has at least one, and the gains that a codec with ``gain`` has ("none" or
+        "fp16"; None stands for what ``default_gain`` says), also where these are more than ``bits``, as at small head dims. Raises
+        InvalidParameter for bits out of range.
         """
         if not LEAST_BITS <= bits <= MOST_BITS:
             raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value")
-        if (bits, gain) not in self._widths:
+        key = bits, gain, own
+        if key not in self._widths:
             low, high = -60.0, 60.0
             for _ in range(_STEPS):
                 middle = (low + high) / 2
-                low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle), gain) > bits else (low, middle)
-            self._widths[bits, gain] = MappingProxyType(self._at_slope(2.0**high))
-        return self._widths[bits, gain]
+                low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle, own), gain, own) > bits else (low, middle)
+            self._widths[key] = MappingProxyType(self._at_slope(2.0**high, own))
+        return self._widths[key]
 
     @cached_property
-    def _widths(self) -> dict[tuple[float, str | None], Mapping[tuple[int, str], bytes]]:
+    def _widths(self) -> dict[tuple[float, str | None, bool], Mapping[tuple[int, str], bytes]]:
         # Every layer and side of every pass asks for the same bits, and the search passes over the whole model.
         return {}
 
-    def _at_slope(self, slope: float) -> dict[tuple[int, str], bytes]:
+    def _at_slope(self, slope: float, own: bool) -> dict[tuple[int, str], bytes]:
         """The widths at which a further bit of any column lowers the weighted error by at most ``slope``."""
         found = {}
-        for place, weights in self._run_weights.items():
-            widths = []
-            for weight in weights:
-                gains = (before - after for before, after in pairwise(DISTORTIONS))
-                widths.append(sum(1 for gain in gains if weight * gain > slope))
-            found[place] = bytes(widths) if any(widths) else bytes([1, *widths[1:]])
+        for place in self._rows:
+            weights = self._run_weights[*place, own]
+            widths = (weights[:, None] * _GAINS > slope).sum(1)
+            if not widths.any():
+                widths[weights.argmax()] = 1
+            found[place] = bytes(widths.tolist())
         return found
 
-    def bits_of(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None) -> float:
-        """The bits per value of files whose runs have ``widths``, of a layer and side each, and tokens a ``gain`` (as for ``widths``)."""
+    def bits_of(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, own: bool = False) -> float:
+        """The bits per value of files whose runs have ``widths``, of a layer and side each; ``gain`` and ``own`` as for ``widths``."""
         bits, values = 0.0, 0
         for place, found in widths.items():
             rows = self._rows[place]
-            counts = (min(RUN_COLUMNS, rows.dim - RUN_COLUMNS * run) for run in range(runs_of(rows.dim)))
-            own = gain or default_gain(rows.dim)
-            bits += rows.heads * (sum(width * count for width, count in zip(found, counts, strict=True)) + GAIN_BITS[own])
-            streams = Klt.of(rows.dim, self.digest, *place, found, own).layout(1, rows.heads, 1)
-            bits += 8 * STREAM_BYTES["klt"] * len(streams) / FILE_TOKENS
+            has_gain = (gain or default_gain(rows.dim, own)) != "none"
+            counts, heads = (HEAD_RUN_COLUMNS, 1) if own else (RUN_COLUMNS, rows.heads)
+            columns = numpy.minimum(counts, rows.dim - numpy.arange(0, rows.dim, counts))
+            taken = numpy.frombuffer(found, numpy.uint8).reshape(-1, len(columns)) * columns
+            # Codes of runs of 8 take whole bytes.
+            bits += heads * int((8 * -(-taken // 8) if own else taken).sum()) + 16 * rows.heads * has_gain
+            streams = has_gain + (1 if own else len(Klt.of(rows.dim, self.digest, *place, found).layout(1, 1, 1)) - 1)
+            bits += 8 * STREAM_BYTES["klt"] * streams / FILE_TOKENS
             values += rows.heads * rows.dim
         return bits / values
 

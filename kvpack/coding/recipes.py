@@ -8,8 +8,8 @@
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
-The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75", 1.75 bits per value on
-average, and "transform-0.6" for "kv=transform:bits=0.6".
+The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads", 1.75 bits per
+value on average, and "transform-0.6" for "kv=transform:bits=0.6".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
@@ -60,6 +60,8 @@ _CHECKED_DIM = 128
 
 CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
+_ALIAS_WORDS = {"klt": ",widths=heads", "transform": ""}
+"""What ``klt-<bits>`` has besides its bits: a clause written out keeps its meaning, which stores name their entries by."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -239,7 +241,8 @@ class Recipe:
             if rule.codec_id == "transform":
                 calibrated = basis.transformed(layer, side, rule.bits)
             else:
-                calibrated = basis.calibrated(layer, side, rule.bits, dict(rule.words).get("gain"))
+                words = dict(rule.words)
+                calibrated = basis.calibrated(layer, side, rule.bits, words.get("gain"), words.get("widths") == "heads")
         try:
             return rule.codec(dim, side, dtype, calibrated)
         except InvalidParameter as error:
@@ -378,7 +381,7 @@ class Recipe:
 def _without_alias(clause: str) -> str:
     """A clause, and that which ``klt-<bits>`` and ``transform-<bits>`` stand for."""
     match = _ALIAS.fullmatch(clause)
-    return f"kv={match[1]}:bits={match[2]}" if match else clause
+    return f"kv={match[1]}:bits={match[2]}{_ALIAS_WORDS[match[1]]}" if match else clause
 
 
 def _check_digest(codec_id: str, words: Mapping[str, str]) -> None:

@@ -219,6 +219,8 @@ class Contents:
         if side.codec >= len(self.codecs):
             raise InvalidHeader(f"codec is {side.codec}, the file has {len(self.codecs)} codecs")
         codec = self.codecs[side.codec]
+        if codec.fixed_heads not in (None, side.heads):
+            raise InvalidHeader(f"heads is {side.heads}, the widths of codec {codec.id} are of {codec.fixed_heads} heads")
         group, layouts = codec.token_group, codec.layout(1, 1, 0)
         if group == 1 and len(side.runs) > 1 and all(layout.per != "run" for layout in layouts.values()):
             raise InvalidHeader(f"runs has {len(side.runs)} entries, a codec that encodes tokens one by one has at most 1")

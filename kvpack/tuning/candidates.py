@@ -46,7 +46,7 @@ RUNGS = (
 Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
 """
 
-CALIBRATED = tuple(f"klt:bits={bits:g}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
+CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
 """The candidates that a basis adds, of both sides: each place then has what so many bits per value on average would give it."""
 
 FRAMED = tuple(f"transform:bits={bits:g}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))

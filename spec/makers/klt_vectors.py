@@ -26,6 +26,7 @@ def add_all() -> None:
     add_bases()
     add_by_basis()
     add_own_rows()
+    add_widths_of_heads()
     add_parameters()
     add_refused_bases()
     add_payload()
@@ -74,7 +75,43 @@ def add_own_rows() -> None:
         add_valid(f"klt-fields-{count}", shows, lambda c=codec: one_side(c, tail=0, heads=1), "front-12")
 
 
+def add_widths_of_heads() -> None:
+    """Each head has its own widths, of runs of 8 columns."""
+    every = Klt.of_heads(13, bytes(32), 0, "k", bytes((1, 2, 3, 4, 5, 6, 7, 8)), "none", "fp16")
+    shows = "widths of four heads, every one from 1 to 8, whose last runs have five columns"
+    add_valid("klt-heads-widths", shows, lambda: one_side(every, runs=(3,), heads=4, batch=2), "klt-8", "klt-11")
+    gaps = Klt.of_heads(32, bytes(32), 0, "v", bytes((0, 2, 0, 1, 0, 0, 0, 0, 5, 0, 0, 0)), "fp16", "fp32")
+    shows = "widths of three heads, the second of which has no codes, and gains"
+    add_valid("klt-heads-gaps", shows, lambda: one_side(gaps, runs=(2, 1), tail=0, heads=3), "klt-8")
+
+    def by_basis() -> bytes:
+        rows = Basis.of_bytes(two_layers()).digest
+        k = Klt.of_heads(16, rows, 0, "k", bytes((3, 1, 2, 0)), "none")
+        v = Klt.of_heads(20, rows, 0, "v", bytes((8, 0, 1, 0, 0, 3)), "fp16")
+        return file_of((random_side(k), random_side(v)))
+
+    add_valid("klt-heads-by-basis", "widths of heads, by the rows of a basis", by_basis, "klt-8", basis=BASIS)
+    shows = "three heads, and widths of four"
+    add("klt-heads-of-others", "klt-10", "InvalidHeader", shows, lambda: one_side(every, edit("layers.0.k.heads", 3), tail=0, heads=4))
+    # Five columns of one bit take a byte whose upper three bits are free, the second of head 0.
+    narrow = Klt.of_heads(13, bytes(32), 0, "k", b"\1\1", "none", "fp16")
+    spare = bits("0.k.codes", 1, "20")
+    shows = "a bit of the codes of a run of five columns that belongs to none"
+    add("klt-heads-spare-bits", "klt-11", "InvalidPayload", shows, lambda: one_side(narrow, spare, runs=(2,), tail=0, heads=1))
+
+
 def add_parameters() -> None:
+    of_heads = Klt.of_heads(13, bytes(32), 0, "k", b"\1\1\1\1", "none", "fp16")
+    for name, rule, value, shows in (
+        ("klt-heads-fields", "klt-2", {"fields": {"codes": 16}}, "16 fields of codes of heads"),
+        ("klt-heads-fields-string", "klt-2", {"fields": {"codes": "8"}}, "fields of codes of heads that are a string"),
+        ("klt-heads-both", "klt-3", {"fields": {"codes": 8, "codes_1": 8}}, "codes of heads beside those of a width"),
+        ("klt-heads-widths-3", "klt-2", {"widths": b"\1\1\1"}, "widths of one head and a half"),
+        ("klt-heads-widths-9", "klt-2", {"widths": b"\1\1\1\11"}, "a width of 9 of a head"),
+        ("klt-heads-widths-0", "klt-2", {"widths": b"\0\0\0\0"}, "widths of heads that are all 0"),
+        ("klt-heads-widths-none", "klt-2", {"widths": b""}, "widths of no head"),
+    ):
+        add_alone(name, rule, of_heads, value, shows)
     for name, value in (("channel-scale", "fp16"), ("outliers", {"fields": 1}), ("raw-tokens", "bf16")):
         codec = Klt.of(8, bytes(32), 0, "k", b"\2", "fp16", "fp16")
         add_alone(f"side-car-{name}-of-klt", "klt-4", codec, {name.replace("-", "_"): value}, f"{name} of klt")

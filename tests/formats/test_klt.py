@@ -19,12 +19,13 @@ from kvpack.cache import files
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
-from kvpack.coding.bases import Basis
+from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.file import container
 from kvpack.formats.basis import BasisRows, rows_of
 from kvpack.formats.errors import (
     InvalidHeader,
     InvalidParameter,
+    InvalidPayload,
     InvalidRecipe,
     InvalidShape,
     LimitExceeded,
@@ -66,6 +67,72 @@ def test_round_trips(data: st.DataObject) -> None:
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
 
+@settings(max_examples=25)
+@given(st.data())
+def test_round_trips_where_heads_have_their_own_widths(data: st.DataObject) -> None:
+    dim, heads = data.draw(st.sampled_from((1, 5, 8, 13, 24, 64))), data.draw(st.integers(1, 3))
+    widths = data.draw(st.lists(st.integers(0, 8), min_size=heads * -(-dim // 8), max_size=heads * -(-dim // 8)).filter(any))
+    codec = of_heads(dim, heads, bytes(widths), data.draw(st.sampled_from(("none", "fp16"))), data.draw(st.sampled_from(("fp16", "fp32"))))
+    x = data.draw(tensors(dim))
+    check_round_trip(codec, x.repeat(1, heads, 1, 1)[:, :heads].contiguous())
+
+
+def of_heads(dim: int, heads: int, widths: bytes, gain: str = "none", rows: str = "basis") -> Klt:
+    return Klt.of_heads(dim, bytes(32), 0, "k", widths, gain, rows, BasisRows(random_rows(heads, dim, "k")[None]))
+
+
+@pytest.mark.parametrize("gain", ["none", "fp16"])
+def test_equal_widths_of_heads_decode_as_shared_ones(gain: str) -> None:
+    """Of two short runs of one run, and of all heads: codes and gains are the same, and other bytes hold them."""
+    own = of_heads(40, 3, bytes((5, 5, 0, 0, 2)) * 3, gain)
+    shared = Klt.of(40, bytes(32), 0, "k", bytes((5, 0, 2)), gain, "basis", own.source)
+    x = torch.randn(2, 3, 50, 40, generator=torch.Generator().manual_seed(5))
+    found, expected = own.encode(x), shared.encode(x)
+    assert torch.equal(own.decode(found), shared.decode(expected))
+    assert found["codes"].shape == (2, 1, 50, 3 * 12)
+    assert own.nominal_bits == 8 * 12 / 40 + (0.4 if gain == "fp16" else 0) == shared.nominal_bits
+
+
+def test_the_codes_of_a_short_run_lie_from_the_lowest_bit_up() -> None:
+    codec = of_heads(10, 2, bytes((3, 2, 0, 5)))
+    codes = torch.tensor([0b10_001_000, 0b1_100_011_0, 0b111_110_10, 0b0000_10_01, 0b010_00001, 0b000000_10], dtype=torch.uint8)
+    found = {part.width: digits.flatten().tolist() for part, digits in codec.codes_of_heads({"codes": codes.view(1, 1, 1, 6)})}
+    assert found == {2: [1, 2, 0, 0, 0, 0, 0, 0], 3: [0, 1, 2, 3, 4, 5, 6, 7], 5: [1, 18, 0, 0, 0, 0, 0, 0]}
+    assert [codec.row_bytes, codec.code_bits] == [6, [255, 255, 255, 0b1111, 255, 0b11]]
+    codec.check({"codes": codes.view(1, 1, 1, 6).numpy()}, "x")
+    codes[5] |= 4
+    with pytest.raises(InvalidPayload, match=r"x.codes: the byte at \[0, 0, 0, 5\] is 6, with bits of no column"):
+        codec.check({"codes": codes.view(1, 1, 1, 6).numpy()}, "x")
+
+
+def test_widths_of_heads_are_for_their_number_of_heads(basis: Basis, tmp_path: Path) -> None:
+    codec = of_heads(8, 2, b"\1\2")
+    with pytest.raises(InvalidShape, match="of 2 heads, and the values have 3"):
+        replace(codec, source=BasisRows(random_rows(3, 8, "k")[None])).encode(torch.zeros(1, 3, 1, 8))
+    path = tmp_path / "x.kvpack"
+    kvpack.save(kvpack.pack(pairs(3), "kv=klt:rows=fp16,widths=heads", basis=basis), path)
+
+    def fewer(parts: Any) -> None:
+        parts.header["codecs"][0]["widths"] = parts.header["codecs"][0]["widths"][:4]
+
+    path.write_bytes(changed(path.read_bytes(), fewer))
+    with pytest.raises(InvalidHeader, match=r"layers\[0\].k.heads is 2, the widths of codec klt are of 1 heads"):
+        kvpack.load(path)
+
+
+def test_heads_get_the_bits_that_they_are_worth() -> None:
+    """Of two heads, errors of the second cost a hundredth."""
+    rows = random_rows(1, 32, "x").repeat(2, 1, 1)
+    rows[1, 33] /= 16
+    basis = Basis.of_bytes(basis_bytes({(0, "k"): rows}, 1, {"name": "x"}))
+    widths = basis.widths(2.0, own=True)[0, "k"]
+    assert sum(widths[:4]) > 2 * sum(widths[4:])
+    assert [len(basis.widths(2.0)[0, "k"]), len(widths)] == [2, 8]
+    codec = kvpack.Recipe("klt-2", basis).codec(0, 1, "k", 32)
+    assert (codec.fixed_heads, codec.nominal_bits) == (2, sum(widths) / 8)
+    assert kvpack.Recipe("kv=klt", basis).codec(0, 1, "k", 32).fixed_heads is None
+
+
 def test_the_worked_example() -> None:
     lines = re.search(r"```example\n(.*?)```", section(SPEC / "codecs" / "klt.md", "Worked example"), re.DOTALL)
     assert lines is not None
@@ -97,9 +164,10 @@ def test_sizes_on_the_page() -> None:
     assert (rows_of(128), 2 * 128 * rows_of(128)) == (162, 41472)
 
 
+@pytest.mark.parametrize("widths", ["heads", "shared"])
 @pytest.mark.parametrize("rows", ["basis", "fp16"])
-def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, tmp_path: Path) -> None:
-    cache = kvpack.pack(pairs(20, 2), f"kv=klt:bits=4,rows={rows}", basis=basis).append(pairs(13, 2))
+def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, widths: str, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(20, 2), f"kv=klt:bits=4,rows={rows},widths={widths}", basis=basis).append(pairs(13, 2))
     path = tmp_path / "x.kvpack"
     assert kvpack.save(cache, path) == cache.nbytes
     loaded = kvpack.load(path, basis=basis)
@@ -237,17 +305,17 @@ def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
     message = rf"codec klt basis {basis.digest.hex()}.* is followed by basis {other.digest.hex()}.*: convert one first"
     with pytest.raises(NotConsecutive, match=message):
         kvpack.concat([first, next_])
-    for recipe, message in (("fp8", "codec klt is followed by minifloat"), ("kv=klt:bits=2,gain=fp16", "gain none, .* gain fp16, fields")):
+    for recipe, message in (("fp8", "codec klt is followed by minifloat"), ("kv=klt:bits=2", "gain none, .* gain fp16")):
         with pytest.raises(NotConsecutive, match=message):
             kvpack.concat([first, kvpack.pack(pairs(9), recipe, basis=basis, start=9)])
 
 
 def test_recipes_name_the_basis(basis: Basis) -> None:
     digest = basis.digest.hex()
-    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:basis={digest},bits=1.5;tail=32"
+    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:basis={digest},bits=1.5,widths=heads;tail=32"
     named = kvpack.Recipe(f"k=klt:basis={digest};v=group:b=4,g=32")
     assert kvpack.Recipe(named.text, basis).text == named.text
-    assert kvpack.Recipe("kv=klt", basis).codec(0, 2, "k", 32) == kvpack.Recipe("klt-2", basis).codec(0, 2, "k", 32)
+    assert kvpack.Recipe("kv=klt:widths=heads", basis).codec(0, 2, "k", 32) == kvpack.Recipe("klt-2", basis).codec(0, 2, "k", 32)
     for text, message in (
         ("klt-9", "klt:bits is '9', expected 0.25 to 8"),
         ("kv=klt:bits=two", "klt:bits is 'two'"),
@@ -260,11 +328,13 @@ def test_recipes_name_the_basis(basis: Basis) -> None:
         kvpack.Recipe(f"kv=klt:basis={'0' * 64}", basis)
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("gain", [None, "none", "fp16"])
 @pytest.mark.parametrize("bits", [1.0, 1.75, 3.0])
-def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float, gain: str | None) -> None:
-    found = basis.widths(bits, gain)
-    recipe = kvpack.Recipe(f"kv=klt:bits={bits}{'' if gain is None else f',gain={gain}'}", basis)
+def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float, gain: str | None, own: bool) -> None:
+    found = basis.widths(bits, gain, own)
+    words = f"bits={bits}{'' if gain is None else f',gain={gain}'}{',widths=heads' if own else ''}"
+    recipe = kvpack.Recipe(f"kv=klt:{words}", basis)
     codecs_ = [recipe.codec(layer, 2, side, basis.rows(layer, side).dim) for layer, side in found]
     assert [codec.widths for codec in codecs_ if isinstance(codec, Klt)] == [*found.values()]
     mean = sum(codec.nominal_bits * codec.dim for codec in codecs_) / sum(codec.dim for codec in codecs_)
@@ -272,15 +342,24 @@ def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float, 
     assert bits - 0.3 < mean <= bits
     assert all(any(widths) for widths in found.values())
     # Every layer and side of every pass asks: the search is made once.
-    assert basis.widths(bits, gain) is found
+    assert basis.widths(bits, gain, own) is found
+    assert basis.bits_of(found, gain, own) <= bits
     with pytest.raises(InvalidParameter, match=r"bits is 0.1, expected 0.25 to 8"):
         basis.widths(0.1)
 
 
-def test_tokens_have_a_gain_by_default_above_dim_64() -> None:
+def test_tokens_of_heads_with_their_own_widths_have_a_gain_by_default_above_dim_64() -> None:
     for dim, gain in ((16, "none"), (64, "none"), (65, "fp16"), (128, "fp16")):
-        codec = create("klt", dim)
-        assert (codec.gain, "gain" in codec.scales(1, 1, 1)) == (gain, gain == "fp16")
+        basis = Basis.of_bytes(random_basis({(0, "k"): (2, dim)}, 1))
+        for recipe, expected in (
+            ("klt-2", gain),
+            ("kv=klt", "fp16"),
+            ("kv=klt:widths=heads,gain=fp16", "fp16"),
+            ("kv=klt:gain=none", "none"),
+        ):
+            codec = kvpack.Recipe(recipe, basis).codec(0, 1, "k", dim)
+            assert ("gain" in codec.scales(1, 2, 1)) == (expected == "fp16")
+            assert codec.nominal_bits <= 2
 
 
 def test_columns_of_widths() -> None:

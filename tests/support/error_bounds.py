@@ -238,13 +238,21 @@ def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], 
     slack = 2.0**-16 * (x.double().norm(dim=-1) + 1)
     plain = replace(codec, gain="none").decode_frame({name: stream for name, stream in streams.items() if name != "gain"})
     chosen = plain.double() - rows.mean.double()
-    for run, width in enumerate(codec.widths):
-        part = run_slice(run, codec.dim)
+    heads = x.shape[1]
+    if codec.fixed_heads is None:
+        parts = [(slice(None), run_slice(run, codec.dim), run, width) for run, width in enumerate(codec.widths)]
+    else:
+        count = len(codec.widths) // heads
+        short = [(slice(number // count, number // count + 1), number % count, width) for number, width in enumerate(codec.widths)]
+        parts = [(head, slice(8 * run, min(8 * run + 8, codec.dim)), run // 2, width) for head, run, width in short]
+    for head, part, run, width in parts:
         if width and x.numel():
-            distance = (columns[..., part, None] - rows.table(run, width).double()[:, :, None, None]).abs().amin(-1)
-            _check_errors((columns[..., part] - chosen[..., part]).abs() - distance, slack[..., None] + 2.0**-20 * distance)
+            own = columns[:, head, :, part]
+            table = rows.table(run, width).double().expand(-1, heads, -1)[:, head, None, None]
+            distance = (own[..., None] - table).abs().amin(-1)
+            _check_errors((own - chosen[:, head, :, part]).abs() - distance, slack[:, head, :, None] + 2.0**-20 * distance)
         elif x.numel():
-            assert (chosen[..., part] == 0).all()
+            assert (chosen[:, head, :, part] == 0).all()
     assert torch.isfinite(decoded).all()
 
 

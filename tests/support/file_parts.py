@@ -17,6 +17,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
+from kvpack.formats.klt import Klt
 
 from golden_files import side_car_packings  # isort: skip
 from lossless_streams import lossless_streams  # isort: skip
@@ -149,6 +150,8 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: rando
             numbers = torch.tensor(list(draws), dtype=torch.float32)
             if name == "block_scales":
                 numbers = block_scales(codec, numbers)
+            elif isinstance(codec, Klt) and name == "codes":
+                numbers = numbers.to(torch.int32).view(-1, codec.row_bytes) & torch.tensor(codec.code_bits)
             elif name == "channel_order":
                 orders = [source.sample(range(shape[-1]), shape[-1]) for _ in range(math.prod(shape[:-1]))]
                 numbers = torch.tensor(orders, dtype=torch.int32)

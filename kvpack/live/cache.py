@@ -196,7 +196,7 @@ class LiveCache:
         self._check_captured(layer)
         own = self._layer(layer, k, v)
         self._settle(layer)
-        if own.raw_tokens >= own.window:
+        if own.is_due:
             own.roll()
         own.update(k, v)
         self._changed(layer)
@@ -229,7 +229,7 @@ class LiveCache:
         own = self._own(layer)
         if own is None:
             raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
-        if not own.pending_tokens:
+        if not own.pending_tokens and not own.is_uneven:
             steps = self._steps[layer]
             if steps is None and Steps.takes(own, q):
                 steps = self._steps[layer] = Steps(own)
@@ -269,9 +269,17 @@ class LiveCache:
 
     @property
     def room(self) -> int:
-        """How many tokens every layer's raw tail still has room for, as far as the host knows; 0 where a long update is not encoded yet."""
+        """How many tokens every layer's raw tail still has room for, as far as the host knows.
+
+        It is 0 where a long update is not encoded yet, or one side has packed tokens that are raw on the other.
+        """
         held = [layer for layer in self._layers if layer is not None]
-        return min((0 if layer.pending_tokens else layer.room - layer.raw_tokens for layer in held), default=0)
+        return min((0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in held), default=0)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether one side of a layer has packed tokens that are raw on the other, as after a file: kernels alone do no steps then."""
+        return any(layer.is_uneven for layer in self._layers if layer is not None)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -343,9 +351,9 @@ class LiveCache:
     def freeze(self, *, packed: bool = False) -> Cache:
         """All tokens as an immutable ``Cache``, which shares the pages and has the tail as its raw tail; this cache goes on.
 
-        With ``packed``, tokens of the tail are packed, too, in whole token groups, unless the recipe asks for a residual window: so
-        a file is smaller, and a store takes all whole chunks. Raises NotConsecutive where an update of all layers is under way, and
-        NonFinite.
+        With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe asks for a residual
+        window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
+        Raises NotConsecutive where an update of all layers is under way, and NonFinite.
         """
         cache = self.frozen_as_it_is(packed)
         cache.check_ends()
@@ -498,7 +506,8 @@ class LiveCache:
         if not layer.sides:
             return None
         group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
-        window = max((side.window for side in layer.sides.values()), default=0) or math.lcm(WINDOW, group)
+        windows = [side.window for side in layer.sides.values() if side.window]
+        window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
         made = LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]")
         made.keeps_past = number in self._kept
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
 from .side import LiveSide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kvpack.cache.side import Side
 
@@ -32,11 +33,11 @@ class LiveLayer:
     def __init__(self, layer: Layer, window: int, room: int, sliding_window: int | None, name: str) -> None:
         self.window, self.sliding_window, self.name = window, sliding_window, name
         self.skipped = layer.skipped
-        self.raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
+        self._raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
+        self._given: Layer | None = layer
         self.room = max(room, self.raw_tokens)
         self.sides = {
-            side: LiveSide(held, window, self.room, self.raw_tokens, sliding_window is None, f"{name}.{side}")
-            for side, held in layer.sides.items()
+            side: LiveSide(held, window, self.room, self.raw_tokens, sliding_window is None) for side, held in layer.sides.items()
         }
         self._one_side = next(iter(self.sides.values()))
         self._pending: dict[str, torch.Tensor] = {}
@@ -50,13 +51,32 @@ class LiveLayer:
         return self._one_side.tail.device
 
     @property
+    def raw_tokens(self) -> int:
+        """The number of tokens in the tail, of both sides."""
+        return self._raw_tokens
+
+    @raw_tokens.setter
+    def raw_tokens(self, tokens: int) -> None:
+        self._raw_tokens, self._given = tokens, None
+
+    @property
     def batch(self) -> int:
         return self._one_side.batch
 
     @property
-    def packed_tokens(self) -> int:
-        """The number of tokens in pages; both sides have as many."""
-        return self._one_side.packed_tokens
+    def older_tokens(self) -> int:
+        """The number of tokens before the tail: in pages, but for those that one side has not finished a token group with."""
+        return self._one_side.older_tokens
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether one side has tokens in pages that are raw on the other."""
+        return any(side.unfinished.shape[2] for side in self.sides.values())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``roll`` would encode tokens of the tail."""
+        return self._whole(self.raw_tokens) > 0
 
     @property
     def pending_tokens(self) -> int:
@@ -66,7 +86,7 @@ class LiveLayer:
     @property
     def tokens(self) -> int:
         """The number of tokens held."""
-        return self._one_side.packed_tokens + self.raw_tokens + self.pending_tokens
+        return self.older_tokens + self.raw_tokens + self.pending_tokens
 
     @property
     def seen(self) -> int:
@@ -104,9 +124,12 @@ class LiveLayer:
     def frozen(self, packed: bool = False) -> Layer:
         """All tokens as an immutable layer whose values never change; in whole windows they are packed.
 
-        With ``packed``, so is the tail of a side without a residual window, in whole token groups.
+        With ``packed``, so is the tail, in whole token groups, or in whole windows where the recipe asks for a residual window. A layer to
+        which nothing was done is the one that it was made from.
         """
         self.commit()
+        if self._given is not None and not self.version:
+            return self._given
         sides = {name: side.frozen(self.raw_tokens, packed, f"{self.name}.{name}") for name, side in self.sides.items()}
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
@@ -127,9 +150,9 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail; whether there was one."""
+        """Encode whole windows of the tail, or what makes both sides end at one token again; whether there was any."""
         self.commit()
-        if self.raw_tokens < self.window:
+        if not self.is_due:
             return False
         self._encode({name: side.tail[:, :, : self.raw_tokens] for name, side in self.sides.items()})
         return True
@@ -149,9 +172,9 @@ class LiveLayer:
             raw = min(count, self.raw_tokens)
             self.raw_tokens -= raw
             if count > raw:
-                packed = self.packed_tokens - (count - raw)
+                older = self.older_tokens - (count - raw)
                 for side in self.sides.values():
-                    side.keep(0, packed)
+                    side.keep(0, older)
                 self.version += 1
             if self.keeps_past:
                 self._drop_unseen()
@@ -175,23 +198,25 @@ class LiveLayer:
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
         """Encode ``values`` of both sides, which are to replace the tail, in whole windows; what is left is the tail."""
         tokens = next(x.shape[2] for x in values.values())
-        whole = tokens // self.window * self.window
         unseen = 0 if self.keeps_past else self._unseen(tokens)
         # Nobody sees them any more: they are not even encoded.
-        dropped = min(whole, max(0, unseen - self.packed_tokens) // self.window * self.window)
+        dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
+        # What is dropped includes the tokens before the tail, so both sides end at one token.
+        whole = tokens // self.window * self.window if dropped else self._whole(tokens)
         with own_modes(self.device), self._both_sides():
-            streams = {
-                name: self.sides[name].encoded(x[:, :, dropped:whole], f"{self.name}.{name}") if whole > dropped else None
+            encoded = {
+                name: self._encoded(name, x[:, :, dropped:whole] if dropped else self.sides[name].with_unfinished(x[:, :, :whole]))
                 for name, x in values.items()
             }
             rests = {name: x[:, :, whole:].clone() for name, x in values.items()}
             if dropped:
-                self.skipped += self.packed_tokens + dropped
+                self.skipped += self.older_tokens + dropped
                 for side in self.sides.values():
-                    side.keep(side.packed_tokens, side.packed_tokens)
-            for name, side in self.sides.items():
-                if (own := streams[name]) is not None:
-                    side.add(own, whole - dropped)
+                    side.keep(side.older_tokens, side.older_tokens)
+            for name, (streams, packed, unfinished) in encoded.items():
+                if packed:
+                    self.sides[name].add(streams, packed)
+                self.sides[name].take_unfinished(unfinished)
             self.raw_tokens = tokens - whole
             if not self.keeps_past:
                 self._drop_unseen()
@@ -199,6 +224,22 @@ class LiveLayer:
             for name, side in self.sides.items():
                 side.tail[:, :, : tokens - whole] = rests[name]
         self.version += 1
+
+    def _encoded(self, name: str, x: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
+        """The streams of the whole groups that ``x`` begins with, as side ``name`` encodes them, their tokens, and the unfinished ones."""
+        side = self.sides[name]
+        packed = x.shape[2] // side.unit * side.unit
+        return side.encoded(x[:, :, :packed], f"{self.name}.{name}") if packed else {}, packed, x[:, :, packed:]
+
+    def _whole(self, tokens: int) -> int:
+        """How many of ``tokens`` raw tokens are encoded together: whole windows, or as many as let both sides finish their groups."""
+        if self.is_uneven:
+            rests = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
+            period = math.lcm(*(unit for _, unit in rests))
+            for whole in range(tokens, max(0, tokens - period), -1):
+                if all((rest + whole) % unit == 0 for rest, unit in rests):
+                    return whole
+        return tokens // self.window * self.window
 
     @contextmanager
     def _both_sides(self) -> Iterator[None]:
@@ -214,17 +255,17 @@ class LiveLayer:
             raise
 
     def _unseen(self, raw: int) -> int:
-        """How many of the tokens held, with ``raw`` behind the packed ones, no later query sees."""
-        return 0 if self.sliding_window is None else max(0, self.packed_tokens + raw - self.sliding_window)
+        """How many of the tokens held, with ``raw`` behind the older ones, no later query sees."""
+        return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
-        first = min(self._unseen(self.raw_tokens), self.packed_tokens)
+        first = min(self._unseen(self.raw_tokens), *(side.packed_tokens for side in self.sides.values()))
         if first < self.window:
             return
         first = self._aligned(first)
-        packed = self.packed_tokens
+        older = self.older_tokens
         for side in self.sides.values():
-            side.keep(first, packed)
+            side.keep(first, older)
         self.skipped += first
         self.version += 1
 

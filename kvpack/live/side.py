@@ -65,6 +65,7 @@ class SideState(NamedTuple):
     """Pages and buffers of a side at one moment, and how many tokens of each open page were filled."""
 
     pages: Pages
+    unfinished: torch.Tensor
     open: tuple[OpenPage, ...]
     filled: tuple[int, ...]
     joined: Pages | None
@@ -75,30 +76,30 @@ class LiveSide:
     """The keys or the values of a live layer, from an immutable ``side`` on, whose pages it shares.
 
     The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; how many of its
-    tokens are there is known to the layer. Tokens are encoded ``window`` at a time, a multiple of the codec's token group.
+    tokens are there is known to the layer. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens
+    of the side's own tail, which the other side has packed already, are ``unfinished``: they stay raw until they fill a token group.
     """
 
-    def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool, where: str) -> None:
+    def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
         self.codec, self.window = side.codec, window
         assert isinstance(side.pages, Pages)
         self._pages: Pages = side.pages
         self._given_window = side.window
         older = side.tail.shape[2] - raw_tokens
+        self.unit = window if side.window else self.codec.token_group
+        """Raw tokens are encoded in multiples of this number of tokens."""
         # Tensors made in inference mode could not be written outside it.
         with own_modes(side.device):
             self.tail = torch.zeros(side.batch, side.heads, room, side.dim, dtype=side.tail.dtype, device=side.device)
             if raw_tokens:
                 self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
+            self.unfinished = side.tail[:, :, :older].clone()
         # Rows of entries, and of runs, are as many as the tokens' values ask for: such pages are joined, not filled.
         self._in_place = in_place and _has_rows_of_tokens(side.codec)
         self._open: list[OpenPage] = []
         self._joined: Pages | None = None
         self.packed_tokens = self._pages.tokens
         """The number of tokens in pages."""
-        if older:
-            # The other side has packed them already.
-            self._pages = self._pages.added(Page(self.codec, older, self.encoded(side.tail[:, :, :older], where)))
-            self._joined, self.packed_tokens = None, self._pages.tokens
 
     @property
     def batch(self) -> int:
@@ -116,7 +117,13 @@ class LiveSide:
     def nbytes(self) -> int:
         """Bytes of memory that the side holds, with the room that is not filled."""
         packed = sum(stream.nbytes for stretch in self._pages.stretches for stream in stretch.streams.values())
-        return packed + sum(stream.nbytes for page in self._open for stream in page.streams.values()) + self.tail.nbytes
+        filled = sum(stream.nbytes for page in self._open for stream in page.streams.values())
+        return packed + filled + self.unfinished.nbytes + self.tail.nbytes
+
+    @property
+    def older_tokens(self) -> int:
+        """The number of tokens before the tail, packed or unfinished."""
+        return self.packed_tokens + self.unfinished.shape[2]
 
     @property
     def pages(self) -> Pages:
@@ -125,23 +132,31 @@ class LiveSide:
 
     def side(self, tokens: int) -> Side:
         """The side with the first ``tokens`` tokens of the tail, as views."""
-        return Side(self.codec, self._all_pages(), self.tail[:, :, :tokens], self._given_window)
+        return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
-        """The packed tokens of the side, and ``tail`` behind them."""
-        return Side(self.codec, self._all_pages(), tail, self._given_window)
+        """The tokens of the side before its tail, and ``tail`` behind them."""
+        return Side(self.codec, self._all_pages(), self.with_unfinished(tail), self._given_window)
+
+    def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
+        """The unfinished tokens, then ``x`` ``[batch, kv_head, token, dim]``."""
+        if not self.unfinished.shape[2]:
+            return x
+        with own_modes(x.device):
+            return torch.cat([self.unfinished, x], 2)
 
     def frozen(self, tokens: int, packed: bool, where: str) -> Side:
         """The side with the first ``tokens`` tokens of the tail, whose values never change.
 
-        With ``packed``, they are packed in whole token groups, unless the recipe asks for a residual window. Raises what ``encoded``
-        raises.
+        With ``packed``, they are packed in whole token groups, or in whole windows where the recipe asks for a residual window. Raises what
+        ``encoded`` raises.
         """
-        whole = tokens // self.codec.token_group * self.codec.token_group if packed and not self._given_window else 0
-        side = self.with_tail(self.tail[:, :, whole:tokens].clone())
+        raw = self.with_unfinished(self.tail[:, :, :tokens])
+        whole = raw.shape[2] // self.unit * self.unit if packed else 0
+        side = Side(self.codec, self._all_pages(), raw[:, :, whole:].clone(), self._given_window)
         if not whole:
             return side
-        streams = self.encoded(self.tail[:, :, :whole], where)
+        streams = self.encoded(raw[:, :, :whole], where)
         return replace(side, pages=self._all_pages().added(Page(self.codec, whole, streams)))
 
     def encoded(self, x: torch.Tensor, where: str) -> Mapping[str, torch.Tensor]:
@@ -180,21 +195,29 @@ class LiveSide:
     @property
     def state(self) -> SideState:
         """What ``restore`` goes back to, but for values that are written into the tail."""
-        return SideState(self._pages, tuple(self._open), tuple(page.filled for page in self._open), self._joined, self.tail)
+        filled = tuple(page.filled for page in self._open)
+        return SideState(self._pages, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
     def restore(self, state: SideState) -> None:
         """Go back to ``state``."""
         self._pages, self._open, self._joined, self.tail = state.pages, list(state.open), state.joined, state.tail
+        self.unfinished = state.unfinished
         for page, filled in zip(state.open, state.filled, strict=True):
             page.filled = filled
         self.packed_tokens = state.pages.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
-        """Keep packed tokens ``[start, stop)``; ``start`` is where a token group begins."""
-        pages = self._all_pages()
+        """Keep tokens ``[start, stop)`` of those before the tail; ``start`` is where a token group begins, or ``stop``."""
+        pages, packed = self._all_pages(), self.packed_tokens
         self._open, self._joined = [], None
-        self._pages = pages.slice(start, stop)
+        self._pages = pages.slice(min(start, packed), min(stop, packed))
         self.packed_tokens = self._pages.tokens
+        self.unfinished = self.unfinished[:, :, max(0, start - packed) : max(0, stop - packed)]
+
+    def take_unfinished(self, unfinished: torch.Tensor) -> None:
+        """Hold ``unfinished`` ``[batch, kv_head, token, dim]`` behind the packed tokens, in place of those so far."""
+        with own_modes(self.tail.device):
+            self.unfinished = unfinished.clone()
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64 on the side's device, in that order."""
@@ -202,12 +225,14 @@ class LiveSide:
         assert isinstance(side.pages, Pages)
         self._pages, self._open, self._joined = side.pages, [], None
         with own_modes(self.tail.device):
-            self.tail = self.tail.index_select(0, indices.to(self.tail.device))
+            rows = indices.to(self.tail.device)
+            self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
 
     def widen(self, dtype: torch.dtype) -> None:
         """Let the tail hold values of ``dtype`` as well, exactly."""
         with own_modes(self.tail.device):
-            self.tail = self.tail.to(torch.promote_types(self.tail.dtype, dtype))
+            wide = torch.promote_types(self.tail.dtype, dtype)
+            self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)
 
     def _capacity(self) -> int:
         """Tokens that the next page has room for."""

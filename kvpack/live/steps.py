@@ -49,7 +49,7 @@ class Steps:
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
         """Append a few tokens; False, and nothing done, where the layer's own ``update`` is to check or to make room."""
         layer = self._layer
-        if k is None or v is None or k.dim() != 4 or layer.pending_tokens:
+        if k is None or v is None or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
             return False
         tokens = k.shape[2]
         capturing = self._capturing
@@ -119,7 +119,7 @@ class Steps:
     def settle(self) -> None:
         """Learn how many tokens replays of a graph have added."""
         if self.captured and not self._capturing:
-            self._layer.raw_tokens = int(self._lengths[0]) - self._layer.packed_tokens
+            self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens
             if self._layer.raw_tokens > self._layer.room:
                 lost = self._layer.raw_tokens - self._layer.room
                 self._layer.raw_tokens = self._layer.room
@@ -134,7 +134,7 @@ class Steps:
 
     def _write(self) -> None:
         layer = self._layer
-        self._packed_tokens = layer.packed_tokens
+        self._packed_tokens = layer.older_tokens
         with own_modes(layer.device):
             self._packed.fill_(self._packed_tokens)
             self._skipped.fill_(layer.skipped)

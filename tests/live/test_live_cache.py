@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -241,6 +242,124 @@ def test_sides_whose_tails_differ_go_on_together() -> None:
     assert frozen.tokens == 85
     q = queries(1)
     assert (live.attend(0, q) - exact(q, frozen[0])).norm() < 1e-3
+
+
+UNEVEN = ["kivi-2", "oscar-2", "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axis=channel", "k=raw;v=group:b=2,g=64,axis=channel"]
+"""Recipes whose keys and values are encoded in groups of different numbers of tokens."""
+
+
+@pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
+def test_a_cache_that_nothing_is_done_to_is_the_one_it_was_made_from(recipe: str) -> None:
+    cache = kvpack.pack(random_pairs(2, 64, dims=(64, 64)), recipe).append([tokens(57, 1), tokens(57, 2)])
+    for packed in (False, True):
+        for mine, given in zip(LiveCache.of(cache).freeze(packed=packed), cache, strict=True):
+            assert mine is given
+
+
+@pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
+@pytest.mark.parametrize("step", [1, 7, 33])
+def test_turns_end_with_the_groups_of_one_turn(recipe: str, step: int, tmp_path: Path) -> None:
+    parts = [tokens(step, seed) for seed in range(-(-300 // step))]
+    path = tmp_path / "turn.kvpack"
+    first = LiveCache(recipe, layers=1)
+    first.update(0, *tokens(89, 1000))
+    kvpack.save(first.freeze(packed=True), path)
+    for part in parts:
+        turn = LiveCache.of(kvpack.load(path))
+        turn.update(0, *part)
+        kvpack.save(turn.freeze(packed=True), path)
+    turns = kvpack.load(path)
+    once = LiveCache(recipe, layers=1)
+    once.update(0, *joined([tokens(89, 1000), *parts]))
+    expected = once.freeze(packed=True)
+    assert turns.nbytes <= 1.02 * expected.nbytes
+    for name, side in turns[0].sides.items():
+        assert side.tail.shape[2] == expected[0].sides[name].tail.shape[2]
+        group = side.codec.token_group
+        assert all(run % group == 0 for run in side.merged_runs())
+
+
+@pytest.mark.parametrize("recipe", UNEVEN)
+@pytest.mark.parametrize("change", ["nothing", "crop into the tail", "crop into pages", "select", "long update", "reset", "copy", "fail"])
+def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_full(recipe: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64), batch=2), recipe).append([tokens(25, 3, batch=2, dtype=torch.float32)])
+    given = [x.unpack(torch.float32) for x in cache[0].sides.values()]
+    live = LiveCache.of(cache)
+    more = tokens(1 if change != "long update" else 700, 4, batch=2, dtype=torch.float32)
+    rows, first = [0, 1], 121
+    live.update(0, *more)
+    if change == "crop into the tail":
+        first = 111
+        live.crop(11)
+        more = [x[:, :, :0] for x in more]
+    elif change == "crop into pages":
+        first = 64
+        live.crop(live.tokens - 64)
+        more = [x[:, :, :0] for x in more]
+    elif change == "select":
+        rows = [1, 1, 0]
+        live.select(rows)
+    elif change == "reset":
+        first = 0
+        live.reset()
+        live.update(0, *more)
+    elif change == "copy":
+        live = copy.deepcopy(live)
+    elif change == "fail":
+
+        def refuse(*_: Any) -> Any:
+            raise MemoryError
+
+        before = live.tokens
+        live.update(0, *tokens(700, 5, batch=2, dtype=torch.float32))
+        with monkeypatch.context() as patched:
+            patched.setattr(LiveSide, "add", refuse)
+            with pytest.raises(MemoryError):
+                live.roll()
+        live.crop(live.tokens - before)
+    found = live.freeze()[0]
+    for name, own, new in zip("kv", given, more, strict=True):
+        side = found.sides[name]
+        expected = torch.cat([own[:, :, :first], new], 2)[rows]
+        assert side.tokens == expected.shape[2] == found.tokens
+        raw = side.tail.shape[2]
+        # Everything that is still raw is as it was given, and what was packed before has the codes that it had.
+        assert torch.equal(side.tail, expected[:, :, side.tokens - raw :])
+        held = min(cache[0].sides[name].packed_tokens, first)
+        assert torch.equal(side.unpack(torch.float32)[:, :, :held], expected[:, :, :held])
+        if change not in ("long update", "reset"):
+            assert raw == side.tokens - held
+    q = queries(1, len(rows))
+    torch.testing.assert_close(live.attend(0, q), kvpack.attend(q, live.freeze()[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_sides_end_at_one_token_again_as_soon_as_both_finish_their_groups() -> None:
+    cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kivi-2").append([tokens(25, 3)])
+    live = LiveCache.of(cache)
+    for step in range(8):
+        assert live.is_uneven
+        assert live.room == 0
+        live.update(0, *tokens(1, step))
+    assert not live.is_uneven
+    assert [(side.packed_tokens, side.tail.shape[2]) for side in live.freeze()[0].sides.values()] == [(128, 1), (128, 1)]
+
+
+def test_sides_that_never_end_at_one_token_lose_no_raw_token() -> None:
+    """After a cut inside a group, keys and values end groups of the same size at different tokens."""
+    cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kv=group:b=4,g=32,axis=token")
+    k, v = cache[0].k, cache[0].v
+    assert k is not None
+    assert v is not None
+    apart = replace(cache, layers=(Layer(k.prefix(90), v.prefix(64).append(tokens(26, 1)[1].float())),))
+    live = LiveCache.of(apart)
+    for step in range(400):
+        live.update(0, *tokens(1, step, dtype=torch.float32))
+    found = live.freeze(packed=True)[0]
+    assert found.tokens == 490
+    assert found.k is not None
+    assert found.v is not None
+    assert [side.tail.shape[2] for side in (found.k, found.v)] == [400 % 32, (26 + 400) % 32]
+    assert found.v.merged_runs() == (480,)
 
 
 def test_a_wider_dtype_is_kept_exactly() -> None:

@@ -119,7 +119,7 @@ class StepGraphs:
         if not all(isinstance(value, (bool, int)) for value in settings.values()) or any(settings.get(name) for name in _MORE):
             return None
         device = ids.device
-        if not can_capture(device) or not cache.records(model) or model.training or torch.is_grad_enabled():
+        if not can_capture(device) or not cache.records(model) or cache.live.is_uneven or model.training or torch.is_grad_enabled():
             return None
         if torch.is_autocast_enabled(device.type) or _is_watched():
             return None

@@ -172,12 +172,15 @@ class LiveCache:
         return 0 if own is None else own.skipped
 
     def batch(self, layer: int) -> int:
-        """The number of sequences of ``layer``; 1 before its first tokens. Raises OutOfBounds."""
+        """The number of sequences of ``layer``; 1 where it has no tokens. Raises OutOfBounds."""
         own = self._own(layer)
-        return 1 if own is None else own.batch
+        return 1 if own is None or not own.seen else own.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """Batch, heads and dim of each side of ``layer``; empty before its first tokens. Raises OutOfBounds."""
+        """Batch, heads and dim of each side of ``layer``; empty before its first tokens. Raises OutOfBounds.
+
+        A layer that was reset takes another batch.
+        """
         own = self._own(layer)
         return {} if own is None else {name: (side.batch, side.heads, side.dim) for name, side in own.sides.items()}
 
@@ -391,7 +394,7 @@ class LiveCache:
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one. Raises OutOfBounds."""
+        """Drop all tokens of every layer, or of one; the next ones may be of another batch. Raises OutOfBounds."""
         self._each(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
@@ -478,6 +481,12 @@ class LiveCache:
             own = self._layers[number] = self._made(number, self._empty(number, k, v))
             assert own is not None
             self._value_dims[number] = _value_dim(own)
+        given = k if v is None else v
+        if not own.seen and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, own.batch):
+            own = self._layers[number] = self._made(number, own.without_tokens(given.shape[0]))
+            assert own is not None
+            self._steps[number] = None
+            self.launches += 1
         return own
 
     def _empty(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:

@@ -187,6 +187,12 @@ class LiveLayer:
             side.keep(0, 0)
         self.version += 1
 
+    def without_tokens(self, batch: int) -> Layer:
+        """A layer of the same codecs for ``batch`` sequences, which holds no tokens."""
+        with own_modes(self.device):
+            sides = {name: side.without_tokens(batch) for name, side in self.sides.items()}
+        return Layer(sides.get("k"), sides.get("v"))
+
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64, in that order. Codes are copied, never decoded."""
         self.commit()

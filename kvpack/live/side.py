@@ -138,6 +138,10 @@ class LiveSide:
         """The tokens of the side before its tail, and ``tail`` behind them."""
         return Side(self.codec, self._all_pages(), self.with_unfinished(tail), self._given_window)
 
+    def without_tokens(self, batch: int) -> Side:
+        """A side of the same codec for ``batch`` sequences, which holds no tokens."""
+        return Side(self.codec, (), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
+
     def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
         """The unfinished tokens, then ``x`` ``[batch, kv_head, token, dim]``."""
         if not self.unfinished.shape[2]:

@@ -437,9 +437,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             if side not in shapes:
                 raise InvalidShape(f"layers[{number}] of the cache has no {name}, and the model has")
             found = states.shape[0], states.shape[1], states.shape[3]
-            if found != shapes[side]:
+            # A layer without tokens takes any batch.
+            held = shapes[side] if self.live.seen(number) else (found[0], *shapes[side][1:])
+            if found != held:
                 raise InvalidShape(
-                    f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(shapes[side])}: "
+                    f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(held)}: "
                     f"{list(states.shape)} does not continue it"
                 )
         seen, following = self.live.seen(number), self._following[number]

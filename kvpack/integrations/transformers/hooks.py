@@ -295,7 +295,30 @@ class _Prefill(_Watched):
             return type(alive)._prefill(alive, *args, **kwargs)
 
 
-_WATCHED = (_Prepare, _Prefill)
+class _Segments(_Watched):
+    """``generate_with_fallback``, by which Whisper computes one segment of a recording after the other, all with the cache it is given.
+
+    Each segment begins with an empty cache, as without one given: tokens of the segment before have nothing to do with it.
+    """
+
+    name = "generate_with_fallback"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        alive = self._alive()
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        past = cache_in(given["kwargs"])
+        if _passes_over_tokens(past):
+            if len(given["temperatures"]) > 1:
+                raise InvalidParameter(
+                    "generate may compute the segment once more for each temperature, and the cache would still hold the tokens of the "
+                    "first: give one temperature, or leave the cache out"
+                )
+            if bool(given["seek"].any()):
+                past.reset()
+        return type(alive).generate_with_fallback(alive, *args, **kwargs)
+
+
+_WATCHED = (_Prepare, _Prefill, _Segments)
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:

@@ -75,7 +75,8 @@ class Record:
         """Keep the first ``tokens``."""
         self._settle()
         self.tokens = tokens
-        self._ids = self._ids[:, :tokens]
+        # Without tokens, any number of rows begins.
+        self._ids = self._ids[:, :tokens] if tokens else self._ids[:1, :0]
         self._older = [(text, start) for text, start in self._older if start < tokens]
         self._findings = [_Finding(found.start, min(found.stop, tokens), found.what) for found in self._findings if found.start < tokens]
 

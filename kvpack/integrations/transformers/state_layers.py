@@ -79,6 +79,10 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             "without them"
         )
 
+    def reset(self) -> None:
+        """Drop the states: those that come next may be of another batch."""
+        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+
     def check_window(self, crop: int = 0) -> None:
         """Do nothing: this layer attends to no tokens."""
 

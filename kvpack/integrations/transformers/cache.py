@@ -25,14 +25,14 @@ from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, StepGraphs, may_replay
 from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
-from .models import Model, check_identity, check_layers, has_multidimensional_positions, identity_of
+from .models import Model, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
 from .prompts import common_tokens, other_frequencies
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
 from .switch import Switch
-from .tracking import Tracking
+from .tracking import Tracking, check_rows_fit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,6 +143,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             decoding.tell(known.name)
         self.passes = Tracking(Record(inputs, tokens, adapters), positions, known, not self._dense, model if inside else None, identity)
         self.passes.states = any(states)
+        self.passes.rows = partial(_rows, self.live)
         self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.on(model, inside)
         self._switch = None if known is None or self._dense else Switch.of(model)
@@ -185,7 +186,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         ``basis`` is that of ``kvpack.load``. Layers, shapes and identity are checked as by the constructor, which takes ``options``.
         Raises what ``kvpack.load`` raises, too.
         """
-        place = next(model.parameters()).device if device is None else device
+        place = execution_device(model) if device is None else device
         return cls(model, load(path, device=place, basis=basis), **options)
 
     def __enter__(self) -> Self:
@@ -390,13 +391,31 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(_rows(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
         with self.passes.turns.taken():
             super().batch_select_indices(indices)
             self.passes.select(indices)
+
+    def expand(self, rows: int) -> None:
+        """Repeat each sequence so that there are ``rows`` of them, as ``generate`` repeats token ids for beams.
+
+        Raises InvalidShape where ``rows`` is not a multiple of the cache's sequences.
+        """
+        held = _rows(self.live)
+        if held is None or held == rows:
+            return
+        check_rows_fit(rows, held)
+        self.batch_repeat_interleave(rows // held)
+
+    def begin_again(self, name: str) -> None:
+        """Drop all tokens for the model ``name``, which computes them again, with a KvpackWarning if there are any."""
+        if tokens := self.passes.record.tokens:
+            text = f"{name} computes all tokens again, as its RoPE has other frequencies from here on: {tokens} in the cache are dropped"
+            warnings.warn(text, KvpackWarning, stacklevel=4)
+            self.reset()
 
     def check_attention(self, module: torch.nn.Module) -> None:
         """Raise InvalidParameter when an attention module belongs to a model that cannot continue this cache."""
@@ -462,6 +481,11 @@ def _arguments(first: Any, second: Any) -> tuple[torch.nn.Module | None, Any]:
         return first, second
     check_packed(first, "KvpackCache({})")
     return second, first
+
+
+def _rows(live: LiveCache) -> int | None:
+    """The number of sequences of a live cache; None before its first tokens."""
+    return next((live.batch(number) for number in range(len(live)) if live.seen(number)), None)
 
 
 def _following(layers: Sequence[Any]) -> list[int]:

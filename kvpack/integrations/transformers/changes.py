@@ -27,6 +27,12 @@ def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
     return any(hooks for *_, hooks in adapters)
 
 
+def checkpointed(model: torch.nn.Module) -> list[weakref.ref[Any]]:
+    """The modules that can run under gradient checkpointing, which their attribute ``gradient_checkpointing`` turns on."""
+    name = "gradient_checkpointing"
+    return [weakref.ref(module) for module in modules_of(model) if name in vars(module) or hasattr(type(module), name)]
+
+
 class ModelState:
     """What differs after a model's adapters, weights, dtype or mode changed, in place or not; values are not read, nor weights kept."""
 

@@ -13,18 +13,9 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 
 from .layers import check_window, check_window_given
 from .masks import check_columns
-from .plain import plain_attention
+from .plain import plain_attention, plain_name
+from .reads import WITHOUT_COUNTERPART
 from .states import PackedStates, left_out
-
-_WITHOUT_COUNTERPART = {
-    "position_bias": "a position bias",
-    "indices": "the indices of the keys to attend to",
-    "block_indices": "the indices of the blocks to attend to",
-    "sinks": "sinks that are not logits",
-    "cu_seq_lens_q": "several sequences in one row",
-    "cu_seq_lens_k": "several sequences in one row",
-}
-"""Options of attention functions that ``attend`` does not support."""
 
 
 def attention(
@@ -58,7 +49,7 @@ def attention(
                 "padding ends: KvpackCache(cache, model, dense=True) gives all layers tensors and masks"
             )
         return _plain(module, query, key, value, attention_mask, options)
-    given = [_WITHOUT_COUNTERPART[name] for name, value in options.items() if value is not None and name in _WITHOUT_COUNTERPART]
+    given = [WITHOUT_COUNTERPART[name] for name, value in options.items() if value is not None and name in WITHOUT_COUNTERPART]
     if attention_mask is not None and not isinstance(key, PackedStates):
         given.append("a mask")
     if options.get("dropout"):
@@ -95,6 +86,12 @@ def _plain(
     """The model's own attention over tensors."""
     function = plain_attention(module, options)
     queries, tokens = query.shape[2], key.shape[2]
+    window = options.get("sliding_window")
+    if mask is None and window is not None and tokens > window and plain_name(module.config) in ("sdpa", "eager"):
+        raise InvalidParameter(
+            f"{type(module).__name__} was given {tokens} tokens and no mask for its window of {window}: the mask was left to a cache "
+            "that the layer was not given; turn gradient checkpointing off, or call model.eval()"
+        )
     if mask is None and function is sdpa_attention_forward and getattr(module, "is_kv_shared_layer", False) and 1 < queries < tokens:
         # Gemma-4 leaves queries out here where logits_to_keep needs no others, unless it sees that SDPA would take the last for the first.
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)

@@ -12,7 +12,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvpack.cache_names import cache_in, cache_of
+from kvpack.cache_names import NAMES, cache_in, cache_of
 from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
@@ -205,7 +205,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
 
 def passes_over(past: Any) -> list[Any]:
     """What the KvpackCaches of ``past`` are told of the passes over them."""
-    return [cache.passes for cache in _parts(past) if hasattr(cache, "passes")]
+    return [cache.passes for cache in _kvpack_caches(past)]
 
 
 def _parts(past: Any) -> list[TransformersCache]:
@@ -268,15 +268,28 @@ class _Watched:
 
 
 class _Prepare(_Watched):
-    """``prepare_inputs_for_generation``, before which the ids are checked."""
+    """``prepare_inputs_for_generation``, before which the ids are checked; the cache then has as many sequences as there are rows of ids.
+
+    Where a model leaves the cache out to compute all tokens again, since its RoPE has other frequencies from this token on, they are
+    computed into the cache.
+    """
 
     name = "prepare_inputs_for_generation"
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        alive = self._alive()
-        for passes in _passes_over_tokens(cache_in(kwargs)):
+        alive, past = self._alive(), cache_in(kwargs)
+        for passes in _passes_over_tokens(past):
             passes.check_generate(alive, input_ids, kwargs)
-        return type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
+        if kwargs.get("is_first_iteration", False):
+            for cache in _kvpack_caches(past):
+                cache.expand(input_ids.shape[0])
+        prepared = type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
+        caches = _kvpack_caches(past)
+        if caches and isinstance(prepared, dict) and cache_in(prepared) is None:
+            for cache in caches:
+                cache.begin_again(type(alive).__name__)
+            prepared[next(name for name in NAMES if kwargs.get(name) is past)] = past
+        return prepared
 
 
 class _Prefill(_Watched):
@@ -318,7 +331,30 @@ class _Segments(_Watched):
         return type(alive).generate_with_fallback(alive, *args, **kwargs)
 
 
-_WATCHED = (_Prepare, _Prefill, _Segments)
+class _PrepareCache(_Watched):
+    """``_prepare_cache_for_generation``, which for some models puts a cache of its own in the place of one for what the encoder gave."""
+
+    name = "_prepare_cache_for_generation"
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        alive, past = self._alive(), cache_in(model_kwargs)
+        prepare = type(alive)._prepare_cache_for_generation
+        if not isinstance(past, EncoderDecoderCache) or not hasattr(past.cross_attention_cache, "passes"):
+            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
+        # A cache that holds something stays.
+        updated, past.is_updated = past.is_updated, {0: True}
+        try:
+            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            past.is_updated = updated
+
+
+_WATCHED = (_Prepare, _PrepareCache, _Prefill, _Segments)
+
+
+def _kvpack_caches(past: Any) -> list[Any]:
+    """The KvpackCaches of ``past``."""
+    return [cache for cache in _parts(past) if hasattr(cache, "passes")]
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -24,13 +25,13 @@ from kvpack.store.fingerprint import SAMPLE, weights_sample
 from kvpack.store.identity import Identity
 from kvpack.store.modules import parts
 
+from .changes import modules_of
 from .hooks import models_in, outermost
 from .plain import NAMES
+from .reads import reads_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from kvpack.cache.cache import Cache
 
@@ -66,7 +67,9 @@ class Model:
         self.config: Any = outer.config.get_text_config(decoder=True)
         self.has_encoder = bool(outer.config.is_encoder_decoder)
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
-        self.takes_packed_layers = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
+        settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
+        self.takes_packed_layers = settable and not reads_states(decoder)
+        self.has_multidimensional_positions = _has_multidimensional_positions(outer) or has_multidimensional_positions(self.config)
         self._decoder_config: Any = decoder.config
 
     def __deepcopy__(self, memo: object) -> Model:
@@ -83,7 +86,9 @@ class Model:
         return self.attention in NAMES
 
     def windows(self, layers: int) -> list[int | None]:
-        """The sliding window of each of the first ``layers`` layers."""
+        """The sliding window of each of the first ``layers`` layers; none beside an encoder, whose tokens all layers of a cache see."""
+        if self.has_encoder:
+            return [None] * layers
         known = [getattr(layer, "sliding_window", None) for layer in self._layers]
         return [*known, *[None] * layers][:layers]
 
@@ -114,7 +119,9 @@ class Model:
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
         self._check_takes_cache()
-        if expected and len(cache) != len(expected):
+        # transformers' own cache may have more layers than the decoder, which stay empty.
+        held = next((number for number in range(len(cache), 0, -1) if cache[number - 1].sides or cache[number - 1].states), 0)
+        if expected and not held <= len(expected) <= len(cache):
             raise InvalidParameter(f"the cache has {len(cache)} layers, and {self.name} {len(expected)}")
 
     def _check_takes_cache(self) -> None:
@@ -145,8 +152,11 @@ class Model:
 
     @cached_property
     def _layers(self) -> list[Any]:
-        """Those of the cache that transformers makes for the model."""
+        """Those of the cache that transformers makes for the model, as many as its decoder has."""
         layers: list[Any] = DynamicCache(config=self.config).layers
+        count = decoder_layers(self._decoder_config)
+        if count is not None and {type(layer) for layer in layers} == {DynamicLayer}:
+            layers = [*layers, *[DynamicLayer()] * count][:count]
         return layers
 
 
@@ -210,16 +220,36 @@ def identity_of(model: Any) -> dict[str, str]:
         return {}
 
 
+def execution_device(model: torch.nn.Module) -> torch.device:
+    """The device on which ``model`` computes: weights that accelerate keeps elsewhere until they are needed are on "meta"."""
+    devices = {parameter.device for parameter in model.parameters()}
+    for module in modules_of(model):
+        if "_hf_hook" in vars(module) and (device := getattr(vars(module)["_hf_hook"], "execution_device", None)) is not None:
+            devices.add(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+    return next((device for device in sorted(devices, key=str) if device.type not in ("meta", "cpu")), torch.device("cpu"))
+
+
 def has_multidimensional_positions(config: Any) -> bool:
     """Whether a configuration splits rotary positions into sections, as Qwen2-VL does."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     return "mrope_section" in _keys(rope)
 
 
+def _has_multidimensional_positions(model: torch.nn.Module) -> bool:
+    """Whether a model keeps ``rope_deltas``, or its rotary module has sections, which a configuration need not spell out."""
+    return any(name in vars(module) for module in modules_of(model) for name in ("rope_deltas", "mrope_section"))
+
+
+def decoder_layers(config: Any) -> int | None:
+    """The number of layers of a decoder whose configuration gives it a name of its own: ``num_hidden_layers`` may be the encoder's."""
+    counts = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
+    return next((count for count in counts if isinstance(count, int)), None)
+
+
 def check_layers(layers: int, module: torch.nn.Module) -> None:
     """Raise InvalidParameter when an attention module is seen to be of a model with fewer than ``layers`` layers."""
     config = getattr(module, "config", None)
-    expected = getattr(config, "num_hidden_layers", None)
+    expected = decoder_layers(config) or getattr(config, "num_hidden_layers", None)
     if isinstance(expected, int) and not getattr(config, "is_encoder_decoder", False) and layers > expected:
         raise InvalidParameter(f"the cache has {layers} layers, and the model of this {type(module).__name__} {expected}")
 

@@ -9,8 +9,6 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter
 
-from .models import has_multidimensional_positions
-
 if TYPE_CHECKING:
     from kvpack.file.inputs import Inputs
 
@@ -35,7 +33,7 @@ class RotaryPositions:
 
         Raises InvalidParameter when they are not known: a file does not hold them, and the model may have others of another prompt.
         """
-        if model is None or not has_multidimensional_positions(model.config):
+        if model is None or not model.has_multidimensional_positions:
             if rope_deltas is not None:
                 raise InvalidParameter("rope_deltas is for models with rotary positions of several dimensions: KvpackCache(cache, model)")
             return None

@@ -84,14 +84,16 @@ class Record:
         """The first token whose id in ``[batch, token]`` is not the one known, its row, the known id and the given one."""
         self._settle()
         known = self._ids[:, : ids.shape[1]]
-        if not known.shape[1] or known.shape[0] not in (1, ids.shape[0]):
+        if not known.shape[1] or ids.shape[0] % known.shape[0]:
             return None
+        # generate repeats each row for its beams.
+        known = known.repeat_interleave(ids.shape[0] // known.shape[0], 0)
         given = ids[:, : known.shape[1]].cpu()
         differing = (given != known).nonzero()
         if not len(differing):
             return None
         row, token = differing[differing[:, 1].argmin()].tolist()
-        return token, row, int(known[row if known.shape[0] > 1 else 0, token]), int(given[row, token])
+        return token, row, int(known[row, token]), int(given[row, token])
 
     @property
     def ids(self) -> torch.Tensor:

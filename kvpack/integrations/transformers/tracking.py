@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidShape
 
-from .changes import ModelState
+from .changes import ModelState, checkpointed
 from .hooks import Passes, models_in, outermost
 from .models import identity_of
 from .turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .models import Model
     from .passes import Pass
     from .positions import RotaryPositions
     from .record import Record
 
+
+_ROWS = ("decoder_input_ids", "input_ids", "decoder_inputs_embeds", "inputs_embeds")
+"""The arguments that have a row for each sequence, those of a decoder first."""
 
 _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
 """What ``identity_of`` may tell apart in one model, what a user changed before the digests that change with it."""
@@ -57,6 +60,8 @@ class Tracking:
         """How often the model's weights were found changed after the first token."""
         self._passes, self.turns = Passes(), Turns()
         self.assisted = self.states = self._chunked = False
+        self.rows: Callable[[], int | None] = lambda: None
+        self._checkpointed = [] if watched is None else checkpointed(watched)
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
 
@@ -65,6 +70,7 @@ class Tracking:
             copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed, None, self._first
         )
         made.states, made._failed = self.states, self._failed
+        made.rows, made._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
         made._left = self._left
         made.identity, made._watched, made._state = self.identity, self._watched, self._state
         made._changed, made.changes = self._changed, self.changes
@@ -86,6 +92,9 @@ class Tracking:
                 f"{self._model.name} has an encoder, whose cache has two parts: write "
                 "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, recipe))"
             )
+        if self._passes.outermost:
+            self._check_checkpointing(module)
+            self._check_rows(arguments)
         if self._passes.outermost and self._packed and self._model is not None and not self._model.runs_packed_layers:
             raise InvalidParameter(
                 f"the attention of {self._model.name} is {self._model.attention!r}, which cannot take packed layers: "
@@ -121,6 +130,25 @@ class Tracking:
             self._running = False
         if self._passes.idle:
             self.turns.give_back()
+
+    def _check_checkpointing(self, module: torch.nn.Module) -> None:
+        """Raise InvalidParameter in training mode with gradient checkpointing, which takes the cache away from layers."""
+        if any((part := kept()) is not None and part.training and part.gradient_checkpointing for kept in self._checkpointed):
+            raise InvalidParameter(
+                f"{type(module).__name__} is in training mode with gradient checkpointing, with which layers get no cache: call "
+                "model.eval(), turn gradient checkpointing off, or leave the cache out and pass use_cache=False"
+            )
+
+    def _check_rows(self, arguments: dict[str, Any]) -> None:
+        """Raise InvalidShape for another number of rows than the cache has sequences."""
+        held = self.rows()
+        given = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
+        if held is not None and given is not None and given.shape[0] != held:
+            check_rows_fit(given.shape[0], held)
+            raise InvalidShape(
+                f"the pass has {given.shape[0]} rows, and the cache holds {_sequences(held)}: "
+                f"cache.batch_repeat_interleave({given.shape[0] // held}) repeats each for as many rows"
+            )
 
     def _check_model(self, module: torch.nn.Module) -> None:
         """Raise InvalidParameter for a pass of another model than the cache's, neither around it nor a part of it."""
@@ -314,3 +342,16 @@ class Tracking:
             f"the forward of {type(model).__name__} names no attention_mask, by which generate tells; give a replaced forward the "
             "signature of its own by functools.wraps"
         )
+
+
+def check_rows_fit(rows: int, held: int) -> None:
+    """Raise InvalidShape unless each of a cache's ``held`` sequences can be repeated for as many of the ``rows`` of a pass."""
+    if rows % held:
+        raise InvalidShape(
+            f"the pass has {rows} rows, and the cache holds {_sequences(held)}: give one row for each, or take sequences of the cache "
+            "with Cache.select"
+        )
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence" if count == 1 else f"{count} sequences"

@@ -1,0 +1,111 @@
+"""Whether a model's code needs dense keys and values: packed ones can only be passed on to attention, with options that it supports."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import textwrap
+from functools import lru_cache
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from .changes import modules_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+WITHOUT_COUNTERPART = {
+    "position_bias": "a position bias",
+    "indices": "the indices of the keys to attend to",
+    "block_indices": "the indices of the blocks to attend to",
+    "sinks": "sinks that are not logits",
+    "cu_seq_lens_q": "several sequences in one row",
+    "cu_seq_lens_k": "several sequences in one row",
+}
+"""Options of attention functions that ``attend`` does not support."""
+
+_ATTENTION = "attention_interface"
+"""The name by which transformers' models call the attention that is set."""
+
+
+def reads_states(model: torch.nn.Module) -> bool:
+    """Whether a module of ``model`` passes what ``Cache.update`` returns to anything but the attention that is set.
+
+    So does one that gives that attention an option of ``WITHOUT_COUNTERPART``.
+    """
+    classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
+    return any(_function_reads(function) for kind in classes for function in _functions(kind))
+
+
+def _functions(kind: type) -> Iterable[FunctionType]:
+    """The methods of a class that are not PyTorch's own."""
+    parents = [parent for parent in kind.__mro__ if not parent.__module__.startswith("torch.")]
+    names = {name: value for parent in reversed(parents) for name, value in vars(parent).items()}
+    return (inspect.unwrap(value) for value in names.values() if isinstance(value, FunctionType))
+
+
+@lru_cache(maxsize=4096)
+def _function_reads(function: Any) -> bool:
+    if "update" not in function.__code__.co_names:
+        return False
+    # inspect.getsource looks through all modules first.
+    lines = linecache.getlines(function.__code__.co_filename)[function.__code__.co_firstlineno - 1 :]
+    try:
+        tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
+    except (SyntaxError, IndexError):
+        # Without its source a function counts as transformers' own usually are.
+        return False
+    updates = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _is_update(node)]
+    names = {name.id for update in updates for name in ast.walk(update.targets[0]) if isinstance(name, ast.Name)}
+    first = min((update.lineno for update in updates), default=0)
+    if updates and any(_is_attention(node) and _has_biases(node) for node in ast.walk(tree)):
+        return True
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    return any(
+        isinstance(node, ast.Name)
+        and node.id in names
+        and isinstance(node.ctx, ast.Load)
+        and node.lineno > first
+        and not _passes_on(list(_above(node, parents)), updates)
+        for node in ast.walk(tree)
+    )
+
+
+def _is_update(node: ast.Assign) -> bool:
+    """Whether a statement is ``keys, values = cache.update(keys, values, layer)``."""
+    return (
+        isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr == "update"
+        and len(node.value.args) > 1
+    )
+
+
+def _passes_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
+    """Whether a name within these nodes, the innermost first, is passed to attention or kept, and not read."""
+    holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
+    if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
+        return True
+    # A branch that another attention takes: the other one calls the attention that is set.
+    branches = (node for node in above if isinstance(node, ast.If) and node.orelse)
+    return any(_is_attention(node) for branch in branches for other in branch.orelse for node in ast.walk(other))
+
+
+def _has_biases(call: Any) -> bool:
+    return any(keyword.arg in WITHOUT_COUNTERPART for keyword in call.keywords)
+
+
+def _is_attention(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == _ATTENTION
+
+
+def _above(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    while node in parents:
+        node = parents[node]
+        yield node

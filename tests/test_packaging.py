@@ -139,7 +139,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: zipfile.ZipFi
     if COMPILER:
         expected.add(LIBRARY)
     assert {name for name in wheel.namelist() if not name.startswith(metadata)} == expected
-    assert "-cp311-abi3-" in str(wheel.filename)
+    assert ("-cp311-abi3-" if COMPILER else "-py3-none-any") in str(wheel.filename)
     assert {"kvpack/py.typed", "kvpack/demo/tinylm/model.safetensors", "kvpack/demo/demo.txt", "kvpack/formats/group.py"} <= expected
     assert f"{metadata}licenses/LICENSE" in wheel.namelist()
 
@@ -172,6 +172,7 @@ def test_a_wheel_built_without_a_compiler_attends_by_torch_and_says_so_once(
 ) -> None:
     without = _built(tmp_path_factory, CC="no-such-compiler")
     assert LIBRARY not in without.namelist()
+    assert str(without.filename).endswith("-py3-none-any.whl")
     without.extractall(tmp_path / "site")
     environment = {name: value for name, value in os.environ.items() if name != "KVPACK_KERNELS"} | {"PYTHONPATH": str(tmp_path / "site")}
     command = [sys.executable, "-P", "-c", WARNED]
@@ -235,7 +236,9 @@ def test_links_lead_to_files(name: str) -> None:
 
 
 def test_one_version_everywhere() -> None:
-    assert PROJECT["project"]["version"] == kvpack.__version__
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited is not None
+    assert PROJECT["project"]["version"] == kvpack.__version__ == cited[1]
 
 
 def test_everything_installed_is_pinned() -> None:

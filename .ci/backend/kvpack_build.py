@@ -1,12 +1,18 @@
-"""setuptools' build backend for a tree whose symbolic links were lost.
+"""setuptools' build backend, with what it lacks for kvpack.
 
 The package reaches formats/ and kernels/ by the links kvpack/formats and kvpack/kernels. pip unpacks a zip of the sources with text files
 in their place, each with the path that its link pointed to. They become links again before setuptools looks for packages.
+
+The C library is optional. A wheel without it is tagged py3-none-any, so that no cache serves it in place of a compiled one.
+Debug information, five sixths of the library, is left out unless CFLAGS is set.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,13 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
+_BUILD_WITHOUT_LIBRARY = """
+import sys
+from setuptools import Distribution, build_meta
+Distribution.has_ext_modules = lambda _: False
+print(build_meta.build_wheel(sys.argv[1]))
+"""
+
 LINKS = {"kvpack/formats": "../formats", "kvpack/kernels": "../kernels"}
 
 
@@ -39,9 +52,19 @@ def _restore_links() -> None:
             raise RuntimeError(f"{name} is not a folder: {expected}")
 
 
-def build_wheel(*args: Any) -> str:
+def build_wheel(wheel_directory: str, *args: Any) -> str:
     _restore_links()
-    return build_meta.build_wheel(*args)
+    os.environ.setdefault("CFLAGS", "-g0")
+    name = build_meta.build_wheel(wheel_directory, *args)
+    path = Path(wheel_directory, name)
+    with zipfile.ZipFile(path) as wheel:
+        compiled = any(member.startswith("kvpack/kernels/cpu/_cpu.") for member in wheel.namelist())
+    if compiled:
+        return name
+    path.unlink()
+    # setuptools builds once per process.
+    done = subprocess.run([sys.executable, "-c", _BUILD_WITHOUT_LIBRARY, wheel_directory], check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()[-1]
 
 
 def build_editable(*args: Any) -> str:

@@ -39,6 +39,12 @@ def not_given(place: str) -> MissingBasis:
     return MissingBasis(f"the {place} are needed, and were not given: load or convert the cache with basis=")
 
 
+LARGEST_DECODED = (2 - 2.0**-23) * 2.0**127
+"""The largest binary32."""
+
+LARGEST_GAIN = 65504.0
+"""The largest gain of a token, the largest binary16."""
+
 INVERSE_ERROR = 2.0**-8
 """The most that values may change by an inverse and the matrix, relative to the largest of a token's (rule basis-19)."""
 
@@ -62,6 +68,21 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
             "values can be decoded by this basis, but not encoded; kvpack calibrate on more text makes another"
         )
     return torch.from_numpy(found)
+
+
+def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, what: str) -> None:
+    """Raise OutOfRange where a token, whose columns reach ``largest`` ``[..., column]``, may decode to an infinity (rule basis-20).
+
+    ``matrices`` are ``[..., column, channel]``, ``mean`` is added to channels ``[..., channel]``, and ``what`` names the matrices.
+    """
+    reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
+    reach = reach if mean is None else reach + mean.to(torch.float64).abs()
+    found = float(reach.max())
+    if not found <= LARGEST_DECODED:
+        raise OutOfRange(
+            f"by {what} a channel may decode to {found:.6g}, the largest is {LARGEST_DECODED:.6g}: values can be decoded by this basis, "
+            "but not encoded; kvpack calibrate makes bases in the unit of a model's values"
+        )
 
 
 def runs_of(dim: int) -> int:
@@ -140,7 +161,12 @@ class BasisRows:
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders. Raises as ``inverse_of``."""
+        """The inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
+
+        Raises as ``check_reach`` and ``inverse_of``.
+        """
+        largest = self._tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
+        check_reach(LARGEST_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")
         return inverse_of(self.matrix, "a matrix of the basis").to(self.rows.device)
 
     def on(self, device: torch.device) -> BasisRows:

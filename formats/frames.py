@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import rans
-from .basis import inverse_of
+from .basis import check_reach, inverse_of
 from .errors import InvalidShape
 from .lazy import numpy, torch
 from .tables import TABLES_KEPT
@@ -31,6 +31,9 @@ SCALES_PER_TABLE = 4
 
 SCALES_PER_OCTAVE = 16
 """Scales, and steps of the codec, by which a size changes by a factor of 2."""
+
+LARGEST_LEVEL = 2**31 - 1
+"""The largest level of a column, in steps of at most 1."""
 
 _TURNED_TOKENS = 1 << 12
 """Tokens that are turned at once: angles of all others follow from those of the first."""
@@ -158,7 +161,12 @@ class Frames:
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders. Raises as ``inverse_of``."""
+        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders.
+
+        Raises as ``check_reach`` and ``inverse_of``.
+        """
+        largest = self.rows.new_full(self.rows[:, 1:, 0].shape, LARGEST_LEVEL)
+        check_reach(largest, self.rows[:, 1:], self.rows[:, 0], "the frames of the basis")
         return inverse_of(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:

@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range
-from .basis import DIGEST_BYTES, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
+from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
 from .columns import Columns, default_fields
-from .errors import InvalidParameter, InvalidPayload, InvalidShape
+from .errors import InvalidParameter, InvalidPayload, InvalidShape, OutOfRange
 from .family import CodecFamily
 from .lazy import functional, numpy, torch
 from .products import product
@@ -51,7 +51,6 @@ WIDTHS = ("shared", "heads")
 """Whether heads share widths or have their own."""
 
 MAX_LAYER = 4095
-LARGEST_GAIN = 65504.0
 
 
 @dataclass(frozen=True)
@@ -237,6 +236,12 @@ class Klt(CodecFamily):
             wanted = torch.float16 if dtype == "F16" else torch.float32
             given = self.source_for(heads).on(run.device).rows[:, :, None, : rows_of(self.dim)]
             stored = given.to(wanted).expand(batch, heads, 1, -1, -1).contiguous()
+            if not bool(stored.isfinite().all()):
+                found, largest = float(given.abs().max()), torch.finfo(wanted).max
+                raise OutOfRange(
+                    f"a row of the {self.place} holds {found:.6g}, the largest {self.rows} is {largest:.6g}: write rows=fp32, or leave "
+                    "rows out to read them from the basis"
+                )
         rows = BasisRows(stored[:, :, 0])
         return RunEncoder({"rows": stored}, lambda block, _: self._encode(block, rows))
 

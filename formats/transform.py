@@ -15,7 +15,7 @@ from .base import MAX_DIM, Layout, Run, RunEncoder, check_choice, check_range
 from .basis import DIGEST_BYTES, not_given
 from .errors import InvalidParameter, InvalidPayload, InvalidShape, OutOfRange
 from .family import CodecFamily
-from .frames import SCALES_PER_OCTAVE
+from .frames import LARGEST_LEVEL, SCALES_PER_OCTAVE
 from .lazy import numpy, torch
 from .products import product
 from .rans_checks import check_ends, check_states
@@ -43,7 +43,6 @@ DEAD_ZONE = 0.06
 """What an encoder adds to the half of a step by which a column must be nearer to the next level: fewer bits for a little error."""
 
 _COUNTS = ("tokens", "columns", "word_counts")
-_LARGEST_LEVEL = 2**31 - 1
 _POSITIONS = 1 << 32
 _USUAL_BITS = 0.5
 _CHECKED_SYMBOLS = 1 << 22
@@ -190,8 +189,8 @@ class Transform(CodecFamily):
         rows = source.rows_on(x.device)
         columns = product(wide - rows[:, :1], source.inverse.to(x.device)) / self.step_size
         levels = torch.sign(columns) * torch.floor(columns.abs() + (0.5 - DEAD_ZONE))
-        if levels.numel() and not float(levels.abs().amax()) <= _LARGEST_LEVEL:
-            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the most are {_LARGEST_LEVEL}")
+        if levels.numel() and not float(levels.abs().amax()) <= LARGEST_LEVEL:
+            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the most are {LARGEST_LEVEL}")
         # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.
         blocks = levels if self.scope == "head" else levels.view(batch, tokens, self.dim, heads).permute(0, 3, 1, 2)
         found = [

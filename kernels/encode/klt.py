@@ -20,8 +20,8 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import RUN_COLUMNS, run_slice
-from kvpack.formats.klt import LARGEST_GAIN, used_widths
+from kvpack.formats.basis import LARGEST_GAIN, RUN_COLUMNS, run_slice
+from kvpack.formats.klt import used_widths
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import WARPS

@@ -34,10 +34,11 @@ from kvpack.formats.errors import (
     OutOfBounds,
     OutOfRange,
 )
+from kvpack.formats.frames import Frames
 from kvpack.formats.klt import Klt, columns_of
 
 from file_parts import changed  # isort: skip
-from klt_bases import random_basis, random_rows, with_random_basis  # isort: skip
+from klt_bases import random_basis, random_frames, random_rows, random_tables, with_random_basis  # isort: skip
 from side_car_recipes import attention  # isort: skip
 from spec_pages import SPEC, section  # isort: skip
 from strategies import check_round_trip, codecs, create, tensors  # isort: skip
@@ -297,6 +298,59 @@ def test_a_matrix_without_an_inverse_decodes_and_does_not_encode() -> None:
         codec.encode(torch.zeros(1, 1, 1, 4))
     with pytest.raises(InvalidShape, match="a basis of shape"):
         BasisRows(rows[None, :, :100])
+
+
+def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, frames: float = 1.0) -> Basis:
+    """A basis of 32 channels, with parts of it multiplied."""
+    made = {}
+    for side in "kv":
+        one = random_rows(2, 32, f"scaled {side}").clone()
+        one[:, 1:33] *= rows
+        one[:, 33] *= weights
+        one[:, 34:] *= tables
+        made[0, side] = one
+    framed = {}
+    for side in "kv":
+        of_side = random_frames(2, 32, "head", f"scaled {side}", random_tables("scaled"), side)
+        framed[0, side] = Frames(of_side.rows * frames, of_side.scales, of_side.tables, of_side.rope)
+    return Basis.of_bytes(basis_bytes(made, 1, {"name": "x"}, "fp32", framed))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales", "message"),
+    [
+        ("kv=klt:bits=2,rows=fp16", {"weights": 7e4}, r"a row of the keys of layer 0 of the basis [0-9a-f]+ holds .*: write rows=fp32"),
+        ("kv=klt:bits=2,rows=fp16", {"rows": 1e5}, "the largest fp16 is 65504"),
+        ("kv=klt:bits=2,rows=fp16", {"tables": 1e6}, "the largest fp16 is 65504"),
+        ("klt-2", {"rows": 1e30, "tables": 1e30}, "by the rows of the basis a channel may decode to"),
+        ("klt-2", {"rows": 1e37}, "by the rows of the basis a channel may decode to"),
+        ("klt-2", {"tables": 1e35}, "by the rows of the basis a channel may decode to"),
+        ("kv=klt:bits=2,rows=fp32", {"rows": 1e30, "tables": 1e30}, "by the rows of the basis a channel may decode to"),
+        ("transform-4", {"frames": 1e30}, "by the frames of the basis a channel may decode to"),
+    ],
+)
+def test_a_basis_by_which_values_decode_to_infinities_does_not_encode(recipe: str, scales: dict[str, float], message: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = [(torch.randn(1, 2, 40, 32, generator=generator),) * 2]
+    with pytest.raises(OutOfRange, match=message):
+        kvpack.pack(layer, recipe, basis=scaled_basis(**scales))
+
+
+def test_large_rows_that_decode_to_finite_values_are_kept(tmp_path: Path) -> None:
+    """The remedies of the refusals work, and weights that overflow only in squares change no value."""
+    generator = torch.Generator().manual_seed(0)
+    layer = [(torch.randn(1, 2, 40, 32, generator=generator),) * 2]
+    for recipe, scales in (
+        ("kv=klt:bits=2,rows=fp32", {"weights": 7e4}),
+        ("klt-2", {"weights": 7e4}),
+        ("klt-2", {"weights": 1e37}),
+        ("kv=klt:bits=2,rows=fp32", {"rows": 1e10, "tables": 1e-10}),
+        ("transform-4", {}),
+    ):
+        basis = scaled_basis(**scales)
+        kvpack.save(kvpack.pack(layer, recipe, basis=basis), tmp_path / "x.kvpack")
+        loaded = kvpack.load(tmp_path / "x.kvpack", basis=basis)
+        assert all(side.isfinite().all() for side in loaded[0].unpack(torch.float32) if side is not None)
 
 
 def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:

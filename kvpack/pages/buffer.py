@@ -11,6 +11,8 @@ import torch
 from kvpack.cache.arguments import integer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
+from .overlap import Strided, first_shared
+
 if TYPE_CHECKING:
     from .geometry import PageGeometry
 
@@ -57,12 +59,16 @@ class PageBuffer:
     @cached_property
     def _shared(self) -> str:
         """Which values lie in the same place, as those of an expanded tensor do; empty where none does."""
-        for side, tensors in self.sides.items():
-            for number, tensor in enumerate(tensors):
-                if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-                    shape, strides = list(tensor.shape), list(tensor.stride())
-                    return f"layers[{number}].{side}: values of its shape {shape} share memory, by strides {strides}"
-        return ""
+        names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
+        tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
+        found = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None
+        if found is None:
+            return ""
+        one, other = found
+        shape, strides = list(tensors[one].shape), list(tensors[one].stride())
+        if one == other:
+            return f"{names[one]}: values of its shape {shape} share memory, by strides {strides}"
+        return f"{names[one]} and {names[other]}: values of their shapes {shape} and {list(tensors[other].shape)} share memory"
 
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry
@@ -73,6 +79,12 @@ class PageBuffer:
         expected = (geometry.heads, geometry.tokens, dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
             raise InvalidShape(f"{where}: shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")
+
+
+def _strided(x: torch.Tensor) -> Strided:
+    item = x.element_size()
+    axes = ((size, stride * item) for size, stride in zip(x.shape, x.stride(), strict=True))
+    return Strided(x.data_ptr(), item, tuple(axis for axis in axes if axis[0] > 1))
 
 
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:

@@ -531,6 +531,47 @@ def test_memory_that_pages_share_is_refused() -> None:
             other.decode_into(made, expanded, [0, 1])
 
 
+@pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
+def test_slots_that_overlap_are_refused(recipe: str) -> None:
+    """Whatever the strides, and whichever layers and sides share memory: nothing is written."""
+    geometry = kvpack.PageGeometry(2, 1, 32, 32, 32)
+    codec = PageCodec(recipe, geometry)
+    size = 2 * 32 * 32
+    memory = torch.zeros(8 * size).bfloat16()
+    rows = [bytearray(codec.nbytes) for _ in range(3)]
+    codec.encode_into(PageBuffer(geometry, *torch.randn(2, 3, 2, 1, 32, 32).bfloat16()), [0, 1, 2], rows)
+
+    def slots(slot: int = size, layer: int = size // 2, token: int = 32, channel: int = 1, first: int = 0) -> torch.Tensor:
+        return memory.as_strided((3, 2, 1, 32, 32), (slot, layer, size, token, channel), first)
+
+    k, v = slots(), slots(first=4 * size)
+    assert codec.decode_into(rows, PageBuffer(geometry, k, v), [0, 1, 2]) == [None] * 3
+    # Sides may take turns, and tokens may be the innermost.
+    between = slots(slot=2 * size), slots(slot=2 * size, first=size)
+    turned = slots(token=1, channel=32), slots(token=1, channel=32, first=4 * size)
+    for pair in (between, turned):
+        assert codec.decode_into(rows, PageBuffer(geometry, *pair), [0, 1, 2]) == [None] * 3
+    memory.zero_()
+    for bad_k, bad_v, message in (
+        (slots(slot=32), v, r"layers\[0\]\.k: values of its shape .* by strides \[32, "),
+        (slots(slot=size // 2 - 1), v, r"layers\[0\]\.k: values of its shape"),
+        (slots(token=31), v, r"layers\[0\]\.k: values of its shape"),
+        (slots(token=1, channel=1), v, r"layers\[0\]\.k: values of its shape"),
+        (slots(layer=size // 2 - 1), v, r"layers\[0\]\.k and layers\[1\]\.k: values of their shapes"),
+        (slots(layer=0), v, r"layers\[0\]\.k and layers\[1\]\.k"),
+        ([k[:, 0], k[:, 0]], v, r"layers\[0\]\.k and layers\[1\]\.k"),
+        (k, k, r"layers\[0\]\.k and layers\[0\]\.v"),
+        (k, slots(first=3 * size - 1), r"layers\[1\]\.k and layers\[0\]\.v"),
+        (slots(slot=2 * size), slots(slot=2 * size, first=size - 1), r"layers\[1\]\.k and layers\[0\]\.v"),
+        (k, [v[:, 0], k[:, 1]], r"layers\[1\]\.k and layers\[1\]\.v"),
+    ):
+        with pytest.raises(InvalidParameter, match=message):
+            codec.decode_into(rows, PageBuffer(geometry, bad_k, bad_v), [0, 1, 2])
+        with pytest.raises(InvalidParameter, match="a page cannot be written there"):
+            codec.decode_into(rows[:1], PageBuffer(geometry, bad_k, bad_v), [0])
+    assert not memory.any()
+
+
 @pytest.mark.parametrize("slots", [numpy.array([1, 0], numpy.int32), numpy.array([1, 0], numpy.uint8), torch.tensor([1, 0]).int()])
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
 def test_slots_of_an_engines_integers(recipe: str, slots: Any) -> None:

@@ -1,0 +1,114 @@
+"""Whether values of strided memory share bytes, decided from sizes and strides: the tensors of an engine may have any, and many values.
+
+Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes where the bounded integers a and b bring these
+within an item of each other: a search from the largest stride down, in which what the smaller strides can reach leaves few choices.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+_MAX_STEPS = 10_000
+"""Choices that a search takes; those of layouts in use take tens."""
+
+
+class Strided(NamedTuple):
+    """Items of ``item`` bytes from ``begin`` on, ``axes`` of (size, stride in bytes); sizes are at least 2, strides at least 0."""
+
+    begin: int
+    item: int
+    axes: tuple[tuple[int, int], ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + sum((size - 1) * stride for size, stride in self.axes) + self.item
+
+
+def shares_with_itself(x: Strided) -> bool:
+    """Whether two items of ``x`` share bytes, or that cannot be told within a bounded search."""
+    # Of two items one comes first: on the largest axis where they differ, its index is the smaller one.
+    axes = sorted(x.axes, key=lambda axis: -axis[1])
+    for number, (size, stride) in enumerate(axes):
+        rest = [(-(size - 1), size - 1, stride) for size, stride in axes[number + 1 :]]
+        if _reaches([(1, size - 1, stride), *rest], 0, x.item):
+            return True
+    return False
+
+
+def share(x: Strided, y: Strided) -> bool:
+    """Whether an item of ``x`` and one of ``y`` share bytes, or that cannot be told within a bounded search."""
+    if x.end <= y.begin or y.end <= x.begin:
+        return False
+    ranges: dict[int, tuple[int, int]] = {}
+    for (size, stride), sign in [*((axis, 1) for axis in x.axes), *((axis, -1) for axis in y.axes)]:
+        low, high = ranges.get(stride, (0, 0))
+        ranges[stride] = (low, high + size - 1) if sign > 0 else (low - size + 1, high)
+    terms = [(low, high, stride) for stride, (low, high) in ranges.items()]
+    return _reaches(sorted(terms, key=lambda term: -term[2]), y.begin - x.begin, max(x.item, y.item))
+
+
+def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
+    """The numbers of two tensors that share bytes, or of one that does with itself, twice; None if none do."""
+    for number, one in enumerate(tensors):
+        if shares_with_itself(one):
+            return number, number
+    folded = _folded(tensors)
+    if folded is not None and not shares_with_itself(folded):
+        return None
+    order = sorted(range(len(tensors)), key=lambda number: tensors[number].begin)
+    for place, number in enumerate(order):
+        for other in order[place + 1 :]:
+            if tensors[other].begin >= tensors[number].end:
+                break
+            if share(tensors[number], tensors[other]):
+                return min(number, other), max(number, other)
+    return None
+
+
+def _folded(tensors: list[Strided]) -> Strided | None:
+    """Tensors alike at equal distances as one of another axis; those of one pool are so, first by layers and then by sides."""
+    if len({one[1:] for one in tensors}) != 1:
+        return None
+    begins = sorted(one.begin for one in tensors)
+    half = len(begins) // 2
+    for parts in (1, 2):
+        if len(begins) % parts:
+            continue
+        # Sides take turns, or one follows the other.
+        for own in [[begins]] if parts == 1 else [[begins[::2], begins[1::2]], [begins[:half], begins[half:]]]:
+            steps = {after - before for part in own for before, after in pairwise(part)}
+            if len(steps) <= 1:
+                more = [(len(own[0]), next(iter(steps), 0)), (parts, own[-1][0] - own[0][0])]
+                return tensors[0]._replace(begin=begins[0], axes=(*tensors[0].axes, *(axis for axis in more if axis[0] > 1)))
+    return None
+
+
+def _reaches(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
+    """Whether Σ c·stride, c from low to high of each of ``terms`` (low, high, stride), comes within ``item`` of ``target``."""
+    below = [(0, 0)]
+    for low, high, stride in reversed(terms):
+        below.append((below[-1][0] + low * stride, below[-1][1] + high * stride))
+    below.reverse()
+    steps, open_ = 0, [(0, target)]
+    while open_:
+        number, left = open_.pop()
+        least, most = below[number]
+        if not least - item < left < most + item:
+            continue
+        if number == len(terms):
+            return True
+        steps += 1
+        if steps > _MAX_STEPS:
+            return True
+        low, high, stride = terms[number]
+        if not stride:
+            open_.append((number + 1, left))
+            continue
+        least, most = below[number + 1]
+        first = max(low, -((most + item - 1 - left) // stride))
+        last = min(high, (left - least + item - 1) // stride)
+        if last - first > _MAX_STEPS:
+            return True
+        open_ += [(number + 1, left - count * stride) for count in range(first, last + 1)]
+    return False

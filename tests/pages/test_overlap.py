@@ -1,0 +1,73 @@
+"""Strided memory that overlaps: what strides decide is what comparing every pair of values decides."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import combinations, pairwise, product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpack.pages.overlap import Strided, first_shared, share, shares_with_itself
+
+AXES = st.lists(st.tuples(st.integers(2, 4), st.integers(0, 40)), max_size=3).map(tuple)
+TENSORS = st.builds(Strided, st.integers(0, 80), st.sampled_from((1, 2, 4)), AXES)
+
+
+def places(x: Strided) -> list[int]:
+    steps = product(*(range(0, size * stride, stride) if stride else [0] * size for size, stride in x.axes))
+    return sorted(x.begin + sum(step) for step in steps)
+
+
+def overlap_alone(x: Strided) -> bool:
+    return any(after - before < x.item for before, after in pairwise(places(x)))
+
+
+def overlap(x: Strided, y: Strided) -> bool:
+    return any(abs(p - q) < x.item for p in places(x) for q in places(y))
+
+
+@given(TENSORS, TENSORS)
+@settings(max_examples=400)
+def test_two_tensors(x: Strided, y: Strided) -> None:
+    y = y._replace(item=x.item)
+    assert shares_with_itself(x) == overlap_alone(x)
+    assert share(x, y) == share(y, x) == overlap(x, y)
+
+
+@given(TENSORS, st.lists(st.integers(0, 90), max_size=4), st.booleans())
+@settings(max_examples=400)
+def test_many_tensors(x: Strided, begins: list[int], alike: bool) -> None:
+    tensors = [x, *(x._replace(begin=begin, axes=x.axes if alike else x.axes[:1]) for begin in begins)]
+    expected = any(map(overlap_alone, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2))
+    assert (first_shared(tensors) is not None) == expected
+
+
+@given(TENSORS, st.integers(1, 3), st.integers(0, 60), st.integers(1, 60))
+@settings(max_examples=400)
+def test_layers_and_sides_of_a_pool(x: Strided, layers: int, step: int, side: int) -> None:
+    tensors = [x._replace(begin=x.begin + layer * step + first) for first in (0, side) for layer in range(layers)]
+    expected = any(map(overlap_alone, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2))
+    assert (first_shared(tensors) is not None) == expected
+
+
+def test_large_pools_are_decided_at_once() -> None:
+    layers, page = 80, 8 * 16 * 128 * 2
+    axes = ((100_000, 2 * layers * page), (8, 16 * 128 * 2), (16, 128 * 2), (128, 2))
+    pool = [Strided((2 * layer + side) * page, 2, axes) for side in (0, 1) for layer in range(layers)]
+    begun = time.process_time()
+    assert first_shared(pool) is None
+    assert time.process_time() - begun < 0.1
+    random.Random(0).shuffle(pool)
+    last = max(pool, key=lambda one: one.begin)
+    moved = [one._replace(begin=one.begin + 2) if one is pool[7] and one is not last else one for one in pool]
+    assert first_shared(moved) is not None
+
+
+def test_the_search_is_bounded() -> None:
+    """Of many strides next to each other, each of many values, more choices are left than are tried."""
+    axes = tuple((1000, 100_000 + number) for number in range(40))
+    begun = time.process_time()
+    assert shares_with_itself(Strided(0, 1, axes))
+    assert time.process_time() - begun < 2

@@ -1,20 +1,20 @@
-"""What names a serving engine's model and pages, from the model's folder: weights are sampled, and nothing is loaded."""
+"""What names a serving engine's model and pages, from the model's folder: nothing is loaded."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, MissingFile
 
+from .checkpoints import checkpoint_digest
+
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
-SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Samples of a file of weights, evenly spread, and their size; a smaller file is read whole."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
 
 
@@ -47,7 +47,7 @@ def engine_fields(
         for path in sorted(folder.glob("*.py")):
             # The model's own code, which engines run with trust_remote_code.
             digest.update(hashlib.sha256(path.name.encode()).digest() + hashlib.sha256(path.read_bytes()).digest())
-        weights = sampled_weights(folder) if revision is None else revision
+        weights = checkpoint_digest(folder) if revision is None else revision
     except OSError as error:
         raise MissingFile(f"{error.filename or folder}: {error.strerror or error}") from None
     except ValueError as error:
@@ -61,24 +61,6 @@ def engine_fields(
         "config": digest.hexdigest(),
         "extra": f"tp={rank}/{size}; layout={layout}; {extra}".removesuffix("; "),
     }
-
-
-def sampled_weights(folder: Path) -> str:
-    """A digest of the names, sizes, headers and samples of the safetensors files of a folder; empty if there are none. Raises OSError."""
-    digest, found = hashlib.sha256(), False
-    for path in sorted(folder.glob("*.safetensors")):
-        found = True
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            begin = 8 + int.from_bytes(file.read(8), "little")
-            parts = [path.name.encode(), size.to_bytes(8, "little"), file.read(max(0, min(begin, size) - 8))]
-            step = max(1, (size - SAMPLE_BYTES) // SAMPLES)
-            for at in range(0, size, max(step, SAMPLE_BYTES)):
-                file.seek(at)
-                parts.append(file.read(SAMPLE_BYTES))
-        for part in parts:
-            digest.update(len(part).to_bytes(8, "little") + part)
-    return f"sampled {digest.hexdigest()}" if found else ""
 
 
 def _rope_text(settings: Mapping[str, Any]) -> str:

@@ -140,11 +140,13 @@ class Identity:
     ) -> Self:
         """The identity of an engine's pages, from the folder ``model_path`` of its model, without loading it.
 
-        ``weights`` is ``revision`` (such as a hub's commit), or a digest of every safetensors file's name, size, header and of samples
-        of its bytes: two fine-tunes differ in it, one flipped weight need not. ``config`` digests config.json and the Python files beside
-        it, and ``rope`` is its rotary settings. ``kv_dtype`` is the dtype of the engine's cache, ``layout`` names or digests how its pages
-        lie (``PageLayout.digest``), ``tp`` is the rank and the number of ranks that share the heads, and ``adapter`` names what the engine
-        has loaded besides. Raises MissingFile, and InvalidParameter for a folder without weights and without a revision.
+        ``weights`` is ``revision`` (such as a hub's commit), or a digest of every safetensors file's name and bytes. Files are read whole
+        the first time, and again when their path, inode, size or times have changed: digests are kept in ``kvpack-checkpoints`` in the
+        user's cache folder (XDG_CACHE_HOME). It is never compared with a digest of weights in memory. ``config`` digests config.json and
+        the Python files beside it, and ``rope`` is its rotary settings. ``kv_dtype`` is the dtype of the engine's cache, ``layout`` names
+        or digests how its pages lie (``PageLayout.digest``), ``tp`` is the rank and the number of ranks that share the heads, and
+        ``adapter`` names what the engine has loaded besides. Raises MissingFile, and InvalidParameter for a folder without weights and
+        without a revision, and for a file of weights that changes while it is read.
         """
         from .engine_identity import engine_fields
 

@@ -1,0 +1,158 @@
+"""The digest of a checkpoint's files: every byte is read once, and the digests of files that have not changed are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from kvpack.file.parallel import in_parallel, usable_cores
+from kvpack.formats.errors import InvalidParameter
+
+from .described import FILES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+PIECE_BYTES = 1 << 26
+"""Bytes of a file that one thread reads and digests."""
+BUFFER_BYTES = 1 << 22
+THREADS = 16
+"""At most so many threads read at a time: a fast disk needs several."""
+SETTLED = 2.0
+"""Seconds after which a file's times tell its next change from its last: before, its digest is not kept."""
+MAX_KEPT_BYTES = 1 << 16
+_FORMAT = "kvpack checkpoint digest 1"
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """A digest of the names and all bytes of a folder's safetensors files; empty without such files.
+
+    A file is read when its path, inode, size or times are not those of its last digest, which is kept in the user's cache folder,
+    ``kvpack-checkpoints`` in XDG_CACHE_HOME. Raises OSError, and InvalidParameter for a file that changes while it is read.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    digests = [(path.name, _file_digest(os.path.realpath(path))) for path in paths]
+    text = json.dumps(digests)
+    return f"{FILES}:{hashlib.sha256(text.encode()).hexdigest()}" if paths else ""
+
+
+def _file_digest(path: str) -> str:
+    with _kept(path) as kept:
+        before = _status(path)
+        found = kept.read(before)
+        if found is None:
+            found = digest_of_bytes(path, before["size"])
+            after = _status(path)
+            if after != before:
+                raise InvalidParameter(f"{path}: changed while its digest was computed: wait until it is written, then try again")
+            kept.write(after, found)
+        return found
+
+
+def digest_of_bytes(path: str, size: int) -> str:
+    """The SHA-256 of the XXH3-128 of each ``PIECE_BYTES`` of a file of ``size`` bytes, pieces read in threads. Raises OSError."""
+    total = hashlib.sha256(size.to_bytes(8, "little"))
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+
+        def piece(begin: int) -> bytes:
+            found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BUFFER_BYTES, size - begin)))
+            at, stop = begin, min(begin + PIECE_BYTES, size)
+            while at < stop and (count := os.preadv(descriptor, [buffer[: stop - at]], at)):
+                found.update(buffer[:count])
+                at += count
+            return found.digest()
+
+        for digest in in_parallel(piece, range(0, size, PIECE_BYTES), min(THREADS, usable_cores())):
+            total.update(digest)
+    finally:
+        os.close(descriptor)
+    return total.hexdigest()
+
+
+def _status(path: str) -> dict[str, int]:
+    """What tells whether a file is the one of its digest."""
+    found = os.stat(path)
+    names = {"device": "st_dev", "inode": "st_ino", "size": "st_size", "modified_ns": "st_mtime_ns", "changed_ns": "st_ctime_ns"}
+    return {name: getattr(found, attribute) for name, attribute in names.items()}
+
+
+class _Kept:
+    """The digest that was kept of one file, in a file of its own; ``place`` is None where there is no folder for it."""
+
+    def __init__(self, path: str, place: str | None) -> None:
+        self._path, self._place = path, place
+
+    def read(self, status: Mapping[str, int]) -> str | None:
+        """The digest of the file with this status; None if it is not known."""
+        if self._place is None:
+            return None
+        try:
+            descriptor = os.open(self._place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                found: Any = json.loads(file.read(MAX_KEPT_BYTES)) if _is_own(os.fstat(descriptor), stat.S_ISREG) else None
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict) or (found.get("format"), found.get("path"), found.get("status")) != (_FORMAT, self._path, status):
+            return None
+        digest = found.get("digest")
+        return digest if isinstance(digest, str) and _HEX.fullmatch(digest) else None
+
+    def write(self, status: Mapping[str, int], digest: str) -> None:
+        """Keep the digest; without effect where nothing can be written, and for a file that was changed just now."""
+        newest = max(status["modified_ns"], status["changed_ns"]) / 1e9
+        if self._place is None or not 0 <= newest < time.time() - SETTLED:
+            return
+        text = json.dumps({"format": _FORMAT, "path": self._path, "status": status, "digest": digest})
+        with contextlib.suppress(OSError):
+            # One name, so that a process that was killed leaves nothing for good.
+            new = f"{self._place}.new"
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(text)
+            os.replace(new, self._place)
+
+
+@contextlib.contextmanager
+def _kept(path: str) -> Iterator[_Kept]:
+    """What is kept of a file. One process at a time reads it: the others wait, and find its digest."""
+    folder = _folder()
+    if folder is None:
+        yield _Kept(path, None)
+        return
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()
+    descriptor = None
+    try:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(os.path.join(folder, f"lock-{name[0]}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield _Kept(path, os.path.join(folder, f"{name}.json"))
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _folder() -> str | None:
+    """This user's folder for digests, made if need be; None where there is none that nobody else can write."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(base, "kvpack-checkpoints")
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        return folder if _is_own(os.stat(folder), stat.S_ISDIR) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _is_own(status: os.stat_result, is_kind: Any) -> bool:
+    """Whether only this user can have written a file or folder."""
+    return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

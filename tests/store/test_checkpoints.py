@@ -1,0 +1,166 @@
+"""Digests of checkpoints: every byte counts, files that have not changed are not read again, and nobody else decides what they are."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvpack import Identity
+from kvpack.store import checkpoints
+
+DIM = 1024
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoints, "SETTLED", 0.0)
+    return tmp_path / "cache" / "kvpack-checkpoints"
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were read."""
+    paths, digest = [], checkpoints.digest_of_bytes
+
+    def noted(path: str, size: int) -> str:
+        paths.append(os.path.basename(path))
+        return digest(path, size)
+
+    monkeypatch.setattr(checkpoints, "digest_of_bytes", noted)
+    return paths
+
+
+def folder(path: Path, scale: float = 0.01) -> Path:
+    """A checkpoint of 16 layers with the scales of an fp8 cache."""
+    path.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"layers.{n}.k_proj.weight": torch.randn(DIM, DIM // 4, generator=generator).bfloat16() for n in range(16)}
+    weights |= {f"layers.{n}.self_attn.{side}_scale": torch.tensor(scale) for n in range(16) for side in "kv"}
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text('{"rope_theta": 10000.0}')
+    return path
+
+
+def weights(path: Path, **options: Any) -> str:
+    return Identity.of_engine(path, "raw", kv_dtype="fp8_e4m3", layout="d", **options).weights
+
+
+def test_scales_that_were_calibrated_again_make_another_checkpoint(tmp_path: Path) -> None:
+    first, second = (weights(folder(tmp_path / name, scale)) for name, scale in (("a", 0.01), ("b", 0.05)))
+    assert first != second
+    assert first.startswith("files-xxh3:")
+
+
+@pytest.mark.parametrize("piece", [1 << 12, 1 << 26])
+def test_every_byte_counts(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "PIECE_BYTES", piece)
+    path = folder(tmp_path / "m")
+    file = path / "model.safetensors"
+    data, found = file.read_bytes(), {weights(path)}
+    source = random.Random(0)
+    places = [0, len(data) - 1, *(source.randrange(len(data)) for _ in range(10))]
+    for place in places:
+        edited = bytearray(data)
+        edited[place] ^= 1 << source.randrange(8)
+        file.write_bytes(edited)
+        found.add(weights(path))
+    file.write_bytes(data + b"\0")
+    found.add(weights(path))
+    assert len(found) == len(places) + 2
+    file.write_bytes(data)
+    assert weights(path) in found
+    file.rename(path / "other.safetensors")
+    assert weights(path) not in found
+
+
+def test_a_file_is_read_again_when_it_may_have_changed(tmp_path: Path, read: list[str]) -> None:
+    path = folder(tmp_path / "m")
+    file = path / "model.safetensors"
+    first = weights(path)
+    assert (weights(path), read) == (first, ["model.safetensors"])
+    # In place, with its size and modification time put back.
+    status, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    with file.open("r+b") as opened:
+        opened.write(data)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert weights(path) != first
+    assert len(read) == 2
+    data[-1] ^= 1
+    (path / "new").write_bytes(data)
+    os.replace(path / "new", file)
+    assert weights(path) == first
+    assert len(read) == 3
+    assert weights(path, revision="abc") == "abc"
+    assert len(read) == 3
+
+
+def test_a_file_that_was_just_written_is_read_every_time(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next change may have the same time."""
+    monkeypatch.setattr(checkpoints, "SETTLED", 60.0)
+    path = folder(tmp_path / "m")
+    assert weights(path) == weights(path)
+    assert len(read) == 2
+
+
+def test_other_processes_find_the_digest(tmp_path: Path, cache: Path) -> None:
+    path = folder(tmp_path / "m")
+    found = weights(path)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom kvpack.store import checkpoints\n"
+        "def read(*_): raise AssertionError\ncheckpoints.digest_of_bytes = read\nprint(checkpoints.checkpoint_digest(Path(sys.argv[1])))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True, text=True).stdout.strip() == found
+    kept = list(cache.glob("*.json"))
+    assert len(kept) == len(list(cache.glob("lock-?"))) == len(list(cache.iterdir())) / 2 == 1
+    assert kept[0].stat().st_mode & 0o777 == 0o600
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_others_may_have_written_is_not_used(tmp_path: Path, cache: Path, read: list[str]) -> None:
+    path = folder(tmp_path / "m")
+    found = weights(path)
+    (kept,) = cache.glob("*.json")
+    text = kept.read_text()
+    for content in (text[:-9], "[" * 10_000, "{}", text.replace('"digest": "', '"digest": "0'), text.replace("model.safe", "other.safe")):
+        kept.write_text(content)
+        assert weights(path) == found
+        assert len(read) > 1
+        read.clear()
+        read.append("")
+    forged = text[: text.index('"digest"')] + f'"digest": "{"0" * 64}"}}'
+    kept.write_text(forged)
+    kept.chmod(0o622)
+    assert weights(path) == found
+    kept.write_text(forged)
+    cache.chmod(0o777)
+    assert weights(path) == found
+    cache.chmod(0o700)
+    kept.unlink()
+    kept.symlink_to(path / "config.json")
+    assert weights(path) == found
+
+
+@pytest.mark.parametrize("place", ["a file", "nothing may be written", "no home"])
+def test_without_a_folder_files_are_read_every_time(
+    place: str, tmp_path: Path, cache: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder(tmp_path / "m")
+    if place == "a file":
+        cache.parent.mkdir()
+        cache.write_bytes(b"")
+    elif place == "no home":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    else:
+        monkeypatch.setattr(os, "makedirs", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+    assert weights(path) == weights(path)
+    assert len(read) == 2

@@ -13,7 +13,19 @@ import kvpack
 from kvpack import formats
 
 FOLDERS = {"formats": Path(formats.__file__).parent, "kvpack": Path(kvpack.__file__).parent}
-READERS = ("checks", "container", "header", "header_tensor", "json_header", "layer_positions", "layer_states", "limits", "payload", "zstd")
+READERS = (
+    "checks",
+    "container",
+    "header",
+    "header_tensor",
+    "hidden_tokens",
+    "json_header",
+    "layer_positions",
+    "layer_states",
+    "limits",
+    "payload",
+    "zstd",
+)
 """The modules of kvpack/file/ that read files."""
 
 Arc = tuple[str, int, int]

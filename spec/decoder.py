@@ -1998,6 +1998,8 @@ class File:
     tensors: list[Tensor]
     states: dict[str, bytes] = field(default_factory=dict)
     """The bytes of every state, by the name of its tensor."""
+    hidden: list[tuple[int, int, int]] = field(default_factory=list)
+    """Sequence, first position and end of every stretch of hidden tokens."""
 
     @property
     def metadata(self) -> dict[str, str | int | float]:
@@ -2010,7 +2012,10 @@ LAYER_POSITIONS = "layer-positions"
 STATES = "container.md, Layer states"
 LAYER_STATE = "layer-state"
 RECORD = 96
-REQUIRED_FEATURES = {LAYER_POSITIONS.encode(), LAYER_STATE.encode(), BASIS.encode()}
+HIDDEN = "container.md, Hidden tokens"
+HIDDEN_TOKENS = "hidden-tokens"
+HIDDEN_RECORD = 20
+REQUIRED_FEATURES = {HIDDEN_TOKENS.encode(), LAYER_POSITIONS.encode(), LAYER_STATE.encode(), BASIS.encode()}
 LIMITS = "container.md, Limits"
 
 
@@ -2060,6 +2065,7 @@ def take_header(
     if BASIS in required:
         check_basis(file)
     states = take_states(file, LAYER_STATE in required)
+    file.hidden = take_hidden(file, HIDDEN_TOKENS in required, [tensor.shape[0] for _, tensor in states])
     if BASIS in required:
         check_frames(file, {tensor.name: tensor for _, tensor in states})
     if without_tensors:
@@ -2114,6 +2120,27 @@ def take_states(file: File, named: bool) -> list[tuple[int, Tensor]]:
         last = layer, name
         states.append((layer, Tensor(f"{layer}.state.{name.decode()}", list(DTYPE_BYTES)[dtype], tuple(sizes[:count]))))
     return states
+
+
+def take_hidden(file: File, named: bool, sequences: list[int]) -> list[tuple[int, int, int]]:
+    """container.md, Hidden tokens: every stretch of them; ``sequences`` are those of the states."""
+    require(named == (HIDDEN_TOKENS in file.ignorable), HIDDEN, f"{HIDDEN_TOKENS} is not both in required and in ignorable")
+    if not named:
+        return []
+    data = file.ignorable[HIDDEN_TOKENS]
+    require(len(data) > 0 and len(data) % HIDDEN_RECORD == 0, HIDDEN, f"{len(data)} bytes")
+    sides = [(start, side) for start, layer in zip(file.starts, file.layers, strict=True) for side in layer.values() if side]
+    batch = min([*sequences, *(side.batch for _, side in sides)], default=0)
+    end = max((start + side.shape[2] for start, side in sides), default=file.start)
+    stretches: list[tuple[int, int, int]] = []
+    for at in range(0, len(data), HIDDEN_RECORD):
+        row, first, stop = int.from_bytes(data[at : at + 4], "little"), word64(data, at + 4), word64(data, at + 12)
+        require(row < batch, HIDDEN, f"sequence {row} of {batch}")
+        require(file.start <= first < stop <= end, HIDDEN, f"the stretch {first} to {stop} of a file of {file.start} to {end}")
+        last = stretches[-1] if stretches else (-1, 0, 0)
+        require(row > last[0] or (row == last[0] and first > last[2]), HIDDEN, f"{(row, first, stop)} after {last}")
+        stretches.append((row, first, stop))
+    return stretches
 
 
 def take_metadata(data: bytes) -> dict[str, str | int | float]:

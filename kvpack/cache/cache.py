@@ -60,6 +60,13 @@ class Cache:
     computed: int = 0
     """The most tokens of a cache that this one was cut from, where ``inputs`` is None; a file does not hold it."""
 
+    def __post_init__(self) -> None:
+        if self.inputs is not None and self.inputs.first not in (None, self.start):
+            raise InvalidParameter(
+                f"the cache starts at position {self.start}, and its inputs are those of tokens from position {self.inputs.first} on: give "
+                f"inputs= of the tokens from position {self.start} on, or inputs=None"
+            )
+
     def __copy__(self) -> Cache:
         return self
 
@@ -189,7 +196,7 @@ class Cache:
                 layers.append(layer.select(rows))
             except OutOfBounds as error:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
-        return replace(self, layers=tuple(layers))
+        return replace(self, layers=tuple(layers), inputs=None if self.inputs is None else self.inputs.select(rows, self.start))
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add new tokens, one (k, v) per layer; packed tokens stay as they are.

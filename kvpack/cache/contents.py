@@ -39,7 +39,8 @@ def contents_of(
     of_states, listed_states = layer_states.features_of(states)
     required, ignorable = (*required, *of_states), ignorable | listed_states
     if inputs is not None:
-        ignorable |= inputs.to_features()
+        of_inputs, listed_inputs = inputs.to_features()
+        required, ignorable = (*required, *of_inputs), ignorable | listed_inputs
     if metadata:
         ignorable[FEATURE] = to_bytes(metadata)
     return Contents(
@@ -48,7 +49,7 @@ def contents_of(
         model=dict(model),
         recipe=recipe,
         start=start,
-        required=required,
+        required=tuple(sorted(required)),
         ignorable=ignorable,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -26,6 +27,7 @@ from .side import Side, check_tensor, packed_side
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
@@ -91,7 +93,26 @@ def pack(
             layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
             if progress:
                 progress(number + 1, len(states))
+    if inputs is not None:
+        inputs = _fitting(inputs, layers, start)
     return Cache(tuple(layers), recipe.canonical, MappingProxyType(model), start, inputs)
+
+
+def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
+    """The inputs of ``layers`` from position ``start`` on. Raises InvalidParameter for those that were recorded for other tokens."""
+    first = start if inputs.first is None else inputs.first
+    tokens = max((layer.seen for layer in layers), default=0)
+    count = tokens if inputs.count is None else inputs.count
+    if (first, count) != (start, tokens):
+        raise InvalidParameter(
+            f"inputs were recorded for the tokens {first} to {first + count} of a sequence, and the tokens {start} to {start + tokens} are "
+            "packed: give the inputs of these, as recorded after the last change of the cache, or leave inputs= out"
+        )
+    batch = min((side.batch for layer in layers for side in layer.sides.values()), default=1)
+    rows = max([len(inputs.rows), *(stretch.row + 1 for stretch in inputs.hidden)])
+    if rows > batch or (inputs.rows and rows != batch):
+        raise InvalidParameter(f"inputs are those of {rows} rows, and the cache has {batch} sequences: give the inputs of these sequences")
+    return replace(inputs, first=start, count=None)
 
 
 def _pack_side(x: torch.Tensor | Encoded | None, recipe: Recipe, layer: int, layers: int, side: str, first: int) -> Side | None:

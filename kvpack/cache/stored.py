@@ -55,7 +55,9 @@ def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Map
 
 def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
     """The cache of ``layers`` that the header describes."""
-    inputs = Inputs.from_features(header.ignorable)
+    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
+    if inputs is not None:
+        inputs = replace(inputs, first=header.start)
     metadata = MappingProxyType(from_bytes(header.ignorable.get(FEATURE, b"")))
     steered_layers = tuple(_steered(header, number, layer) for number, layer in enumerate(layers))
     return Cache(steered_layers, header.recipe, MappingProxyType(dict(header.model)), header.start, inputs, metadata)

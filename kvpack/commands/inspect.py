@@ -54,7 +54,7 @@ def summarize(file: File) -> dict[str, Any]:
     from kvpack.formats.transform import Transform
 
     header = file.header
-    inputs = Inputs.from_features(header.ignorable)
+    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
     stored: Counter[tuple[int, str]] = Counter()
     streams: Counter[str] = Counter()
     for tensor in header.tensors:

@@ -17,7 +17,7 @@ from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.raw import DTYPES
 
-from . import basis, layer_positions, layer_states
+from . import basis, hidden_tokens, layer_positions, layer_states
 from .checks import check_integer, check_names, check_sequence, check_string, check_type
 from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The major version of the format."""
 
-FEATURES = frozenset({basis.FEATURE, layer_positions.FEATURE, layer_states.FEATURE})
+FEATURES = frozenset({basis.FEATURE, hidden_tokens.FEATURE, layer_positions.FEATURE, layer_states.FEATURE})
 """The required features that this kvpack knows."""
 
 FILTERS = ("none", "zstd")
@@ -175,7 +175,7 @@ class Contents:
                 self._check_side(side)
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
-        _ = self.starts, self.states
+        _ = self.starts, self.states, self.hidden
         if self.is_basis:
             basis.check_basis(self.layers, self.codecs)
             basis.check_frames(self.layers, self.codecs, self.states)
@@ -194,6 +194,18 @@ class Contents:
     def states(self) -> tuple[layer_states.StateEntry, ...]:
         """The states of all layers, in file order."""
         return layer_states.layer_states(self.layers, self.required, self.ignorable)
+
+    @cached_property
+    def batch(self) -> int:
+        """The number of sequences that every layer with sides or states has at least; 0 where none has."""
+        sides = (side.batch for layer in self.layers for _, side in layer.sides())
+        return min((*sides, *(state.shape[0] for state in self.states)), default=0)
+
+    @cached_property
+    def hidden(self) -> tuple[hidden_tokens.Hidden, ...]:
+        """The tokens that no query may attend to."""
+        ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
+        return hidden_tokens.hidden_tokens(self.batch, self.start, max(ends, default=self.start), self.required, self.ignorable)
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:
         """The states of layer ``number``, by ascending names."""

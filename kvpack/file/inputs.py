@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from kvpack.formats.errors import InvalidParameter
 
+from . import hidden_tokens
 from .features import joined as joined_feature
 from .features import split
+from .hidden_tokens import Hidden
 from .limits import MAX_BINARY_BYTES
 
 FEATURE = "inputs"
 """The name of the ignorable feature that holds the inputs in a file."""
 IDS_FEATURE = "token-ids"
 """The prefix of the names of the ignorable features that hold all known ids where ``inputs`` does not."""
+ROWS_FEATURE = "row-ids"
+"""The prefix of the names of the ignorable features that hold the ids of each row, where rows differ."""
 MAX_IDS = 2**20
-"""The most ids that a file keeps: they fill half of the largest header."""
+"""The most ids that a file keeps, those of all rows together: they fill half of the largest header."""
 ID_BYTES = 4
 """The bytes of a token id: unsigned, little-endian."""
+
+ROWS_DIFFER = "differ from row to row of the batch"
+"""How what is said of tokens whose ids are not the same in all rows ends."""
+IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room for them"
+"""How what is said of tokens ends whose ids a file does not hold."""
+MASKED = "were computed with an attention mask that hides tokens"
+"""How what is said of tokens ends that were computed with a mask of which it is not known what it hides."""
+PADDED = "were computed with an attention mask that hides padding"
+"""How what is said of tokens ends whose mask hides no more than ``hidden``, and whose positions count the tokens that it does not hide."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +42,19 @@ class Inputs:
     ``token_ids`` holds the known ids of the first tokens of the cache's range, unsigned 32-bit little-endian. ``undetermined``
     lists inputs that the ids do not determine, each as a clause with its tokens, such as "tokens 8 to 15 came from embeddings,
     not from token ids". ``starts`` holds the first token of each (default: 0 for all), because a prefix that ends before that
-    token does not depend on it. Raises InvalidParameter.
+    token does not depend on it. Where the rows of a batch have different ids, ``token_ids`` holds those that all begin with, ``rows``
+    those of each row, as many for each, and ``undetermined`` says that they differ. ``hidden`` lists the tokens that an attention mask
+    hid, such as padding: no later token may attend to them. ``first`` is the position of the first token, and ``count`` the number of
+    tokens that these inputs were recorded for, as far as they are known; neither is compared. Raises InvalidParameter.
     """
 
     token_ids: bytes = b""
     undetermined: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
+    rows: tuple[bytes, ...] = ()
+    hidden: tuple[Hidden, ...] = ()
+    first: int | None = field(default=None, compare=False)
+    count: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
@@ -44,11 +65,26 @@ class Inputs:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):
             raise InvalidParameter(f"starts has {len(self.starts)} positions, and undetermined {len(self.undetermined)} texts")
+        if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
+            raise InvalidParameter(f"rows are bytes of one length, {ID_BYTES} for each id; found {', '.join(map(_described, self.rows))}")
+        if not all(row.startswith(self.token_ids) for row in self.rows):
+            raise InvalidParameter("token_ids are the ids that all rows begin with; found a row that begins with others")
+        object.__setattr__(self, "hidden", tuple(Hidden(*stretch) for stretch in self.hidden))
 
     @property
     def tokens(self) -> int:
         """The number of known ids."""
         return len(self.token_ids) // ID_BYTES
+
+    @property
+    def known(self) -> tuple[bytes, ...]:
+        """The known ids of each row: one for all rows where they are the same."""
+        return self.rows or (self.token_ids,)
+
+    @property
+    def rows_are_unknown(self) -> bool:
+        """Whether the rows have different ids, not all of which are known."""
+        return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:
         """The inputs of tokens ``[start, stop)``, counted from the cache's first token, at position ``first``.
@@ -56,7 +92,34 @@ class Inputs:
         Every token depends on all earlier ones, so only undetermined inputs from ``stop`` on are dropped.
         """
         kept = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
-        return _of(self.token_ids[start * ID_BYTES : stop * ID_BYTES], kept)
+        cut = slice(start * ID_BYTES, stop * ID_BYTES)
+        rows = tuple(row[cut] for row in self.rows) if any(text.endswith(ROWS_DIFFER) for text, _ in kept) else ()
+        begin, end = first + start, first + stop
+        clipped = (Hidden(row, max(begin, one), min(end, two)) for row, one, two in self.hidden)
+        hidden = tuple(stretch for stretch in clipped if stretch.start < stretch.stop)
+        if not start and not hidden:
+            kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
+        return _of(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
+
+    def select(self, indices: Sequence[int], first: int) -> Inputs:
+        """The inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
+        items = list(zip(self.undetermined, self.starts, strict=True))
+        token_ids, rows = self.token_ids, self.rows
+        if rows:
+            rows = tuple(rows[index] for index in indices)
+            differ = next((start for text, start in items if text.endswith(ROWS_DIFFER)), first)
+            # Rows that differ before the first token have different values, whatever their ids are from there on.
+            if len(set(indices)) == 1 or differ >= first:
+                items = [(text, start) for text, start in items if not text.endswith(ROWS_DIFFER)]
+                token_ids, rows, found = _rows(rows, first)
+                items += found
+        by_row: dict[int, list[Hidden]] = {}
+        for stretch in self.hidden:
+            by_row.setdefault(stretch.row, []).append(stretch)
+        hidden = tuple(Hidden(row, *stretch[1:]) for row, index in enumerate(indices) for stretch in by_row.get(index, ()))
+        if not hidden:
+            items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
+        return _of(token_ids, items, rows, hidden, self.first)
 
     def to_bytes(self) -> bytes:
         """The feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
@@ -69,21 +132,49 @@ class Inputs:
         ids = self.token_ids[: (MAX_BINARY_BYTES - 8 - len(items)) // ID_BYTES * ID_BYTES]
         return (len(ids) // ID_BYTES).to_bytes(8, "little") + ids + items
 
-    def to_features(self) -> dict[str, bytes]:
-        """The ignorable features of a file with these inputs: ``inputs``, and where that does not hold all ids, ``token-ids.0`` and on."""
-        stored = self.to_bytes()
+    def to_features(self) -> tuple[tuple[str, ...], dict[str, bytes]]:
+        """The required and the ignorable features of a file with these inputs.
+
+        Of the ignorable ones, ``inputs`` is always there, ``token-ids.0`` and on where that does not hold all ids, and ``row-ids.0`` and on
+        where rows differ. Raises LimitExceeded for more hidden tokens than a file lists.
+        """
+        required, ignorable = hidden_tokens.features_of(self.hidden)
         kept = self.token_ids[: MAX_IDS * ID_BYTES]
+        rows, count = b"", 0
+        if self.rows:
+            count = min(len(self.rows[0]) - len(kept), (MAX_IDS * ID_BYTES - len(kept)) // len(self.rows)) // ID_BYTES
+            ids = (row[len(kept) : len(kept) + count * ID_BYTES] for row in self.rows)
+            rows = len(self.rows).to_bytes(4, "little") + count.to_bytes(8, "little") + b"".join(ids)
+        stored = self._without_ids_after(len(kept) // ID_BYTES + count).to_bytes()
         more = kept if Inputs.from_bytes(stored).tokens < self.tokens else b""
-        return {FEATURE: stored, **split(IDS_FEATURE, more)}
+        return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **ignorable}
+
+    def _without_ids_after(self, count: int) -> Inputs:
+        """What a file that has no room for more than ``count`` ids of each row says of the others."""
+        if not self.rows or count * ID_BYTES == len(self.rows[0]):
+            return self
+        differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
+        start = differ - self.tokens + count
+        return replace(self, undetermined=(*self.undetermined, f"tokens from {start} on {IDS_LEFT_OUT}"), starts=(*self.starts, start))
 
     @classmethod
-    def from_features(cls, ignorable: Mapping[str, bytes]) -> Inputs | None:
-        """The inputs in the ignorable features of a file; None if it has none."""
+    def from_features(cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1) -> Inputs | None:
+        """The inputs in the ignorable features of a file of ``batch`` sequences with ``hidden`` tokens; None if it has none."""
         stored, ids = ignorable.get(FEATURE), joined_feature(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
         if len(ids) % ID_BYTES == 0 and ids.startswith(inputs.token_ids):
             inputs = replace(inputs, token_ids=ids or inputs.token_ids)
-        return None if stored is None and not inputs.tokens else inputs
+        if stored is None and not inputs.tokens and not hidden:
+            return None
+        rows = joined_feature(ignorable, ROWS_FEATURE)
+        size = ID_BYTES * int.from_bytes(rows[4:12], "little")
+        if len(rows) == 12 + batch * size > 12 and int.from_bytes(rows[:4], "little") == batch and _differ(inputs):
+            known = tuple(inputs.token_ids + rows[at : at + size] for at in range(12, len(rows), size))
+            inputs = replace(inputs, rows=known)
+        if hidden and not any(text.endswith((MASKED, PADDED)) for text in inputs.undetermined):
+            told = (f"tokens from {hidden[0].start} on {MASKED}", min(stretch.start for stretch in hidden))
+            inputs = _of(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), told], inputs.rows)
+        return replace(inputs, hidden=hidden)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
@@ -109,20 +200,61 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
     """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown."""
     if all(inputs is None for inputs, _ in parts):
         return None
-    ids, known = b"", True
+    count = max(len(inputs.rows) if inputs is not None else 0 for inputs, _ in parts)
+    ids, rows, known, rows_known = b"", [b""] * count, True, count > 0
     undetermined: list[tuple[str, int]] = []
+    hidden: dict[int, list[Hidden]] = {}
     for inputs, tokens in parts:
         inputs = inputs or Inputs()
         if known:
             ids += inputs.token_ids
             known = inputs.tokens == tokens
+        if rows_known:
+            # Where rows are the same, each has the ids of all.
+            own = inputs.rows or (inputs.token_ids,) * count
+            rows = [row + more for row, more in zip(rows, own, strict=True)]
+            rows_known = len(own[0]) == tokens * ID_BYTES
         undetermined += zip(inputs.undetermined, inputs.starts, strict=True)
-    return _of(ids, dict.fromkeys(undetermined))
+        for stretch in inputs.hidden:
+            own_row = hidden.setdefault(stretch.row, [])
+            if own_row and own_row[-1].stop == stretch.start:
+                own_row[-1] = Hidden(stretch.row, own_row[-1].start, stretch.stop)
+            else:
+                own_row.append(stretch)
+    in_order = tuple(stretch for row in sorted(hidden) for stretch in hidden[row])
+    first = next((inputs.first for inputs, _ in parts[:1] if inputs is not None), None)
+    return _of(ids, dict.fromkeys(undetermined), tuple(rows), in_order, first)
 
 
-def _of(token_ids: bytes, undetermined: Iterable[tuple[str, int]]) -> Inputs:
+def rows_differ(start: int, stop: int) -> str:
+    """What is said of tokens ``[start, stop)`` whose ids are not the same in all rows."""
+    return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
+
+
+def _differ(inputs: Inputs) -> bool:
+    return any(text.endswith(ROWS_DIFFER) for text in inputs.undetermined)
+
+
+def _rows(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
+    """The ids that ``rows`` begin with, the rows if they differ, and then what is said of that, with its position."""
+    if len(set(rows)) == 1:
+        return rows[0], (), []
+    words = [memoryview(row).cast("I") for row in rows]
+    same = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*words, strict=True)))
+    start = first + same
+    return rows[0][: same * ID_BYTES], tuple(rows), [(rows_differ(start, first + len(words[0])), start)]
+
+
+def _of(
+    token_ids: bytes,
+    undetermined: Iterable[tuple[str, int]],
+    rows: tuple[bytes, ...] = (),
+    hidden: tuple[Hidden, ...] = (),
+    first: int | None = None,
+) -> Inputs:
     pairs = tuple(undetermined)
-    return Inputs(token_ids, tuple(text for text, _ in pairs), tuple(position for _, position in pairs))
+    known = rows if rows and rows[0] else ()
+    return Inputs(token_ids, tuple(text for text, _ in pairs), tuple(position for _, position in pairs), known, hidden, first)
 
 
 def _described(token_ids: object) -> str:

@@ -19,6 +19,7 @@ import container_vectors  # isort: skip
 import corner_vectors  # isort: skip
 import frame_vectors  # isort: skip
 import header_vectors  # isort: skip
+import hidden_token_vectors  # isort: skip
 import klt_vectors  # isort: skip
 import limit_vectors  # isort: skip
 import lossless_vectors  # isort: skip
@@ -54,6 +55,7 @@ MODULES = (
     limit_vectors,
     parameter_vectors,
     position_vectors,
+    hidden_token_vectors,
     metadata_vectors,
     lossless_vectors,
     transform_vectors,

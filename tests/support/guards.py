@@ -40,6 +40,7 @@ LIBRARY = [
             "footprint",
             "header",
             "header_tensor",
+            "hidden_tokens",
             "json_header",
             "layer_positions",
             "layer_states",

@@ -1,0 +1,236 @@
+"""The ids of each row, and the tokens that a mask hid, stay with the tokens that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kvpack
+from kvpack.cache.cache import Cache, concat
+from kvpack.file.hidden_tokens import Hidden, features_of, hidden_tokens
+from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PADDING = f"tokens 0 to 11 {PADDED}"
+
+
+def ids(*values: int) -> bytes:
+    return numpy.array(values, "<u4").tobytes()
+
+
+def of_rows(*rows: list[int], hidden: tuple[Any, ...] = ()) -> Inputs:
+    """The inputs of a cache from position 0 on whose rows have these ids."""
+    same = next((n for n, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1), len(rows[0]))
+    told = [(PADDING, 0)] if hidden else []
+    if same < len(rows[0]):
+        told.append((rows_differ(same, len(rows[0])), same))
+    known = tuple(ids(*row) for row in rows) if same < len(rows[0]) else ()
+    return Inputs(ids(*rows[0][:same]), tuple(text for text, _ in told), tuple(start for _, start in told), known, hidden)
+
+
+def cache_of(inputs: Inputs | None, batch: int, tokens: int = 12) -> Cache:
+    k, v = (torch.randn(batch, 2, tokens, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    return kvpack.pack([(k, v)], "kv=raw:dtype=fp32", inputs=inputs)
+
+
+ROWS = [[7, 8, *range(10, 20)], [7, 8, *range(30, 40)], [7, 8, *range(50, 60)]]
+HIDDEN = (Hidden(0, 0, 5), Hidden(2, 0, 2), Hidden(2, 4, 6))
+
+
+def test_a_file_keeps_the_ids_of_each_row_and_the_hidden_tokens(tmp_path: Path) -> None:
+    cache = cache_of(of_rows(*ROWS, hidden=HIDDEN), 3)
+    kvpack.save(cache, tmp_path / "file")
+    found = kvpack.load(tmp_path / "file").inputs
+    assert found == cache.inputs
+    assert found is not None
+    assert found.rows == tuple(ids(*row) for row in ROWS)
+    assert found.hidden == HIDDEN
+    assert not found.rows_are_unknown
+    assert (tmp_path / "file").stat().st_size == cache.nbytes
+    for layers, tokens in ((None, (0, 4)), ([0], (3, 12))):
+        part = kvpack.load(tmp_path / "file", layers=layers, tokens=tokens)
+        assert part.inputs == cache[:, slice(*tokens)].inputs
+
+
+def test_rows_that_are_the_same_are_kept_once() -> None:
+    same = of_rows([1, 2, 3], [1, 2, 3])
+    assert same == Inputs(ids(1, 2, 3))
+    assert cache_of(of_rows(*ROWS), 3)[:, :2].inputs == Inputs(ids(7, 8))
+    assert cache_of(of_rows(*ROWS), 3).select([1, 1]).inputs == Inputs(ids(*ROWS[1]))
+
+
+def test_what_is_not_the_ids_of_as_many_rows_counts_as_absent() -> None:
+    required, features = of_rows(*ROWS).to_features()
+    assert required == ()
+    assert Inputs.from_features(features, batch=3) == of_rows(*ROWS)
+    absent = replace(of_rows(*ROWS), rows=())
+    assert Inputs.from_features(features, batch=2) == absent
+    data = features["row-ids.0"]
+    for other in (data[:-1], data + b"\0", b"", data[:12], (2).to_bytes(4, "little") + data[4:]):
+        found = Inputs.from_features({**features, "row-ids.0": other}, batch=3)
+        assert found == absent
+        assert found is not None
+        assert found.rows_are_unknown
+    del features["row-ids.0"]
+    assert Inputs.from_features(features, batch=3) == absent
+
+
+def test_ids_that_a_header_has_no_room_for_are_not_taken_for_known(tmp_path: Path) -> None:
+    tokens = MAX_IDS // 4 + 10
+    rows = tuple(numpy.full(tokens, row, "<u4").tobytes() for row in range(4))
+    inputs = Inputs(b"", (rows_differ(0, tokens),), (0,), rows)
+    k = torch.zeros(4, 1, tokens, 4, dtype=torch.bfloat16)
+    kvpack.save(kvpack.pack([(k, None)], "k=group:b=2,g=4;v=raw", inputs=inputs), tmp_path / "file")
+    found = kvpack.load(tmp_path / "file").inputs
+    assert found is not None
+    assert [len(row) // 4 for row in found.rows] == [MAX_IDS // 4] * 4
+    assert found.rows_are_unknown
+    assert found.undetermined[-1].endswith(IDS_LEFT_OUT)
+    assert found.starts[-1] == MAX_IDS // 4
+    assert not found.slice(0, MAX_IDS // 4, 0).rows_are_unknown
+
+
+def test_selected_rows_have_their_own_ids_and_padding() -> None:
+    cache = cache_of(of_rows(*ROWS, hidden=HIDDEN), 3)
+    assert cache.select([1]).inputs == Inputs(ids(*ROWS[1]))
+    assert cache.select([0]).inputs == Inputs(ids(*ROWS[0]), (PADDING,), (0,), hidden=((0, 0, 5),))
+    turned = cache.select([2, 1]).inputs
+    assert turned is not None
+    assert turned.rows == (ids(*ROWS[2]), ids(*ROWS[1]))
+    assert turned.hidden == ((0, 0, 2), (0, 4, 6))
+    # Rows that were different before the first token have other values, whatever their ids are from there on.
+    later = cache_of(of_rows([1, 5, 6, *range(9)], [2, 5, 6, *range(9)]), 2)[:, 1:]
+    assert later.inputs is not None
+    assert later.inputs.rows == (ids(5, 6, *range(9)),) * 2
+    again = later.select([1, 0]).inputs
+    assert again is not None
+    assert any(text.endswith(ROWS_DIFFER) for text in again.undetermined)
+    assert later.select([1]).inputs == Inputs(ids(5, 6, *range(9)))
+
+
+def test_inputs_recorded_for_other_tokens_are_refused() -> None:
+    k = torch.zeros(2, 1, 12, 4)
+    recorded = Inputs(ids(*range(12)), first=0, count=12)
+    cache = kvpack.pack([(k, k)], "raw", inputs=recorded)
+    assert cache.inputs == Inputs(ids(*range(12)))
+    with pytest.raises(InvalidParameter, match=r"recorded for the tokens 0 to 12 of a sequence, and the tokens 501 to 513 are packed"):
+        kvpack.pack([(k, k)], "raw", start=501, inputs=recorded)
+    with pytest.raises(InvalidParameter, match=r"recorded for the tokens 0 to 12 of a sequence, and the tokens 0 to 10 are packed"):
+        kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=recorded)
+    with pytest.raises(InvalidParameter, match=r"starts at position 501, and its inputs are those of tokens from position 0 on"):
+        replace(cache, start=501)
+    assert replace(cache, start=501, inputs=None).start == 501
+    part = cache[:, 4:]
+    assert part.inputs is not None
+    with pytest.raises(InvalidParameter, match="recorded for the tokens 4 to 12 of a sequence, and the tokens 0 to 8 are packed"):
+        kvpack.pack([(k[:, :, :8], k[:, :, :8])], "raw", inputs=part.inputs)
+    with pytest.raises(InvalidParameter, match="inputs are those of 3 rows, and the cache has 2 sequences"):
+        kvpack.pack([(k, k)], "raw", inputs=of_rows(*ROWS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": (b"1234", b"12345678")}, "rows are bytes of one length"),
+        ({"rows": (b"123", b"123")}, "rows are bytes of one length"),
+        ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "found a row that begins with others"),
+    ],
+)
+def test_rows_of_another_form_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        Inputs(**arguments)
+
+
+def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
+    def read(*stretches: tuple[int, int, int]) -> tuple[Hidden, ...]:
+        required, ignorable = features_of([Hidden(*stretch) for stretch in stretches])
+        return hidden_tokens(2, 3, 9, required, ignorable)
+
+    assert read() == ()
+    assert read((0, 3, 4), (0, 5, 9), (1, 3, 9)) == ((0, 3, 4), (0, 5, 9), (1, 3, 9))
+    for stretches, message in (
+        ([(2, 3, 4)], "record 0 is of sequence 2, the file has 2"),
+        ([(0, 2, 4)], "positions 2 to 4, expected a part of 3 to 9"),
+        ([(0, 3, 10)], "positions 3 to 10, expected a part of 3 to 9"),
+        ([(0, 4, 4)], "positions 4 to 4, expected a part of 3 to 9"),
+        ([(0, 3, 4), (0, 4, 5)], r"is of \(0, 4, 5\) after \(0, 3, 4\), expected ascending stretches"),
+        ([(1, 3, 4), (0, 4, 5)], r"is of \(0, 4, 5\) after \(1, 3, 4\), expected ascending stretches"),
+    ):
+        with pytest.raises(InvalidHeader, match=message):
+            read(*stretches)
+    with pytest.raises(LimitExceeded, match=r"hides 3277 stretches of tokens, the limit is 3276: save fewer sequences"):
+        features_of([Hidden(row, 0, 1) for row in range(3277)])
+
+
+@dataclass
+class Token:
+    """What a cell of a batch is known to be: its id, and whether it is hidden."""
+
+    id: int
+    hidden: bool
+
+
+def grid_of(cache: Cache) -> list[list[Token]]:
+    """The tokens of each row, as the inputs of ``cache`` name them."""
+    inputs, batch = cache.inputs, cache[0].k.batch
+    assert inputs is not None
+    rows = [numpy.frombuffer(row, "<u4").tolist() for row in inputs.known]
+    rows = rows if len(rows) > 1 else rows * batch
+    hidden = {(row, place) for row, start, stop in inputs.hidden for place in range(start, stop)}
+    return [[Token(one, (row, cache.start + place) in hidden) for place, one in enumerate(ids)] for row, ids in enumerate(rows)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObject, tmp_path: Path) -> None:
+    """Every value tells its row and token, so that whatever is cut, joined, chosen and saved, ids can be compared with values."""
+    batch, tokens = data.draw(st.integers(1, 3)), 12
+    cells = [[data.draw(st.integers(0, 2)) for _ in range(tokens)] for _ in range(batch)]
+    pads = [data.draw(st.integers(0, 4)) for _ in range(batch)]
+    hidden = tuple(Hidden(row, 0, pad) for row, pad in enumerate(pads) if pad)
+    # A value of the key is the id of its token, and of the value whether it is hidden.
+    k = torch.tensor(cells, dtype=torch.float32)[:, None, :, None].expand(-1, 1, -1, 4)
+    v = (torch.arange(tokens) < torch.tensor(pads)[:, None]).float()[:, None, :, None].expand(-1, 1, -1, 4)
+    cache = kvpack.pack([(k, v)], "kv=raw:dtype=fp32", inputs=of_rows(*cells, hidden=hidden))
+    for _ in range(data.draw(st.integers(1, 6))):
+        kind = data.draw(st.sampled_from(["slice", "select", "join", "save", "convert", "append"]))
+        if kind == "slice":
+            start = data.draw(st.integers(0, cache.tokens))
+            cache = cache[:, start : data.draw(st.integers(start, cache.tokens))]
+        elif kind == "select":
+            cache = cache.select(data.draw(st.lists(st.integers(0, cache[0].k.batch - 1), min_size=1, max_size=3)))
+        elif kind == "join":
+            at = data.draw(st.integers(0, cache.tokens))
+            cache = concat([cache[:, :at], cache[:, at:]])
+        elif kind == "save":
+            kvpack.save(cache, tmp_path / "file")
+            cache = kvpack.load(tmp_path / "file")
+        elif kind == "append":
+            cache = cache.append([(torch.zeros(cache[0].k.batch, 1, 0, 4),) * 2])
+        else:
+            cache = cache.convert("kv=raw:dtype=fp32")
+        assert cache[0].k is not None
+        assert cache[0].v is not None
+        found = [[[token.id, token.hidden] for token in row] for row in grid_of(cache)]
+        k, v = cache.unpack(torch.float32)[0]
+        values = zip(k[:, 0, :, 0], v[:, 0, :, 0], strict=True)
+        expected = [[[int(one), bool(two)] for one, two in zip(*row, strict=True)] for row in values]
+        for mine, theirs in zip(found, expected, strict=True):
+            # Fewer may be known; what is known is right.
+            assert mine == theirs[: len(mine)]
+        inputs = cache.inputs
+        assert inputs is not None
+        ends = {len(row) for row in found}
+        assert ends == {cache.tokens} or any(text.endswith(ROWS_DIFFER) for text in inputs.undetermined)
+        assert {(row, place) for row, line in enumerate(expected) for place, (_, hides) in enumerate(line) if hides} == {
+            (row, place - cache.start) for row, start, stop in inputs.hidden for place in range(start, stop)
+        }

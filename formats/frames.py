@@ -10,8 +10,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import rans
-from .basis import check_reach, inverse_of
 from .errors import InvalidShape
+from .inverses import check_reach, inverse_of
 from .lazy import numpy, torch
 from .tables import TABLES_KEPT
 

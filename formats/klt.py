@@ -285,7 +285,7 @@ class Klt(CodecFamily):
         codes = torch.zeros(batch, tokens, self.row_bytes, dtype=torch.uint8, device=x.device)
         own, found, length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
         for part in self.runs:
-            head, run, places = (torch.tensor(one, device=x.device) for one in (part.heads, part.runs, part.places))
+            head, run, places = (torch.tensor(one, dtype=torch.int64, device=x.device) for one in (part.heads, part.runs, part.places))
             # [batch, run, token, column]
             values = centred[:, head, :, run].transpose(0, 1)
             digit, decoded = _nearest(values, rows.tables_of(part.heads, part.runs, part.width))
@@ -306,7 +306,7 @@ class Klt(CodecFamily):
         """The runs of each width, where each head has its own, and their codes, int64 ``[batch, run, token, column]``."""
         codes = streams[CODES][:, 0]
         for part in self.runs:
-            places = torch.tensor(part.places, device=codes.device)
+            places = torch.tensor(part.places, dtype=torch.int64, device=codes.device)
             yield part, _digits_of(codes[:, :, places].transpose(1, 2), part.width)
 
     def _decode_heads(self, streams: Mapping[str, torch.Tensor], rows: BasisRows) -> torch.Tensor:

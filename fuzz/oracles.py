@@ -195,12 +195,14 @@ def check_recipe_file(data: bytes, path: str) -> bool:
 
 
 def _check_parsed(recipe: Recipe) -> None:
-    assert Recipe(recipe.text).rules == recipe.rules
+    again = Recipe(recipe.text)
+    assert again.text == recipe.text, f"the canonical text {recipe.text!r} has another one: {again.text!r}"
     for layer, side, dim in ((0, "k", 64), (3, "v", 128), (1, "k", 6)):
         try:
             codec = recipe.codec(layer, 4, side, dim)
         except InvalidParameter:
             continue
+        assert again.codec(layer, 4, side, dim) == codec
         assert recipe.window % codec.token_group == 0, f"tail={recipe.window} is no multiple of the token group {codec.token_group}"
         assert codec_from_params(codec.params()).params() == codec.params()
         assert sum(map(layout_bytes, codec.layout(1, 2, 33).values())) > 0

@@ -35,7 +35,7 @@ def test_a_cache_spans_what_its_layers_have_seen() -> None:
     assert [cache.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
     alone = replace(cache, layers=cache.layers[1:2])
     assert (alone.tokens, alone.stop) == (70, 75), "a cache whose layers all slide spans what they have seen"
-    assert repr(alone) == "Cache('kivi-2', 1 layers, tokens 5 to 75, some layers 53 to 75, model {})"
+    assert repr(alone) == "Cache('kv=group:b=2', 1 layers, tokens 5 to 75, some layers 53 to 75, model {})"
 
 
 @pytest.mark.parametrize(("sides", "skipped"), [(1, -1), (0, 1)], ids=["negative", "without sides"])

@@ -18,6 +18,7 @@ TREES = {
     "kvpack/guides": "test_guides.py",
     "spec": "spec",
     "fuzz": "fuzz",
+    ".ci/backend": "test_packaging.py",
     "tests/golden": "file",
     "tests/written": "file",
 }
@@ -26,6 +27,7 @@ FILES = {
     "README.md": ("tests/test_readme.py",),
     "pyproject.toml": ("tests/test_packaging.py",),
     "Makefile": ("tests/test_packaging.py",),
+    ".ci/check_wheel.py": ("tests/test_packaging.py",),
     "kvpack/__init__.py": ("tests/test_imports.py", "tests/test_packaging.py"),
     "kvpack/cli.py": ("tests/commands",),
 }

@@ -1,0 +1,50 @@
+"""What an encoder needs of a basis: inverses of its matrices, and bounds of what its codes decode to (spec/basis.md)."""
+
+from __future__ import annotations
+
+import math
+
+from .errors import OutOfRange
+from .lazy import numpy, torch
+
+LARGEST_DECODED = (2 - 2.0**-23) * 2.0**127
+"""The largest binary32."""
+
+INVERSE_ERROR = 2.0**-8
+"""The most that values may change by an inverse and the matrix, relative to the largest of a token's (rule basis-19)."""
+
+
+def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
+    """The inverses of ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names the matrices.
+
+    Raises OutOfRange where there is none, or none by which values are encoded to within ``INVERSE_ERROR`` of them.
+    """
+    # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
+    exact = matrices.to(torch.float64).cpu().numpy()
+    try:
+        with numpy.errstate(all="ignore"):
+            found = numpy.linalg.inv(exact).astype(numpy.float32)
+            error = float(numpy.abs(found.astype(numpy.float64) @ exact - numpy.eye(exact.shape[-1])).sum(-2).max())
+    except numpy.linalg.LinAlgError:
+        error = math.inf
+    if not error <= INVERSE_ERROR:
+        raise OutOfRange(
+            f"{what} has no inverse, or only one that changes values by {error:.3g} of a token's largest; the most is {INVERSE_ERROR:.3g}: "
+            "values can be decoded by this basis, but not encoded; kvpack calibrate on more text makes another"
+        )
+    return torch.from_numpy(found)
+
+
+def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, what: str) -> None:
+    """Raise OutOfRange where a token, whose columns reach ``largest`` ``[..., column]``, may decode to an infinity (rule basis-20).
+
+    ``matrices`` are ``[..., column, channel]``, ``mean`` is added to channels ``[..., channel]``, and ``what`` names the matrices.
+    """
+    reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
+    reach = reach if mean is None else reach + mean.to(torch.float64).abs()
+    found = float(reach.max())
+    if not found <= LARGEST_DECODED:
+        raise OutOfRange(
+            f"by {what} a channel may decode to {found:.6g}, the largest is {LARGEST_DECODED:.6g}: values can be decoded by this basis, "
+            "but not encoded; kvpack calibrate makes bases in the unit of a model's values"
+        )

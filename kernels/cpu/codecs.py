@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from kvpack.formats.base import NORMS
 from kvpack.formats.basis import RUN_COLUMNS
 from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.group import Group
-from kvpack.formats.klt import GAINS, Klt, columns_of
+from kvpack.formats.klt import CODES, GAINS, HEAD_RUN_COLUMNS, Klt, columns_of
 from kvpack.formats.lossless import FORMS, Lossless
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
@@ -85,7 +86,7 @@ def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec |
     for number, (count, dtype) in enumerate(values.values()):
         result.values[number] = library.Values(count, library.DTYPES.index(dtype))
     result.numbers = sum(count for count, _ in values.values())
-    result.scales_stream = result.table_stream = result.patch_stream = result.outlier_stream = -1
+    result.scales_stream = result.table_stream = result.patch_stream = result.outlier_stream = result.heads_stream = -1
     return result
 
 
@@ -235,41 +236,69 @@ _WHOLE_RUN = 1 << 62
 
 
 def _klt(codec: Klt) -> Described | None:
-    if codec.fixed_heads is not None:
-        return None
     gain = GAINS[codec.gain]
     result = _struct(codec, {} if gain is None else {"gain": (1, gain)})
     if result is None:
         return None
-    channels, places = [], []
-    at, matrix = _basis_places(codec)
-    for columns in columns_of(codec.widths, codec.dim).values():
-        channels += columns
-        places += [at[column // RUN_COLUMNS] for column in columns]
-    both = torch.tensor([*channels, *places], dtype=torch.int32, device="cpu")
-    streams = [] if gain is None else ["gain"]
-    result.channels = ctypes.cast(both.data_ptr(), ctypes.POINTER(ctypes.c_int32))
-    result.size, result.scales_stream, result.matrix_place = _WHOLE_RUN, len(_planes(codec)) + len(streams), matrix
-    return _finished(result, codec, [*streams, BASIS], [], both)
+    places, matrix = _basis_places(codec)
+    streams = [*([] if gain is None else ["gain"]), BASIS]
+    result.size, result.scales_stream, result.matrix_place = _WHOLE_RUN, len(_planes(codec)) + len(streams) - 1, matrix
+    if codec.fixed_heads is None:
+        channels = [column for columns in columns_of(codec.widths, codec.dim).values() for column in columns]
+        numbers = [*channels, *(places[0, column // RUN_COLUMNS] for column in channels)]
+    else:
+        result.heads_stream = len(streams)
+        streams.append(CODES)
+        numbers = _head_runs(codec, places)
+    kept = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    result.channels = ctypes.cast(kept.data_ptr(), ctypes.POINTER(ctypes.c_int32))
+    return _finished(result, codec, streams, [], kept)
 
 
-def _basis_places(codec: Klt) -> tuple[dict[int, int], int]:
-    """Where the table of each run with codes begins among a head's numbers, which begin with the mean, and where the matrix does."""
-    places, at = {}, codec.dim
-    for run, width in enumerate(codec.widths):
-        if width:
-            places[run], at = at, at + max(LEAST_ENTRIES, 1 << width)
-    return places, at
+def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
+    """What C is told of the runs of each head: where the numbers of a head begin, and of the end, then those of its runs."""
+    heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
+    found = [
+        (head, run, bytes_[0], part.width, part.columns)
+        for part in codec.runs
+        for head, run, bytes_ in zip(part.heads, part.runs, part.places, strict=True)
+    ]
+    for head, run, byte, width, columns in sorted(found):
+        heads[head] += [byte, width, HEAD_RUN_COLUMNS * run, columns, places[head, run]]
+    ends = [*accumulate(map(len, heads), initial=len(heads) + 1)]
+    return [*ends, *(number for numbers in heads for number in numbers)]
+
+
+def _basis_places(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
+    """Where the table of each head's run with codes begins among its numbers, which begin with the mean, and where the matrix does.
+
+    Where heads share widths, runs are those of head 0.
+    """
+    places, last = {}, codec.dim
+    heads = codec.fixed_heads or 1
+    count = len(codec.widths) // heads
+    for head in range(heads):
+        at = codec.dim
+        for run in range(count):
+            if width := codec.widths[count * head + run]:
+                places[head, run], at = at, at + max(LEAST_ENTRIES, 1 << width)
+        last = max(last, at)
+    return places, last
 
 
 def basis_numbers(codec: Klt, rows: BasisRows) -> torch.Tensor:
     """The mean, the tables and the matrix of each head, float32 ``[batch or 1, kv_head, number]``."""
-    places, _ = _basis_places(codec)
-    parts = [rows.mean[:, :, 0]]
-    for run in places:
-        table = rows.table(run, codec.widths[run])
-        parts.append(torch.nn.functional.pad(table, (0, max(0, LEAST_ENTRIES - table.shape[2]))))
-    return torch.cat([*parts, rows.matrix.flatten(2)], 2).contiguous()
+    places, matrix = _basis_places(codec)
+    result = torch.zeros(*rows.rows.shape[:2], matrix + codec.dim**2, device="cpu")
+    result[..., : codec.dim], result[..., matrix:] = rows.mean[:, :, 0], rows.matrix.flatten(2)
+    count = len(codec.widths) // (codec.fixed_heads or 1)
+    for (head, run), at in places.items():
+        width = codec.widths[count * head + run]
+        if codec.fixed_heads is None:
+            result[..., at : at + (1 << width)] = rows.table(run, width)
+        else:
+            result[:, head, at : at + (1 << width)] = rows.tables_of((head,), (run,), width)[:, 0]
+    return result
 
 
 ENTRY, ENTRIES = "raw_entry", "raw_entries"

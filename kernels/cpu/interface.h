@@ -7,8 +7,9 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 23
+#define KVPACK_INTERFACE 24
 
+enum { HEAD_RUN = 5 };
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
@@ -95,9 +96,11 @@ typedef struct {
        of fractions, 7 of bf16 or 10 of fp16 */
     int64_t fraction_bits, bias, finite, scale_kind;
     /* scalar: the channels of all parts in turn. klt: those of all packings, and then the places of their tables in the rows of a basis,
-       whose stream is that of scales; and the place of the matrix there */
+       whose stream is that of scales; and the place of the matrix there. heads_stream: -1, or where each head has its own widths the stream
+       of the bytes that hold the codes of all heads; `channels` then holds the place where the numbers of each head begin, and of the end,
+       and HEAD_RUN numbers of each run of at most 8 columns: its first byte, its width, its first channel, their number, and its table */
     const int32_t *channels;
-    int64_t matrix_place;
+    int64_t matrix_place, heads_stream;
     /* polar: for each level the stream and the first symbol of its angles, their number, and those of the first kind of pair */
     int64_t levels, radii;
     int64_t level_stream[MOST_PACKINGS], level_first[MOST_PACKINGS], level_angles[MOST_PACKINGS], level_equal[MOST_PACKINGS];

@@ -15,8 +15,82 @@ static BasisTokens basis_tokens(const Loaded *in, int64_t *run) {
     return found;
 }
 
+/* The codes of a run of `width` bits of every token: `codes` [8][TILE]. */
+INLINE void head_codes(const Codec *codec, const Loaded *in, int64_t byte, const int64_t width, int32_t *codes) {
+    uint64_t words[TILE] = {0};
+    for (int64_t p = 0; p < in->pieces; p++) {
+        const Piece *piece = &in->piece[p];
+        const Stream *stream = piece->segment->streams + codec->heads_stream;
+        const char *from = row_of(stream, in->batch, in->head, piece->token) + byte;
+        /* The first bytes are the lowest, as on every machine that this is compiled for. */
+        for (int64_t t = 0; t < piece->count; t++) memcpy(words + piece->at + t, from + t * stream->row, width);
+    }
+    for (int64_t j = 0; j < 8; j++)
+        for (int64_t t = 0; t < TILE; t++) codes[j * TILE + t] = (int32_t)(words[t] >> j * width & ((1 << width) - 1));
+}
+
+static void all_head_codes(const Codec *codec, const Loaded *in, int64_t byte, int64_t width, int64_t columns, int32_t *codes) {
+    /* A run of fewer columns has fewer bytes. */
+    if (columns < 8) {
+        int64_t bytes = (columns * width + 7) / 8;
+        uint64_t words[TILE] = {0};
+        for (int64_t p = 0; p < in->pieces; p++) {
+            const Piece *piece = &in->piece[p];
+            const Stream *stream = piece->segment->streams + codec->heads_stream;
+            const char *from = row_of(stream, in->batch, in->head, piece->token) + byte;
+            for (int64_t t = 0; t < piece->count; t++) memcpy(words + piece->at + t, from + t * stream->row, bytes);
+        }
+        for (int64_t j = 0; j < columns; j++)
+            for (int64_t t = 0; t < TILE; t++) codes[j * TILE + t] = (int32_t)(words[t] >> j * width & ((1 << width) - 1));
+        return;
+    }
+    switch (width) {
+        case 1: head_codes(codec, in, byte, 1, codes); break;
+        case 2: head_codes(codec, in, byte, 2, codes); break;
+        case 3: head_codes(codec, in, byte, 3, codes); break;
+        case 4: head_codes(codec, in, byte, 4, codes); break;
+        case 5: head_codes(codec, in, byte, 5, codes); break;
+        case 6: head_codes(codec, in, byte, 6, codes); break;
+        case 7: head_codes(codec, in, byte, 7, codes); break;
+        default: head_codes(codec, in, byte, 8, codes);
+    }
+}
+
+/* The columns of heads with widths of their own. */
+static void klt_decode_heads(const Codec *codec, const Loaded *in, float *tile) {
+    int32_t codes[8 * TILE];
+    const int32_t *found = codec->channels + codec->channels[in->head], *end = codec->channels + codec->channels[in->head + 1];
+    for (int64_t run = 0; run < in->runs;) {
+        BasisTokens own = basis_tokens(in, &run);
+        for (int64_t d = 0; d < codec->dim; d++)
+            for (int64_t t = own.at; t < own.at + own.count; t++) tile[d * TILE + t] = own.rows[d];
+    }
+    for (; found < end; found += HEAD_RUN) {
+        int64_t width = found[1], first = found[2], columns = found[3];
+        int64_t entries = 1 << width < LEAST_ENTRIES ? LEAST_ENTRIES : 1 << width;
+        all_head_codes(codec, in, found[0], width, columns, codes);
+        for (int64_t run = 0; run < in->runs;) {
+            BasisTokens own = basis_tokens(in, &run);
+            const float *table = own.rows + found[4];
+            for (int64_t j = 0; j < columns; j++) {
+                float mean = own.rows[first + j], values[TILE], *to = tile + (first + j) * TILE;
+                for (int t = 0; t < TILE; t += LANES) {
+                    vf value = lookup(table, entries, load_int(codes + j * TILE + t));
+                    if (codec->value_streams) value = value * load(in->numbers + t);
+                    store(values + t, value + mean);
+                }
+                memcpy(to + own.at, values + own.at, sizeof(float) * own.count);
+            }
+        }
+    }
+}
+
 /* `channels` holds the channel of every symbol of all packings in turn, and then the place of its table. */
 static void klt_decode(const Codec *codec, const Loaded *in, float *tile) {
+    if (codec->heads_stream >= 0) {
+        klt_decode_heads(codec, in, tile);
+        return;
+    }
     int32_t code[TILE];
     float found[TILE];
     int64_t symbols = 0;

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpack.formats.errors import InvalidParameter
 
-INTERFACE = 23
+INTERFACE = 24
 """The number of interface.h that the structures below mirror."""
 
 THREADS = "KVPACK_THREADS"
@@ -63,7 +63,7 @@ class Codec(Structure):
         ("highest", c_float),
         *((name, c_int64) for name in ("chunk_stream", "fraction_bits", "bias", "finite", "scale_kind")),
         ("channels", POINTER(c_int32)),
-        *((name, c_int64) for name in ("matrix_place", "levels", "radii")),
+        *((name, c_int64) for name in ("matrix_place", "heads_stream", "levels", "radii")),
         *((name, c_int64 * MOST_PACKINGS) for name in ("level_stream", "level_first", "level_angles", "level_equal")),
         ("table", Table * MOST_TABLES),
     )

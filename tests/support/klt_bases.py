@@ -65,6 +65,11 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
     return Klt.of(codec.dim, codec.basis, codec.layer, codec.side, chosen, codec.gain, codec.rows, source)
 
 
+def with_widths_of_heads(codec: Klt, widths: bytes) -> Klt:
+    """The codec with ``widths`` of runs of 8 columns of each head."""
+    return Klt.of_heads(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source)
+
+
 def random_basis(
     shapes: Mapping[tuple[int, str], tuple[int, int]],
     layers: int,

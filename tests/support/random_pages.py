@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from kvpack.cache.side import packed_side
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.formats.errors import KvpackError
+from kvpack.formats.klt import Klt
 from kvpack.formats.side_cars import WithSideCars
 
+from klt_bases import with_widths_of_heads  # isort: skip
 from strategies import codecs, contents, poisoned  # isort: skip
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     if isinstance(codec, WithSideCars) and (plain or draw(st.booleans())):
         codec = codec.codec
     dim = codec.dim
+    if isinstance(codec, Klt) and draw(st.booleans()):
+        count = heads * -(-dim // 8)
+        codec = with_widths_of_heads(codec, bytes(draw(st.lists(st.integers(0, 8), min_size=count, max_size=count).filter(any))))
     x = contents(draw(st.sampled_from(("gaussian", "outliers", "constant", "zero"))), (batch, heads, tokens, dim), draw(st.integers(0, 99)))
     x = x.clamp(-100, 100)
     tail = draw(st.sampled_from((0, 0, 1, 3)))

@@ -21,6 +21,7 @@ from .polar import Polar
 from .qjl import Qjl
 from .quaternion import Quaternion
 from .raw import Raw
+from .raw_positions import RawPositions
 from .raw_tokens import RawTokens
 from .scalar import Scalar
 from .side_car import ResidualSketch
@@ -41,7 +42,7 @@ CODECS: dict[str, type[CodecFamily]] = {
 """Codec families by id."""
 
 SIDE_CARS: dict[str, type[SideCar]] = {
-    side_car.name: side_car for side_car in (ChannelScale, ChannelOrder, BlockRotation, Outliers, Qjl, RawTokens)
+    side_car.name: side_car for side_car in (ChannelScale, ChannelOrder, BlockRotation, Outliers, Qjl, RawTokens, RawPositions)
 }
 """Side-cars by name, in the order of their keys and streams in a file."""
 

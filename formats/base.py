@@ -80,13 +80,15 @@ class Run:
     """The tokens to be encoded as one run, for a codec that must see all of them before it encodes the first.
 
     Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order. ``position`` is
-    that of the first token, None if it is not known.
+    that of the first token, and ``norms``, float32 ``[batch, token]``, are those of the layer's keys over all heads, as far as they are
+    known.
     """
 
     shape: tuple[int, int, int, int]
     device: torch.device
     blocks: Callable[[], Iterator[torch.Tensor]]
     position: int | None = None
+    norms: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Codec(ABC):
 
     id: ClassVar[str]
     takes_side_cars: ClassVar[bool] = True
-    """Whether a codec that is lossy can have side-cars."""
+    """Whether a codec that is lossy can have all side-cars, and not only those ``of_every_codec``."""
     dim: int
 
     @property
@@ -116,6 +118,20 @@ class Codec(ABC):
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
         """Its side-car of a class, if it has one."""
         return None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The required features that stand for parameters which the first readers of version 1 do not know."""
+        return frozenset()
+
+    @property
+    def family(self) -> Codec:
+        """The codec without its side-cars."""
+        return self
+
+    def with_family(self, family: Codec) -> Codec:
+        """``family`` with the side-cars of this codec."""
+        return family
 
     @property
     def rotation(self) -> Rotation:
@@ -190,6 +206,10 @@ class Codec(ABC):
         """``streams`` as an encoder makes them, after all but the first ``tokens`` of their last token group have been left out."""
         return streams
 
+    def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the coded frame of the run: the inverse of ``original``."""
+        return self.rotation.forward(x)
+
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Map float32 ``[batch, kv_head, row, dim]`` from the coded frame of the run that has ``streams`` to the original frame."""
         return self.rotation.inverse(u)
@@ -207,6 +227,18 @@ class Codec(ABC):
 
         An entry of ``tokens_per_row`` tokens is counted once for these: integers ``[row, batch]``.
         """
+        return {}
+
+    def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """For each stream with one row per entry whose entries name their tokens: that of each entry in use, int64, ascending."""
+        return {}
+
+    def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """The streams of ``ordered``, with tokens counted from ``tokens`` before the first; entries that are not in use are left out."""
+        return {}
+
+    def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The streams of ``ordered`` of the sequences ``indices``, int64 ``[row]``, in that order."""
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:

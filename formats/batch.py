@@ -17,10 +17,12 @@ def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Ten
 
     Rows are copied, never decoded. An index that occurs twice gives two equal sequences.
     """
-    counts = codec.entries(streams)
+    counts, named = codec.entries(streams), codec.selected(streams, indices)
     result = {}
     for name, layout in codec.layout(1, 1, 0).items():
-        if layout.batch_axis is not None:
+        if name in named:
+            result[name] = named[name]
+        elif layout.batch_axis is not None:
             result[name] = rows_of(streams[name], layout.batch_axis, indices)
         else:
             result[name] = rows_of(streams[name], 2, _entries_of(counts[name], indices))

@@ -352,6 +352,9 @@ class Klt(CodecFamily):
     def _with_gain(self, values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return values if self.gain == "none" else values.mul_(streams["gain"].to(torch.float32)[..., None])
 
+    def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return product(x, self.parts(streams).inverse)
+
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return product(u, self.parts(streams).matrix)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from .errors import InvalidParameter
@@ -96,6 +97,17 @@ class Options:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(known)}", f"{name}={text}")
         self._note(name, text, default if omitted == _DEFAULT else omitted)
         return text
+
+    def share(self, name: str, default: float) -> float:
+        """A share above 0 and below 1, as a decimal number of at most four places."""
+        text = self._read(name)
+        if text is None:
+            return default
+        value = float(text) if re.fullmatch(r"0?\.[0-9]{1,4}", text) else 0.0
+        if not value:
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected a number above 0 and below 1, such as 0.6", f"{name}={text}")
+        self._note(name, f"{value:.4g}", None)
+        return value
 
     def text(self, name: str) -> str | None:
         """Any word; None if it is not given."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .lazy import functional, numpy, torch
+from .lazy import numpy, torch
 from .raw import DTYPES
+from .raw_positions import replaced
 from .side_car import KeptTokens, RunStep, known_word
 from .value_blocks import first_place, value_blocks
 
@@ -90,13 +91,12 @@ class RawTokens(KeptTokens):
         return chosen
 
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens, and the streams that hold these.
+        """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
 
-        Each is replaced by the mean of the other tokens of its token group, which widens no group, or by zero if there are none.
         Raises OutOfRange when a value does not fit the dtype.
         """
-        rest = torch.where(chosen[:, None, :, None], _means(x, ~chosen, token_group), x) if chosen.any() else x
-        exact = x.permute(2, 0, 1, 3)[chosen.T]
+        token, sequence = chosen.T.nonzero().unbind(1)
+        exact = x.permute(2, 0, 1, 3)[token, sequence]
         values = exact.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
         if torch.isinf(values).any():
             entry, head, channel = torch.nonzero(torch.isinf(values))[0].tolist()
@@ -106,10 +106,11 @@ class RawTokens(KeptTokens):
                 f"{channel}, the largest {self.dtype} is {torch.finfo(values.dtype).max:.6g}; choose a wider dtype for raw_tokens"
             )
         flags = chosen.to(torch.uint8)[:, None]
-        return rest, {FLAGS: flags, VALUES: values[None, None]}
+        return replaced(x, token, sequence, chosen, token_group), {FLAGS: flags, VALUES: values[None, None]}
 
-    def flags(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return streams[FLAGS][:, 0] != 0
+    def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        token, sequence = streams[FLAGS][:, 0].T.nonzero().unbind(1)
+        return token, sequence
 
     def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams[VALUES][0, 0].to(torch.float32)
@@ -125,15 +126,3 @@ class RawTokens(KeptTokens):
             count += int(block.sum(dtype=numpy.int64))
         if count != rows:
             raise InvalidPayload(f"{where}.{FLAGS}: {count} tokens are flagged, {where}.{VALUES} holds {rows}")
-
-
-def _means(x: torch.Tensor, kept: torch.Tensor, token_group: int) -> torch.Tensor:
-    """For each token of ``x`` the mean of the ``kept`` tokens, bool ``[batch, token]``, of its token group."""
-    batch, heads, tokens, dim = x.shape
-    groups, spare = -(-tokens // token_group), -tokens % token_group
-    of_groups = functional.pad(x.masked_fill(~kept[:, None, :, None], 0.0), (0, 0, 0, spare))
-    counts = functional.pad(kept.to(torch.int64), (0, spare)).reshape(batch, groups, token_group).sum(2)
-    # In binary64 no sum overflows.
-    sums = of_groups.reshape(batch, heads, groups, token_group, dim).sum(3, dtype=torch.float64)
-    means = (sums / counts.clamp_min(1)[:, None, :, None]).to(torch.float32)
-    return means.repeat_interleave(token_group, 2)[:, :, :tokens]

@@ -22,7 +22,7 @@ from .base import check_finite
 from .errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -54,6 +54,10 @@ class SideCar(ABC):
     """Its key in a codec's map in the header, after the codec's own parameters."""
     words: ClassVar[tuple[str, ...]]
     """The options of a recipe that request and configure it."""
+    of_every_codec: ClassVar[bool] = False
+    """Whether codecs that take no other side-car take this one, if they are lossy."""
+    feature: ClassVar[str] = ""
+    """The required feature that stands for it, if the first readers of version 1 do not know it."""
     dim: int
 
     @classmethod
@@ -99,6 +103,22 @@ class SideCar(ABC):
             if arrays[name].dtype.kind == "f":
                 check_finite(f"{where}.{name}", arrays[name], "scales and norms")
 
+    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
+        """Refuse what only the tokens of each run tell: called with what ``check`` has accepted. Raises InvalidPayload."""
+        return
+
+    def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """For streams whose entries name their tokens, and have no counts: the token of each entry in use, int64, ascending."""
+        return {}
+
+    def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """Those streams, with tokens that are counted from ``tokens`` before the first one; entries that are not in use are left out."""
+        return {}
+
+    def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Those streams, of the sequences ``indices``, int64 ``[row]``."""
+        return {}
+
 
 class KeptTokens(SideCar):
     """Takes whole tokens, in all heads, out of the values, and keeps them in the original frame.
@@ -114,8 +134,8 @@ class KeptTokens(SideCar):
         """
 
     @abstractmethod
-    def flags(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Which tokens are kept, bool ``[batch, token]``."""
+    def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token and sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
 
     @abstractmethod
     def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -124,7 +144,7 @@ class KeptTokens(SideCar):
     def put(self, x: torch.Tensor, kept: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """``x`` ``[batch, kv_head, token, dim]`` with ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, in their places."""
         result = x.clone()
-        result.permute(2, 0, 1, 3)[self.flags(streams).T] = kept
+        result.permute(2, 0, 1, 3)[self.places(streams)] = kept
         return result
 
 

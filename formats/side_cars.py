@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,14 +11,14 @@ from .batch import rows_of
 from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
-from .side_car import FramePart, KeptTokens, ResidualSketch, ValueMap
+from .side_car import FramePart, KeptTokens, ResidualSketch, SideCar, ValueMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .base import Layout, OneSideCar, Unpacker
     from .rotation import Rotation
-    from .side_car import RunStep, SideCar
+    from .side_car import RunStep
     from .value_blocks import Array
 
     Streams = Mapping[str, torch.Tensor]
@@ -33,7 +33,8 @@ _LARGE = 2.0**100
 class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
-    Raises InvalidParameter for a codec that takes none: one that loses nothing that a side-car could keep, or one with a basis.
+    Raises InvalidParameter for a codec that takes none, as it loses nothing that a side-car could keep, and for one with a basis, which
+    takes those ``of_every_codec``.
     """
 
     id: ClassVar[str] = ""
@@ -43,16 +44,21 @@ class WithSideCars(Codec):
     side_cars: tuple[SideCar, ...]
 
     def __post_init__(self) -> None:
-        if self.codec.exact_dtype is not None or not self.codec.takes_side_cars:
-            raise InvalidParameter(
-                f"codec {self.codec.id} takes no side-cars, found {', '.join(side_car.name for side_car in self.side_cars)}"
-            )
+        none = self.codec.exact_dtype is not None
+        refused = [one.name for one in self.side_cars if none or not (self.codec.takes_side_cars or one.of_every_codec)]
+        if refused:
+            raise InvalidParameter(f"codec {self.codec.id} takes no side-cars{'' if none else ' of this kind'}, found {', '.join(refused)}")
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
         object.__setattr__(self, "dim", self.codec.dim)
 
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
         return next((side_car for side_car in self.side_cars if isinstance(side_car, wanted)), None)
+
+    def without(self, side_car: SideCar) -> Codec:
+        """The codec without one of its side-cars."""
+        others = tuple(one for one in self.side_cars if one is not side_car)
+        return WithSideCars(self.codec, others) if others else self.codec
 
     @cached_property
     def kept_tokens(self) -> tuple[KeptTokens, ...]:
@@ -78,6 +84,17 @@ class WithSideCars(Codec):
         return self.codec.nominal_bits + sum(side_car.nominal_bits for side_car in self.side_cars)
 
     @property
+    def features(self) -> frozenset[str]:
+        return self.codec.features | {side_car.feature for side_car in self.side_cars} - {""}
+
+    @property
+    def family(self) -> Codec:
+        return self.codec
+
+    def with_family(self, family: Codec) -> Codec:
+        return replace(self, codec=family)
+
+    @property
     def rotation(self) -> Rotation:
         return self.codec.rotation
 
@@ -88,6 +105,18 @@ class WithSideCars(Codec):
     @property
     def fixed_heads(self) -> int | None:
         return self.codec.fixed_heads
+
+    @property
+    def run_values(self) -> int:
+        return self.codec.run_values
+
+    def tokens_of(self, streams: Streams) -> int:
+        return self.codec.tokens_of(streams)
+
+    def cut(self, streams: Streams, tokens: int) -> Streams:
+        own = self._own_layout(1, 1, 0)
+        cut = self.codec.cut({name: stream for name, stream in streams.items() if name not in own}, tokens)
+        return {**cut, **{name: streams[name] for name in own}}
 
     def packings(self) -> dict[str, Columns]:
         return self.codec.packings()
@@ -105,6 +134,15 @@ class WithSideCars(Codec):
     def entries(self, streams: Streams) -> dict[str, torch.Tensor]:
         counts = self.codec.entries(streams)
         return counts | {name: count for side_car in self.side_cars for name, count in side_car.entries(streams).items()}
+
+    def ordered(self, streams: Streams) -> dict[str, torch.Tensor]:
+        return {name: token for side_car in self.side_cars for name, token in side_car.ordered(streams).items()}
+
+    def shifted(self, streams: Streams, tokens: int) -> dict[str, torch.Tensor]:
+        return {name: stream for side_car in self.side_cars for name, stream in side_car.shifted(streams, tokens).items()}
+
+    def selected(self, streams: Streams, indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: stream for side_car in self.side_cars for name, stream in side_car.selected(streams, indices).items()}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         batch, heads, tokens, dim = x.shape
@@ -175,18 +213,20 @@ class WithSideCars(Codec):
         """The codec's decoded ``frame`` completed by all side-cars, in the coded frame."""
         frame = self._corrected(frame, streams)
         for tokens in self.kept_tokens:
-            frame = tokens.put(frame, self.coded(tokens.kept(streams), tokens.flags(streams), streams), streams)
+            frame = tokens.put(frame, self.coded(tokens.kept(streams), tokens.places(streams)[1], streams), streams)
         return frame
 
-    def coded(self, kept: torch.Tensor, flags: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """``kept`` tokens ``[entry, kv_head, dim]`` in the coded frame; ``flags`` ``[batch, token]`` mark their places."""
+    def coded(self, kept: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
+        """``kept`` tokens ``[entry, kv_head, dim]``, each of a ``sequence``, in the coded frame."""
+        if not len(kept):
+            return kept
         # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
-        sequence = flags.T.nonzero()[:, 1]
-        rows = {name: rows_of(streams[name], 0, sequence) for value_map in self.value_maps for name in value_map.layout(1, 1, 0)}
+        names = [name for name, layout in self.layout(1, 1, 0).items() if layout.per == "run"]
+        rows = {name: rows_of(streams[name], 0, sequence) for name in names}
         kept = kept[:, :, None]
         for value_map in self.value_maps:
             kept = value_map.forward(kept, rows)
-        return self.rotation.forward(kept[:, :, 0])
+        return self.codec.coded_frame(kept, rows or streams)[:, :, 0]
 
     def decode(self, streams: Streams) -> torch.Tensor:
         return self.complete_original(self.codec.decode_frame(streams), streams)
@@ -235,6 +275,11 @@ class WithSideCars(Codec):
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
         self.codec.check_runs(arrays, runs, where)
+        checking = [side_car for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs]
+        if checking:
+            batch = next(arrays[name].shape[0] for name, layout in self.codec.layout(1, 1, 0).items() if layout.batch_axis is not None)
+            for side_car in checking:
+                side_car.check_runs(arrays, runs, batch, where)
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
         self.codec.check_chunks(arrays, where)
@@ -271,7 +316,7 @@ class _Steps:
                 yield after
                 start = stop
 
-        return Run(self._run.shape, self._run.device, blocks)
+        return replace(self._run, blocks=blocks)
 
 
 def _after(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

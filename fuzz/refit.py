@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from kvpack.file.header import Contents, LayerEntry, SideEntry, layout_bytes, side_tensors
+from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of, layout_bytes, side_tensors
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import LimitExceeded
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 MOST_PAYLOAD_BYTES = 1 << 14
+
+_POSITION_BYTES = 8
 
 _COUNTED = {"outlier_flags": "outliers", "raw_token_flags": "raw_tokens", "word_counts": "words"}
 """Streams that say how many entries another one has."""
@@ -46,7 +48,7 @@ def refitted(parts: Parts, source: random.Random) -> Parts:
                 _count_entries(codecs[side["codec"]], side, f"{number}.{name}", stored, source)
             entries[name] = None if side is None else _side(side)
         layers.append(LayerEntry(**entries))
-    layouts = Contents(codecs=tuple(codecs), layers=tuple(layers)).layouts
+    layouts = Contents(codecs=tuple(codecs), layers=tuple(layers), required=features_of(codecs)).layouts
     if sum(map(layout_bytes, layouts.values())) > MOST_PAYLOAD_BYTES:
         raise LimitExceeded("the tensors would be larger than a fuzzer's input")
     rows, tensors = [], []
@@ -86,6 +88,9 @@ def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[
     if not names:
         return
     side["entries"] = dict.fromkeys(names, 0)
+    if "raw_positions" in names:
+        count = len(stored.get(f"{where}.raw_positions", b"")) // _POSITION_BYTES
+        side["entries"] |= {"raw_positions": count, "raw_values": count}
     for stream, layout in side_tensors(codec, _side(side)).items():
         name = _COUNTED.get(stream.split(".")[0])
         if name is not None and layout_bytes(layout) <= MOST_PAYLOAD_BYTES:

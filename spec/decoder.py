@@ -1827,7 +1827,8 @@ CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
 # side-cars.md --------------------------------------------------------------------------------------------------------
 
 SIDE_CARS = "side-cars.md"
-SIDE_CAR_KEYS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qjl", "raw_tokens")
+SIDE_CAR_KEYS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qjl", "raw_tokens", "raw_positions")
+POSITION_WORDS = 4
 
 
 def take_choice(value: Any, allowed: Mapping[str, str], what: str) -> str:
@@ -1849,7 +1850,8 @@ def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]
     require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
     require(not names or codec.id != "lossless", "codecs/lossless.md, Parameters and ranges", f"lossless has the side-cars {names}")
     for codec_id in ("klt", "transform"):
-        require(not names or codec.id != codec_id, f"codecs/{codec_id}.md, Parameters and ranges", f"{codec_id} has the side-cars {names}")
+        taken = codec.id != codec_id or names in ([], ["raw_positions"])
+        require(taken, f"codecs/{codec_id}.md, Parameters and ranges", f"{codec_id} has the side-cars {names}")
     return {name: take_side_car(name, entry[name], codec) for name in names}
 
 
@@ -1869,6 +1871,9 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         dtype = take_choice(value, RAW_DTYPES, name)
         flags = NumberStream("raw_token_flags", "U8", (), per_head=False)
         return SideCar({}, [flags, NumberStream(name, dtype, (), any_bits=True, per="entry")])
+    if name == "raw_positions":
+        values = NumberStream("raw_values", take_choice(value, RAW_DTYPES, name), (), any_bits=True, per="entry")
+        return SideCar({}, [NumberStream(name, "U16", (POSITION_WORDS,), per="entry"), values])
     keys = {"outliers": ["fields"], "qjl": ["seed", "norm", "fields"]}[name]
     if not isinstance(value, dict) or list(value) != keys:
         refuse(SIDE_CARS, f"{name} is {value!r}, not a map of {keys}")
@@ -1966,7 +1971,7 @@ class Side:
 
     def sizes(self, stream: NumberStream) -> tuple[int, ...]:
         """The sizes of a row; an entry of raw tokens has those of all heads."""
-        return (self.heads, self.codec.dim) if stream.name == "raw_tokens" else stream.sizes
+        return (self.heads, self.codec.dim) if stream.name in ("raw_tokens", "raw_values") else stream.sizes
 
     def tensors(self, prefix: str) -> list[Tensor]:
         """The tensors that container.md and the codec's page give, in order, without what only the header says."""
@@ -2015,7 +2020,8 @@ RECORD = 96
 HIDDEN = "container.md, Hidden tokens"
 HIDDEN_TOKENS = "hidden-tokens"
 HIDDEN_RECORD = 20
-REQUIRED_FEATURES = {HIDDEN_TOKENS.encode(), LAYER_POSITIONS.encode(), LAYER_STATE.encode(), BASIS.encode()}
+RAW_POSITIONS = "raw-positions"
+REQUIRED_FEATURES = {HIDDEN_TOKENS.encode(), LAYER_POSITIONS.encode(), LAYER_STATE.encode(), BASIS.encode(), RAW_POSITIONS.encode()}
 LIMITS = "container.md, Limits"
 
 
@@ -2061,6 +2067,8 @@ def take_header(
             require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
         file.layers.append({"k": k, "v": v})
     require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
+    used = any("raw_positions" in codec.side_cars for codec in made)
+    require(used == (RAW_POSITIONS in required), "container.md, Header tensor", f"{RAW_POSITIONS} is in required or its side-car in codecs")
     file.starts = take_starts(file, LAYER_POSITIONS in required)
     if BASIS in required:
         check_basis(file)
@@ -2418,6 +2426,8 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: M
     for name, found in places.items():
         rule = f"{SIDE_CARS}, Layout"
         require(len(found) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(found)} flags")
+    if "raw_positions" in codec.side_cars:
+        places["raw_positions"] = position_places(side, prefix)
     all_digits = side.digits | codec.coded(side, prefix)
     tail: list[float] = numbers(contents[f"{prefix}tail"], RAW_DTYPES[side.tail_dtype]) if side.tail else []
     if side.shape[2] == 0:
@@ -2470,14 +2480,41 @@ def flags_of(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
     return made
 
 
+def position_places(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
+    """side-cars.md, Layout: the entry of each raw token by token and sequence."""
+    count, rule = side.entries["raw_positions"], f"{SIDE_CARS}, Layout"
+    has = side.entries["raw_values"]
+    require(has == count, rule, f"{prefix}raw_values has {has} entries for {count} positions")
+    found: dict[tuple[int, ...], int] = {}
+    words = [[int(word) for word in side.numbers["raw_positions"][4 * entry : 4 * entry + 4]] for entry in range(count)]
+    last: tuple[int, ...] = (-1, 0)
+    for entry, (low, middle, high, b) in enumerate(words):
+        t = low + 2**16 * middle + 2**32 * high - 1
+        what = f"{prefix}raw_positions: entry {entry} is token {t} of sequence {b}"
+        if t < 0:
+            require(b == 0, rule, f"{what}, and unused")
+            continue
+        require(len(found) == entry, rule, f"{what}, behind one that is unused")
+        require(t < side.packed and b < side.batch, rule, f"{what}, of {side.packed} and {side.batch}")
+        require((t, b) > last, rule, f"{what}, behind {last}")
+        last = t, b
+        found[last] = entry
+    size = side.heads * side.codec.dim
+    unused = side.numbers["raw_values"][len(found) * size :]
+    zero = not any(unused) and all(math.copysign(1.0, one) > 0 for one in unused)
+    require(zero, rule, f"{prefix}raw_values: an unused entry is not zero")
+    return found
+
+
 def decode_token(
     side: Side, places: Mapping[str, Mapping[tuple[int, ...], int]], place: tuple[int, int, int], digits: Digits, row: Numbers
 ) -> tuple[list[float], list[float]]:
     """side-cars.md, Decode: the values of the token, sequence and head of ``place``, and their tolerances."""
     codec, (t, b, h) = side.codec, place
-    if (t, b) in places.get("raw_tokens", {}):
-        at = (places["raw_tokens"][t, b] * side.heads + h) * codec.dim
-        return side.numbers["raw_tokens"][at : at + codec.dim], [0.0] * codec.dim
+    for name, values in (("raw_positions", "raw_values"), ("raw_tokens", "raw_tokens")):
+        if (t, b) in places.get(name, {}):
+            at = (places[name][t, b] * side.heads + h) * codec.dim
+            return side.numbers[values][at : at + codec.dim], [0.0] * codec.dim
     u, tolerance = list(codec.decode(digits, row)), list(codec.tolerance(digits, row))
     of_head = 0.0
     for c in range(codec.dim // 4 if "outliers" in places else 0):

@@ -114,9 +114,7 @@ def _segments_of(page: Page, first: int) -> list[SideSegment]:
     if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
     size = math.lcm(RAW_TOKENS, codec.token_group)
-    flagged = sorted(
-        {token // size for tokens in codec.kept_tokens for token in tokens.flags(page.streams).any(0).nonzero()[:, 0].tolist()}
-    )
+    flagged = sorted({token // size for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()})
     if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
         return [SideSegment(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})

@@ -141,9 +141,7 @@ def _parts_of(side: Side) -> list[Part] | None:
 
 def _packed(side: Side) -> list[Part] | None:
     codec = side.codec
-    # Rows of a basis that the cache holds may be others for each page.
-    own_rows = isinstance(codec, Klt) and codec.rows != "basis"
-    framed = own_rows or (isinstance(codec, WithSideCars) and bool(codec.value_maps))
+    framed = _framed(codec)
     described = codecs.described(codec)
     if described is None or (framed and len(side.pages) > MOST_FRAMES):
         return None
@@ -171,6 +169,13 @@ def _packed(side: Side) -> list[Part] | None:
     return parts
 
 
+def _framed(codec: Codec) -> bool:
+    """Whether each page may have a coded frame of its own: by channel maps, or rows of a basis that the cache holds."""
+    if isinstance(codec.family, Klt) and codec.family.rows != "basis":
+        return True
+    return isinstance(codec, WithSideCars) and bool(codec.value_maps)
+
+
 @cache
 def _raw(dim: int, dtype: torch.dtype) -> Raw:
     return Raw(dim, RAW_DTYPES[dtype])
@@ -187,7 +192,7 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
     counts = numpy.diff(stretch.ends, prepend=0)
     streams, codec = dict(stretch.streams), stretch.codec
     if codecs.ENTRY in described.streams:
-        raw = _raw_tokens(stretch)
+        raw = _raw_tokens(stretch, batch)
         if raw is None:
             return None
         streams |= raw
@@ -244,6 +249,7 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
 
 def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
     """The stream ``codecs.BASIS``: of each run, or the same for all."""
+    codec = codec.family
     assert isinstance(codec, Klt)
     if "rows" not in streams:
         return codecs.basis_numbers(codec, codec.source_for(heads))[:, :, None].expand(batch, heads, runs, -1)
@@ -259,21 +265,21 @@ def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([firsts, words], -1).permute(1, 2, 0, 3).contiguous()
 
 
-def _raw_tokens(stretch: Stretch) -> dict[str, torch.Tensor] | None:
+def _raw_tokens(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
     """The streams ``codecs.ENTRY`` and ``codecs.ENTRIES``; None where C cannot use them, or flags and raw tokens disagree."""
     codec = stretch.codec
     assert isinstance(codec, WithSideCars)
     (tokens,) = codec.kept_tokens
-    if codec.value_maps and len(stretch.ends) > 1:
-        # Each run has channels of its own.
+    if len(stretch.ends) > 1 and _framed(codec):
+        # Each run has a coded frame of its own.
         return None
-    flags, kept = tokens.flags(stretch.streams), tokens.kept(stretch.streams)
-    if int(flags.sum()) != kept.shape[0]:
+    (token, sequence), kept = tokens.places(stretch.streams), tokens.kept(stretch.streams)
+    if len(token) != len(kept):
         return None
-    # Entries are in the order of tokens, then of sequences.
-    numbers = torch.where(flags.T, flags.T.flatten().cumsum(0).view(flags.T.shape) - 1, -1)
-    coded = codec.coded(kept, flags, stretch.streams)
-    return {codecs.ENTRY: numbers.T[:, None].to(torch.int32).contiguous(), codecs.ENTRIES: coded.transpose(0, 1)[None].contiguous()}
+    numbers = torch.full((batch, 1, int(stretch.ends[-1])), -1, dtype=torch.int32, device="cpu")
+    numbers[sequence, 0, token] = torch.arange(len(kept), dtype=torch.int32, device="cpu")
+    coded = codec.coded(kept, sequence, stretch.streams)
+    return {codecs.ENTRY: numbers, codecs.ENTRIES: coded.transpose(0, 1)[None].contiguous()}
 
 
 def _outliers(stretch: Stretch) -> dict[str, torch.Tensor] | None:

@@ -81,6 +81,5 @@ def _put_raw(side: Side, tokens: KeptTokens, out: torch.Tensor) -> None:
     start = 0
     for stretch in side.pages.stretches:
         stop = start + int(stretch.ends[-1])
-        flags = tokens.flags(stretch.streams)
-        out[:, :, start:stop].permute(2, 0, 1, 3)[flags.T] = tokens.kept(stretch.streams).to(out.dtype)
+        out[:, :, start:stop].permute(2, 0, 1, 3)[tokens.places(stretch.streams)] = tokens.kept(stretch.streams).to(out.dtype)
         start = stop

@@ -93,7 +93,7 @@ def _row(cache: Cache, rate: float, repeats: int) -> dict[str, Any]:
 
 def _products(side: Side) -> list[tuple[int, int, int]]:
     """Tokens, columns with symbols and channels of every product of a side."""
-    codec = side.codec
+    codec = side.codec.family
     assert isinstance(codec, Transform)
     frames: Frames = codec.source_for(side.heads)
     found = []
@@ -110,8 +110,8 @@ def _products(side: Side) -> list[tuple[int, int, int]]:
 def _all_symbols(sides: Sequence[Side]) -> None:
     for side in sides:
         for page in side.pages:
-            assert isinstance(side.codec, Transform)
-            side.codec.symbols(page.streams)
+            assert isinstance(side.codec.family, Transform)
+            side.codec.family.symbols(page.streams)
 
 
 def _all_products(shapes: Sequence[tuple[int, int, int]]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.coding.encoding import RAW_NAMES, STATE_DTYPES
 from kvpack.file import layer_positions, layer_states
-from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.layer_states import StateEntry
 from kvpack.file.metadata import FEATURE, to_bytes
 
@@ -37,7 +37,7 @@ def contents_of(
         for name, state in layer.states.items()
     ]
     of_states, listed_states = layer_states.features_of(states)
-    required, ignorable = (*required, *of_states), ignorable | listed_states
+    required, ignorable = tuple(sorted((*required, *of_states, *features_of(codecs)))), ignorable | listed_states
     if inputs is not None:
         of_inputs, listed_inputs = inputs.to_features()
         required, ignorable = (*required, *of_inputs), ignorable | listed_inputs

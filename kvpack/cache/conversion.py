@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +13,13 @@ from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw import HOLDS
+from kvpack.formats.raw_positions import RawPositions
 
 from .pages import Page
 from .side import Side, packed_side
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
@@ -39,7 +41,7 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
     found = []
     for number, layer in enumerate(layers):
         sides: list[Side | None] = []
-        first = start + layer.skipped
+        first, norms = start + layer.skipped, _norms_of_keys(layer)
         for name, side in (("k", layer.k), ("v", layer.v)):
             if side is None:
                 sides.append(None)
@@ -47,13 +49,13 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
             codec = recipe.codec(number, len(layers), name, side.dim, _exact_dtype(side))
             if codec == side.codec:
                 # The recipe's codec has what no file holds: options of its encoder, and its basis.
-                sides.append(_with_window(replace(side, codec=codec), recipe.window, f"layers[{number}].{name}", first))
+                sides.append(_with_window(replace(side, codec=codec), recipe.window, f"layers[{number}].{name}", first, norms))
             elif codec.same_codes(side.codec):
                 with own_modes(side.device):
                     repacked = side.repacked(codec)
-                sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}", first))
+                sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}", first, norms))
             else:
-                packed = _encoded(side, codec, recipe.window, f"layers[{number}].{name}", first)
+                packed = _encoded(side, codec, recipe.window, f"layers[{number}].{name}", first, norms(codec))
                 sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
         found.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
@@ -61,30 +63,42 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
     return tuple(found), recipe.canonical
 
 
-def _encoded(side: Side, codec: Codec, window: int, where: str, first: int) -> Side:
+def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
+    """The norms of a layer's keys, computed once, for codecs that choose raw tokens by them."""
+    found = cache(lambda: None if layer.k is None else layer.k.norms())
+
+    def norms(codec: Codec) -> torch.Tensor | None:
+        return found() if codec.side_car(RawPositions) else None
+
+    return norms
+
+
+def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
     """The values of ``side``, from position ``first`` on, encoded by ``codec``, some at a time where no stream depends on all of them."""
     # Another dtype would not keep what NaN holds.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
     multiple = math.lcm(128, codec.token_group, side.codec.token_group)
     step = max(1, VALUES_AT_ONCE // (side.batch * side.heads * side.dim) // multiple) * multiple
-    per_token = all(entry.per == "token" for entry in codec.layout(side.batch, side.heads, tokens).values())
+    raw = codec.side_car(RawPositions)
+    named = {} if raw is None else raw.layout(1, 1, 0)
+    per_token = all(entry.per == "token" or name in named for name, entry in codec.layout(side.batch, side.heads, tokens).items())
     packed = tokens - tokens % window if window else tokens
     aligned = all(boundary % multiple == 0 for boundary in side.boundaries if boundary < packed) and packed % side.codec.token_group == 0
     # Values of raw sides may be refused, and are then named by their places in the whole.
     lossy = codec.exact_dtype is None and side.codec.exact_dtype is None
     if not (lossy and per_token and aligned and packed > step):
-        return packed_side(side.unpack(dtype), codec, window, where, first)
+        return packed_side(side.unpack(dtype), codec, window, where, first, norms)
     parts = []
     with own_modes(side.device):
         try:
             for start in range(0, packed, step):
-                part = side.slice(start, min(start + step, packed)).unpack(dtype)
-                parts.append(encode(codec, part, where, position=first + start))
+                stop = min(start + step, packed)
+                part, of_part = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, start:stop]
+                parts.append(Page(codec, stop - start, encode(codec, part, where, position=first + start, norms=of_part)))
         except OutOfRange:
-            return packed_side(side.unpack(dtype), codec, window, where, first)
-        streams = {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
+            return packed_side(side.unpack(dtype), codec, window, where, first, norms)
         tail = side.slice(packed, tokens).unpack(dtype)
-    return Side(codec, (Page(codec, packed, streams),), tail, window)
+    return Side(codec, (Page.joined(parts),), tail, window)
 
 
 def _exact_dtype(side: Side) -> str:
@@ -101,7 +115,7 @@ def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tail if is_rounded(tail, narrow) else narrow
 
 
-def _with_window(side: Side, window: int, where: str, first: int) -> Side:
+def _with_window(side: Side, window: int, where: str, first: int, norms: Callable[[Codec], torch.Tensor | None]) -> Side:
     """The side with another window: tokens that no longer fit its tail are encoded, as by ``pack``."""
     if window == side.window:
         return side
@@ -111,5 +125,7 @@ def _with_window(side: Side, window: int, where: str, first: int) -> Side:
         return replace(side, window=window)
     with own_modes(side.device):
         before = side.pages[-1].streams if side.pages else None
-        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + side.packed_tokens))
+        packed, of_keys = side.packed_tokens, norms(side.codec)
+        of_tail = None if of_keys is None else of_keys[:, packed : packed + ready]
+        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + packed, of_tail))
         return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)

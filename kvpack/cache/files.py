@@ -127,7 +127,7 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe | None, bas
         return cache
     parsed = parse_recipe(recipe)
     if parsed.needs_basis and parsed.basis is None and bases is not None:
-        codecs = [side.codec for layer in cache for side in layer.sides.values()]
+        codecs = [side.codec.family for layer in cache for side in layer.sides.values()]
         own = {codec.basis for codec in codecs if isinstance(codec, Klt | Transform)}
         given: Any = bases
         parsed = parse_recipe(parsed, find(given, own.pop()) if len(own) == 1 else given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.raw_positions import RawPositions, norms_of
 
 from .arguments import integer, refuse_pickle
 from .rows import check_rows, row_numbers
@@ -114,11 +116,22 @@ class Layer:
         if self.states:
             raise InvalidShape(_one_moment(self, f"{where}: tokens were to be added to it"))
         sides, first = [], None if start is None else start + self.skipped
+        unit = None
+        if any(side.codec.side_car(RawPositions) for side in self.sides.values()):
+            # The keys choose raw tokens for both sides, so both are encoded at once.
+            unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
+
+        def norms(start: int, stop: int) -> torch.Tensor | None:
+            if self.k is None or k is None or unit is None:
+                return None
+            held = self.k.norms(start) if start < self.k.tokens else k.new_zeros(k.shape[0], 0, dtype=torch.float32)
+            return torch.cat([held, norms_of(k)], 1)[:, : stop - start]
+
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
                 held, given = ("no", "some") if side is None else ("a", "none")
                 raise InvalidShape(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
-            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first))
+            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first, unit, norms))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
             raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
         return replace(self, k=sides[0], v=sides[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded, MissingBasis, OutOfBounds
+from kvpack.formats.raw_positions import RawPositions, norms_of
 from kvpack.kernels.cpu.memory import together
 
 from .arguments import integer
@@ -27,7 +29,7 @@ from .side import Side, check_tensor, packed_side
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
@@ -89,7 +91,8 @@ def pack(
     with own_modes(torch.device("cpu")), together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
-            sides = (_pack_side(x, recipe, number, len(states), side, start + skipped) for x, side in ((k, "k"), (v, "v")))
+            norms = _norms_of_keys(k)
+            sides = (_pack_side(x, recipe, number, len(states), side, start + skipped, norms) for x, side in ((k, "k"), (v, "v")))
             layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
             if progress:
                 progress(number + 1, len(states))
@@ -115,7 +118,20 @@ def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
     return replace(inputs, first=start, count=None)
 
 
-def _pack_side(x: torch.Tensor | Encoded | None, recipe: Recipe, layer: int, layers: int, side: str, first: int) -> Side | None:
+def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tensor | None]:
+    """What computes the norms of a layer's keys once for both sides."""
+    return cache(lambda: norms_of(k) if isinstance(k, torch.Tensor) else None)
+
+
+def _pack_side(
+    x: torch.Tensor | Encoded | None,
+    recipe: Recipe,
+    layer: int,
+    layers: int,
+    side: str,
+    first: int,
+    norms: Callable[[], torch.Tensor | None],
+) -> Side | None:
     if x is None:
         return None
     where = f"layers[{layer}].{side}"
@@ -129,7 +145,7 @@ def _pack_side(x: torch.Tensor | Encoded | None, recipe: Recipe, layer: int, lay
                 f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
             )
         return x.side(recipe.window)
-    return packed_side(x, codec, recipe.window, where, first)
+    return packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
 
 
 def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encoded | None], where: str) -> None:

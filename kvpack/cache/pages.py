@@ -75,7 +75,8 @@ class Stretch:
 
         They are int64 ``[token + 1]`` or ``[row + 1]``, on the CPU.
         """
-        counted = {name: [torch.zeros(1, dtype=torch.int64, device="cpu")] for name, layout in self.layout.items() if layout.per == "entry"}
+        entries = [name for name, layout in self.layout.items() if layout.per == "entry" and name not in self._entry_tokens]
+        counted = {name: [torch.zeros(1, dtype=torch.int64, device="cpu")] for name in entries}
         if counted:
             step = next(self.layout[name].tokens_per_row for name in counted)
             flags = {name for name, layout in self.layout.items() if layout.per == "token" and layout.tokens_per_row == step}
@@ -87,20 +88,28 @@ class Stretch:
                     counted[name].append(counts.flatten(1).sum(1).cpu())
         return {name: torch.cat(counts).cumsum(0) for name, counts in counted.items()}
 
+    @cached_property
+    def _entry_tokens(self) -> dict[str, torch.Tensor]:
+        """The token of each entry, ascending int64 on the CPU, of streams whose entries name theirs."""
+        return {name: token.cpu() for name, token in self.codec.ordered(self.streams).items()}
+
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The streams of tokens ``[start, stop)`` as views; ``start`` is at a token group of its run."""
+        """The streams of tokens ``[start, stop)`` as views, but for entries that name their tokens; ``start`` is at a token group."""
         # An empty range after the last token belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
         result = {}
         for name, layout in self.layout.items():
             result[name] = self.streams[name][:, :, slice(*self._rows_of(name, layout, start, stop, first, last))]
-        return result
+        return result | self.codec.shifted(result, -start) if self._entry_tokens and start else result
 
     def _rows_of(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
         """The rows of a stream for tokens ``[start, stop)``, in the runs ``first`` to ``last``."""
         if layout.per == "run":
             return first, last + 1
+        if (tokens := self._entry_tokens.get(name)) is not None:
+            begin, end = torch.searchsorted(tokens, torch.tensor([start, stop], device="cpu")).tolist()
+            return begin, end
         step = layout.tokens_per_row
         if step > 1:
             rows = self._first_rows[step]
@@ -222,11 +231,18 @@ class Page:
         if len(pages) == 1:
             return first
         with own_modes(next(iter(first.streams.values())).device):
+            parts = _in_order(first.codec, [(page.tokens, page.streams) for page in pages])
             streams = {
-                name: first.streams[name] if layout.per == "run" else torch.cat([page.streams[name] for page in pages], 2)
+                name: first.streams[name] if layout.per == "run" else torch.cat([part[name] for part in parts], 2)
                 for name, layout in first._layout.items()
             }
         return Page(first.codec, sum(page.tokens for page in pages), streams)
+
+
+def _in_order(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
+    """The streams of consecutive ``parts``, each of some tokens, ready to be joined: entries name tokens counted from the first part's."""
+    firsts = accumulate((tokens for tokens, _ in parts), initial=0)
+    return [{**streams, **codec.shifted(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
 
 class Pages(Sequence[Page]):
@@ -330,8 +346,9 @@ class Pages(Sequence[Page]):
         kept, one = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
         streams = {}
         with own_modes(next(iter(one.streams.values())).device):
+            of_stretches = _in_order(one.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
             for name, layout in one.layout.items():
-                parts = [stretch.streams[name] for stretch in self.stretches]
+                parts = [own[name] for own in of_stretches]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
                 streams[name] = rows_of(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
         return Pages([Stretch(one.codec, self.ends[last], streams)])

@@ -21,6 +21,7 @@ from kvpack.coding.modes import own_modes
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
+from kvpack.formats.raw_positions import norms_of
 from kvpack.kernels.cpu.memory import empty
 
 from .arguments import check_floating, checked_device, integer
@@ -165,6 +166,17 @@ class Side:
         tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in left)]
         for_each_block(unpack_tile, tiles, self.device)
 
+    def norms(self, start: int = 0) -> torch.Tensor:
+        """The norms of the tokens from ``start`` on, over all heads, as far as they are decoded: float32 ``[batch, token]``."""
+        found = [torch.zeros(self.batch, 0, device=self.device)]
+        per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
+        for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
+            if first >= start:
+                page, begin = self.place(first, stop)
+                own = self.tail[:, :, first - begin : stop - begin] if page is None else page.decode(first - begin, stop - begin)
+                found.append(norms_of(own))
+        return torch.cat(found, 1)
+
     def prefix(self, tokens: int) -> Side:
         """The first ``tokens`` tokens; packed bytes are shared, nothing is decoded."""
         return self.slice(0, tokens)
@@ -198,10 +210,18 @@ class Side:
             pages = self._pages.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
             return replace(self, pages=pages, tail=self.tail.index_select(0, chosen))
 
-    def append(self, x: torch.Tensor, where: str = "append", first: int | None = None) -> Side:
+    def append(
+        self,
+        x: torch.Tensor,
+        where: str = "append",
+        first: int | None = None,
+        unit: int | None = None,
+        norms: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
+    ) -> Side:
         """Add tokens ``[batch, kv_head, token, dim]`` to the tail; at ``window`` tokens it is encoded in whole groups.
 
-        ``first`` is the position of the side's first token, if it is known: some codecs take fewer bits by it.
+        ``first`` is the position of the side's first token, if it is known: some codecs take fewer bits by it. ``unit``, a multiple of the
+        codec's token group, takes the place of that, and ``norms(start, stop)`` gives those of the keys of the side's tokens.
         Raises InvalidShape or InvalidDtype when ``x`` does not continue this side, NonFinite, OutOfRange.
         """
         check_tensor(x, where)
@@ -217,13 +237,14 @@ class Side:
                 # Checked here and not when the tail is encoded: by then the new tokens could not be told from older ones.
                 check_finite(x, self.tokens, where)
             tail = self._tail_with(x, where)
-            unit = self.window or self.codec.token_group
+            unit = self.window or unit or self.codec.token_group
             ready = tail.shape[2] // unit * unit
             if not ready:
                 return replace(self, tail=tail)
             before = self.pages[-1].streams if self.pages else None
             position = None if first is None else first + self.packed_tokens
-            streams = encode(self.codec, tail[:, :, :ready], where, before, position)
+            given = norms(self.packed_tokens, self.packed_tokens + ready)
+            streams = encode(self.codec, tail[:, :, :ready], where, before, position, given)
             return replace(self, pages=self._pages.added(Page(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
@@ -324,13 +345,19 @@ def check_tensor(x: Any, where: str) -> None:
         raise InvalidDtype(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
 
 
-def packed_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None) -> Side:
-    """A side of ``x``, whose tokens begin at position ``first``, encoded by ``codec`` except for the tail that ``window`` leaves."""
+def packed_side(
+    x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None
+) -> Side:
+    """A side of ``x``, whose tokens begin at position ``first``, encoded by ``codec`` except for the tail that ``window`` leaves.
+
+    ``norms`` ``[batch, token]`` are those of the layer's keys, if they are known.
+    """
     tokens = x.shape[2]
     # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
     with own_modes(x.device):
         if codec.exact_dtype is None and packed < tokens:
             check_finite(x[:, :, packed:], packed, where)
-        pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where, position=first)),) if packed else ()
+        of_packed = None if norms is None else norms[:, :packed]
+        pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where, position=first, norms=of_packed)),) if packed else ()
         return Side(codec, pages, x[:, :, packed:].clone(), window)

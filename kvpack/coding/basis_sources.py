@@ -72,7 +72,7 @@ def bound(header: Header, source: Any = None) -> Header:
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
     of_sides = [codec for number, codec in enumerate(header.codecs) if number in used]
-    unbound = [codec for codec in of_sides if isinstance(codec, Klt | Transform) and codec.source is None]
+    unbound = [codec.family for codec in of_sides if isinstance(codec.family, Klt | Transform) and codec.family.source is None]
     needed = {codec.basis for codec in unbound if _needs_basis(codec)}
     if not unbound or (source is None and not needed):
         return header
@@ -85,7 +85,7 @@ def bound(header: Header, source: Any = None) -> Header:
     codecs = tuple(_bound(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
-            codec = codecs[side.codec]
+            codec = codecs[side.codec].family
             if isinstance(codec, Klt | Transform) and _needs_basis(codec) and codec.source is not None:
                 heads = codec.source.heads if isinstance(codec, Klt) else codec.source.heads(codec.dim)
                 if heads != side.heads:
@@ -97,29 +97,30 @@ def _needs_basis(codec: Klt | Transform) -> bool:
     return isinstance(codec, Transform) or codec.rows == "basis"
 
 
-def _bound(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
+def _bound(number: int, given: Codec, bases: Mapping[bytes, Basis]) -> Codec:
+    codec = given.family
     if not isinstance(codec, Klt | Transform) or codec.source is not None or codec.basis not in bases:
-        return codec
+        return given
     basis = bases[codec.basis]
     try:
         rows = basis.rows(codec.layer, codec.side)
         frames = basis.frames(codec.layer, codec.side) if isinstance(codec, Transform) else None
     except OutOfBounds as error:
         if not _needs_basis(codec):
-            return codec
+            return given
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if rows.dim != codec.dim:
         if not _needs_basis(codec):
-            return codec
+            return given
         raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, the {codec.place} have {rows.dim} channels")
     if not isinstance(codec, Transform):
-        return replace(codec, source=rows)
+        return given.with_family(replace(codec, source=rows))
     assert frames is not None
     if frames.count != (rows.heads if codec.scope == "head" else 1):
         raise InvalidHeader(
             f"codecs[{number}]: scope is {codec.scope}, the {codec.place} have {frames.count} frames for {rows.heads} heads"
         )
-    return replace(codec, source=frames)
+    return given.with_family(replace(codec, source=frames))
 
 
 def located(where: str, header: Header, source: Any) -> Header:

@@ -14,6 +14,7 @@ from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import HOLDS
+from kvpack.formats.raw_positions import VALUES, RawPositions, norms_of
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu.memory import empty
 
@@ -51,15 +52,25 @@ class Progress(Protocol):
 
 
 def encode(
-    codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None, position: int | None = None
+    codec: Codec,
+    x: torch.Tensor,
+    where: str,
+    before: Mapping[str, torch.Tensor] | None = None,
+    position: int | None = None,
+    norms: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    ``before`` holds the streams of the run that it continues, and ``position`` is that of the first token, as far as these are known.
+    ``before`` holds the streams of the run that it continues, ``position`` is that of the first token, and ``norms``, ``[batch, token]``,
+    are those of the layer's keys (``raw_positions.norms_of``), as far as these are known.
     Raises NonFinite for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
     Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it.
     """
+    raw = codec.side_car(RawPositions)
+    if raw is not None:
+        assert isinstance(codec, WithSideCars)
+        return _encode_beside_raw(codec, raw, x, where, before, position, norms)
     with own_modes(x.device):
         streams = dispatch.encode(codec, x, before)
     if streams is None:
@@ -69,6 +80,26 @@ def encode(
         names = f"{RAW_NAMES[x.dtype]} values as {kept}"
         warnings.warn(f"the recipe stores {names} and rounds them; the recipe raw keeps every value", RoundedWarning, stacklevel=2)
     return streams
+
+
+def _encode_beside_raw(
+    codec: WithSideCars,
+    raw: RawPositions,
+    x: torch.Tensor,
+    where: str,
+    before: Mapping[str, torch.Tensor] | None,
+    position: int | None,
+    norms: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """``encode``, for a codec that keeps some tokens raw: what encodes the others then sees a whole run, kernels too."""
+    with own_modes(x.device):
+        chosen = raw.choose(norms_of(x) if norms is None else norms.to(x.device), position, before is not None)
+        with _placed(where):
+            rest, own = raw.encode(x, chosen, codec.token_group)
+        if not torch.isfinite(own[VALUES]).all():
+            check_finite(x, 0, where)
+    streams = encode(codec.without(raw), rest, where, before, position) | own
+    return {name: streams[name] for name in codec.layout(1, 1, 0)}
 
 
 def _encode_in_blocks(

@@ -5,6 +5,7 @@ The text comes from a file. It is searched, and not parsed as a recipe: that wou
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.options import Options
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.side_cars import WithSideCars
 
 from .presets import ADDITIONS, PUBLISHED
@@ -35,7 +38,7 @@ STEERING = {
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
-_WORDS = tuple(f"{name}=" for name in sorted(frozenset().union(*STEERING.values())))
+_WORDS = tuple(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*STEERING.values())))
 
 
 def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
@@ -43,15 +46,21 @@ def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Co
 
     A text that is no recipe, or whose recipe makes another codec, changes nothing: both are valid in a file.
     """
-    inner = codec.codec if isinstance(codec, WithSideCars) else codec
-    words = {name: value for name, value in _words(recipe, layer, layers, side, inner.id).items() if name in STEERING.get(inner.id, ())}
-    if not words:
-        return codec
-    try:
-        changed: Codec = replace(inner, **words)  # type: ignore[type-var]
-    except InvalidParameter:
-        return codec
-    return replace(codec, codec=changed) if isinstance(codec, WithSideCars) else changed
+    inner, given = codec.family, _words(recipe, layer, layers, side, codec.id)
+    words = {name: value for name, value in given.items() if name in STEERING.get(inner.id, ())}
+    if words:
+        with contextlib.suppress(InvalidParameter):
+            codec = codec.with_family(replace(inner, **words))  # type: ignore[type-var]
+    if isinstance(codec, WithSideCars) and not given.keys().isdisjoint(RawPositions.words):
+        with contextlib.suppress(InvalidParameter):
+            codec = _with_choice(codec, RawPositions.of_words(codec.dim, side, Options(codec.id, given)))
+    return codec
+
+
+def _with_choice(codec: WithSideCars, chooses: RawPositions | None) -> WithSideCars:
+    """``codec``, which chooses raw tokens as ``chooses`` does, if that is its side-car but for the choice."""
+    side_cars = tuple(chooses if chooses is not None and one == chooses else one for one in codec.side_cars)
+    return replace(codec, side_cars=side_cars)
 
 
 @lru_cache(maxsize=1024)

@@ -70,6 +70,7 @@ def summarize(file: File) -> dict[str, Any]:
         {"name": state.where, "dtype": state.dtype, "shape": list(state.shape), "stored_bytes": file.tensors[state.where].stored_bytes}
         for state in header.states
     ]
+    families = [codec.family for codec in header.codecs]
     packed = sum(side["values"] for side in sides)
     values = packed + sum(math.prod(state.shape) for state in header.states)
     payload = sum(streams.values())
@@ -89,7 +90,7 @@ def summarize(file: File) -> dict[str, Any]:
         "metadata": from_bytes(header.ignorable.get(FEATURE, b"")),
         "is_basis": header.is_basis,
         "bases": sorted(
-            {codec.basis for codec in header.codecs if (isinstance(codec, Klt) and codec.rows == "basis") or isinstance(codec, Transform)}
+            {codec.basis for codec in families if (isinstance(codec, Klt) and codec.rows == "basis") or isinstance(codec, Transform)}
         ),
         "codecs": [codec.params() for codec in header.codecs],
         "layers": layers,

@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
                     file.header = located(file.where, file.header, arguments.basis)
                 file.verify(callback)
-                unchecked = any(isinstance(codec, Transform) and codec.source is None for codec in file.header.codecs)
+                families = [codec.family for codec in file.header.codecs]
+                unchecked = any(isinstance(codec, Transform) and codec.source is None for codec in families)
                 results.append({"file": path, "ok": True, "bytes": file.size, "needs_basis": unchecked})
                 checked = "all checked but what needs the basis" if unchecked else "all checked"
                 line = f"{path}: {file.size:,} bytes, {len(file.header.layers)} layers, {checked}"

@@ -16,18 +16,22 @@ from typing import TYPE_CHECKING
 from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.raw import DTYPES
+from kvpack.formats.raw_positions import RawPositions
 
 from . import basis, hidden_tokens, layer_positions, layer_states
 from .checks import check_integer, check_names, check_sequence, check_string, check_type
 from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 FORMAT = 1
 """The major version of the format."""
 
-FEATURES = frozenset({basis.FEATURE, hidden_tokens.FEATURE, layer_positions.FEATURE, layer_states.FEATURE})
+CODEC_FEATURES = frozenset({RawPositions.feature})
+"""The required features that stand for parameters of codecs, and for side-cars (``Codec.features``)."""
+
+FEATURES = CODEC_FEATURES | {basis.FEATURE, hidden_tokens.FEATURE, layer_positions.FEATURE, layer_states.FEATURE}
 """The required features that this kvpack knows."""
 
 FILTERS = ("none", "zstd")
@@ -175,6 +179,9 @@ class Contents:
                 self._check_side(side)
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
+        if (named := CODEC_FEATURES.intersection(self.required)) != (used := set(features_of(self.codecs))):
+            names, uses = (", ".join(sorted(found)) or "none" for found in (named, used))
+            raise InvalidHeader(f"required names {names} of the features of codecs, the codecs have {uses}")
         _ = self.starts, self.states, self.hidden
         if self.is_basis:
             basis.check_basis(self.layers, self.codecs)
@@ -299,6 +306,11 @@ def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, L
 def layout_bytes(layout: Layout) -> int:
     """The size of a tensor in bytes before any filter."""
     return math.prod(layout.shape) * DTYPE_BYTES[layout.dtype]
+
+
+def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
+    """The required features of ``codecs``, ascending."""
+    return tuple(sorted(frozenset().union(*(codec.features for codec in codecs))))
 
 
 def check_required(required: tuple[str, ...]) -> None:

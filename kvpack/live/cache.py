@@ -517,7 +517,7 @@ class LiveCache:
         group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
         windows = [side.window for side in layer.sides.values() if side.window]
         window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
-        made = LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]")
+        made = LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]", self.start)
         made.keeps_past = number in self._kept
         return made
 

@@ -14,6 +14,7 @@ from kvpack.cache.side import check_tensor
 from kvpack.coding.encoding import check_finite
 from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.raw_positions import RawPositions, norms_of
 
 from .side import LiveSide
 
@@ -27,11 +28,11 @@ class LiveLayer:
     """A layer that grows: an immutable ``layer`` first, then what ``update`` adds.
 
     ``window`` is how many tokens are encoded together, ``room`` how many the raw tail holds at most. With ``sliding_window``, tokens
-    that no later query sees are dropped. ``name`` names the layer in errors.
+    that no later query sees are dropped. ``name`` names the layer in errors, ``start`` is the position of the cache's first token.
     """
 
-    def __init__(self, layer: Layer, window: int, room: int, sliding_window: int | None, name: str) -> None:
-        self.window, self.sliding_window, self.name = window, sliding_window, name
+    def __init__(self, layer: Layer, window: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
+        self.window, self.sliding_window, self.name, self._start = window, sliding_window, name, start
         self.skipped = layer.skipped
         self._raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
         self._given: Layer | None = layer
@@ -130,7 +131,11 @@ class LiveLayer:
         self.commit()
         if self._given is not None and not self.version:
             return self._given
-        sides = {name: side.frozen(self.raw_tokens, packed, f"{self.name}.{name}") for name, side in self.sides.items()}
+        keys = self._tail("k") if "k" in self.sides else None
+        sides = {
+            name: side.frozen(self.raw_tokens, packed, f"{self.name}.{name}", *self._place(side.packed_tokens, keys))
+            for name, side in self.sides.items()
+        }
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -210,8 +215,12 @@ class LiveLayer:
         # What is dropped includes the tokens before the tail, so both sides end at one token.
         whole = tokens // self.window * self.window if dropped else self._whole(tokens)
         with own_modes(self.device), self._both_sides():
+            firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
+            places = {first: self._place(first, values.get("k")) for first in set(firsts.values())}
             encoded = {
-                name: self._encoded(name, x[:, :, dropped:whole] if dropped else self.sides[name].with_unfinished(x[:, :, :whole]))
+                name: self._encoded(
+                    name, x[:, :, dropped:whole] if dropped else self.sides[name].with_unfinished(x[:, :, :whole]), *places[firsts[name]]
+                )
                 for name, x in values.items()
             }
             rests = {name: x[:, :, whole:].clone() for name, x in values.items()}
@@ -231,11 +240,26 @@ class LiveLayer:
                 side.tail[:, :, : tokens - whole] = rests[name]
         self.version += 1
 
-    def _encoded(self, name: str, x: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
+    def _place(self, first: int, k: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
+        """The position of the layer's token ``first``, and the norms of the keys from it on, where these choose raw tokens.
+
+        ``k`` are the keys behind those of pages, and unfinished ones.
+        """
+        position = self._start + self.skipped + first
+        if k is None or not any(side.codec.side_car(RawPositions) for side in self.sides.values()):
+            return position, None
+        held = self.sides["k"].side(0)
+        before = held.norms(first) if first < held.tokens else k.new_zeros(k.shape[0], 0, dtype=torch.float32)
+        return position, torch.cat([before, norms_of(k)[:, max(0, first - held.tokens) :]], 1)
+
+    def _encoded(
+        self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None
+    ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
         """The streams of the whole groups that ``x`` begins with, as side ``name`` encodes them, their tokens, and the unfinished ones."""
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
-        return side.encoded(x[:, :, :packed], f"{self.name}.{name}") if packed else {}, packed, x[:, :, packed:]
+        streams = side.encoded(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
+        return streams, packed, x[:, :, packed:]
 
     def _whole(self, tokens: int) -> int:
         """How many of ``tokens`` raw tokens are encoded together: whole windows, or as many as let both sides finish their groups."""

@@ -149,28 +149,30 @@ class LiveSide:
         with own_modes(x.device):
             return torch.cat([self.unfinished, x], 2)
 
-    def frozen(self, tokens: int, packed: bool, where: str) -> Side:
+    def frozen(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
         """The side with the first ``tokens`` tokens of the tail, whose values never change.
 
-        With ``packed``, they are packed in whole token groups, or in whole windows where the recipe asks for a residual window. Raises what
-        ``encoded`` raises.
+        With ``packed``, they are packed in whole token groups, or in whole windows where the recipe asks for a residual window.
+        ``position`` and ``norms`` are those of the tokens behind the packed ones. Raises what ``encoded`` raises.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
         side = Side(self.codec, self._all_pages(), raw[:, :, whole:].clone(), self._given_window)
         if not whole:
             return side
-        streams = self.encoded(raw[:, :, :whole], where)
+        streams = self.encoded(raw[:, :, :whole], where, position, norms)
         return replace(side, pages=self._all_pages().added(Page(self.codec, whole, streams)))
 
-    def encoded(self, x: torch.Tensor, where: str) -> Mapping[str, torch.Tensor]:
+    def encoded(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         """The streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
 
+        ``position`` is that of the first token, and ``norms`` ``[batch, token]`` begins with those of the tokens' keys, if they are known.
         Raises NonFinite and OutOfRange, which name ``where``.
         """
         pages = self._all_pages()
         with own_modes(x.device):
-            return encode(self.codec, x, where, pages[len(pages) - 1].streams if len(pages) else None)
+            before = pages[len(pages) - 1].streams if len(pages) else None
+            return encode(self.codec, x, where, before, position, None if norms is None else norms[:, : x.shape[2]])
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
         """Add ``tokens`` packed tokens."""

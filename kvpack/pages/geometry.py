@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from kvpack.coding.recipes import parse_recipe
-from kvpack.file.header import Contents, LayerEntry, SideEntry
+from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.klt import Klt
@@ -96,9 +96,9 @@ class PageGeometry:
             return Opaque(dim)
         if self.dtype == "u8":
             raise InvalidParameter(f"{where}: the recipe stores {codec.id}, and bytes of an unknown meaning are kept as they are: use raw")
-        if isinstance(codec, Klt):
+        if isinstance(codec.family, Klt):
             # A page of other heads could never be encoded.
-            codec.source_for(self.heads)
+            codec.family.source_for(self.heads)
         varying = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
         if varying:
             raise InvalidParameter(
@@ -123,4 +123,7 @@ class PageGeometry:
                 number = codecs.setdefault(self.codec(recipe, layer, side), len(codecs))
                 sides[side] = SideEntry(number, 1, self.heads, (self.tokens,), 0, tail_dtype, 0)
             layers.append(LayerEntry(sides["k"], sides.get("v")))
-        return Contents(codecs=tuple(codecs), layers=tuple(layers), recipe=recipe.text, ignorable={FEATURE: self.dtype.encode()})
+        ignorable = {FEATURE: self.dtype.encode()}
+        return Contents(
+            codecs=tuple(codecs), layers=tuple(layers), recipe=recipe.text, required=features_of(codecs), ignorable=ignorable
+        )

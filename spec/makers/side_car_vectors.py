@@ -15,15 +15,22 @@ from valid_vectors import add as add_valid  # isort: skip
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvpack.formats.base import Codec
+
 ALL = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
 BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
 SIGNS = with_side_car(create("group", 12, b="2", qjl="fp16"), Qjl(12, DEFAULT_SEED, "fp16", fields=8))
 WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
 
 
+POSITIONS = create("scalar", 6, "k", b="2", rotation="none", raw_first="1", raw_dtype="fp16")
+
+
 def add_all() -> None:
     add_decoded()
     add_refused()
+    add_positions()
+    add_refused_positions()
 
 
 def add_decoded() -> None:
@@ -135,6 +142,64 @@ def add_refused() -> None:
     add_payload("side-car-sign-of-no-channel", "front-3", SIGNS, "qjl_signs.0", 1, "80", "a sign of no channel")
     add_payload("side-car-of-scales-not-finite", "front-13", SIGNS, "scales", 0, "007c", "a scale of a codec with a side-car is not finite")
     add_payload("side-car-flag-of-no-chunk", "front-4", ALL, "outlier_flags.0", 1, "04", "a flag of no chunk")
+
+
+def add_positions() -> None:
+    def two_sequences(codec: Codec, *changes: Callable[[Parts], Any]) -> bytes:
+        return one_side(codec, *changes, runs=(5,), tail=1, batch=2)
+
+    every = create("scalar", 16, "k", b="2", channel_scale="fp16", outliers="3", qjl="fp16", raw_first="1", raw_dtype="fp16")
+    of_groups = create("group", 8, "k", b="2", g="4", raw_first="1")
+    for name, shows, make in (
+        ("raw-positions", "tokens as they are, by their positions, of two sequences", lambda: two_sequences(POSITIONS)),
+        ("raw-positions-bf16", "raw tokens of three runs of groups", lambda: one_side(of_groups, runs=(4, 5, 2), seed="1")),
+        ("raw-positions-fp32", "raw tokens in binary32", lambda: two_sequences(create("angle", 4, n="8", raw_first="1", raw_dtype="fp32"))),
+        ("raw-positions-and-others", "raw tokens over all other side-cars", lambda: two_sequences(every)),
+        ("raw-positions-of-klt", "raw tokens of a basis", lambda: one_side(create("klt", 7, rows="fp16", raw_first="1"), runs=(5,))),
+        ("raw-positions-none", "no raw token", lambda: one_side(POSITIONS, lambda parts: with_positions(parts, []))),
+        ("raw-positions-unused", "two positions, and one that is unused", lambda: two_sequences(POSITIONS, unused)),
+    ):
+        add_valid(f"side-car-{name}", shows, make, "side-cars-10")
+
+
+def add_refused_positions() -> None:
+    def changed(name: str, shows: str, words: list[list[int]], rule: str = "side-cars-13", **more: Any) -> None:
+        def make() -> bytes:
+            return one_side(POSITIONS, lambda parts: with_positions(parts, words, **more), runs=(5,), batch=2)
+
+        add(f"side-car-raw-positions-{name}", rule, "InvalidPayload", shows, make)
+
+    changed("twice", "a token is raw twice", [[2, 0, 0, 1], [2, 0, 0, 1]])
+    changed("of-sequences-descend", "the sequences of a token descend", [[2, 0, 0, 1], [2, 0, 0, 0]])
+    changed("descend", "positions descend", [[3, 0, 0, 0], [2, 0, 0, 1]])
+    changed("beyond", "a token behind the packed ones", [[6, 0, 0, 0]])
+    changed("far-beyond", "a token of more than 32 bits", [[1, 0, 1, 0]])
+    changed("sequence", "a sequence beyond the batch", [[2, 0, 0, 2]])
+    changed("unused-of-a-sequence", "an unused position of a sequence", [[2, 0, 0, 0], [0, 0, 0, 1]])
+    changed("behind-unused", "a position behind an unused one", [[0, 0, 0, 0], [2, 0, 0, 0]])
+    changed("unused-with-a-value", "an unused position whose values are not zero", [[2, 0, 0, 0], [0, 0, 0, 0]], last="0080")
+    changed("too-many", "more values than positions", [[2, 0, 0, 0]], "side-cars-12", values=2)
+    changed("too-few", "fewer values than positions", [[2, 0, 0, 0], [3, 0, 0, 0]], "side-cars-12", values=1)
+    add_header("side-car-raw-positions-fp8", "side-cars-3", POSITIONS, "codecs.0.raw_positions", "fp8", "raw_positions is fp8")
+    add_header("raw-positions-not-required", "container-55", POSITIONS, "required", [], "raw positions without their feature")
+    add_header("raw-positions-required-of-none", "container-55", RAW, "required", ["raw-positions"], "the feature without raw positions")
+
+
+def unused(parts: Parts) -> None:
+    with_positions(parts, [[1, 0, 0, 1], [4, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def with_positions(parts: Parts, words: list[list[int]], values: int | None = None, last: str = "0000") -> None:
+    """Give the keys these positions; all values are 1, those of unused ones 0, and the last value is ``last``."""
+    count = len(words) if values is None else values
+    side = parts.header["layers"][0]["k"]
+    for name, rows in (("raw_positions", len(words)), ("raw_values", count)):
+        side["entries"][name] = parts.header["tensors"][parts.tensor(f"0.k.{name}")][2][2] = rows
+    size = math.prod(parts.header["tensors"][parts.tensor("0.k.raw_values")][2][3:])
+    used = sum(any(word) for word in words) if values is None else count
+    filled = bytes.fromhex("003c") * size * used + bytes(2 * size * (count - used))
+    parts.tensors[parts.tensor("0.k.raw_positions")] = b"".join(word.to_bytes(2, "little") for row in words for word in row)
+    parts.tensors[parts.tensor("0.k.raw_values")] = filled if last == "0000" else filled[:-2] + bytes.fromhex(last)
 
 
 def entries_first(parts: Parts) -> None:

@@ -34,6 +34,7 @@ RECIPES = {
     "k=octahedral:b=4;v=angle:n=256,norm=log8;tail=16": 0.15,
     "kv=quaternion:s=24,r=3,outliers=3": 0.25,
     "k=scalar:b=4,channel_scale=fp16;v=polar:b=4": 0.25,
+    "k=octahedral:b=4,raw_first=3,raw_low_norm=0.9;v=group:b=4,g=8,raw_first=3,raw_low_norm=0.9": 0.25,
     "k=group:b=4,g=16,block_rotation=16,channel_order=u8,sinks=2;v=octahedral:b=4,channel_scale=fp16,outliers=3,sinks=1;tail=16": 0.25,
     "kv=group:b=4,g=16,rotation=hadamard,qjl=fp16,low_norm_tokens=2": 0.25,
     "fp8": 0.05,

@@ -129,7 +129,7 @@ def test_the_recipes_hold_every_codec_and_every_stream_without_a_batch_axis() ->
                 assert layout.per == "entry"
                 assert any(page.streams[name].shape[2] for page in side.pages)
                 without.add(name)
-    assert without == {"outliers", "raw_tokens", "words"}
+    assert without == {"outliers", "raw_tokens", "raw_positions", "raw_values", "words"}
 
 
 @pytest.mark.parametrize("name", ["raw tokens", "outliers", "all"])

@@ -19,6 +19,7 @@ from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.side_cars import WithSideCars
 
 from side_car_bounds import QJL_WORST  # isort: skip
@@ -45,7 +46,7 @@ def stored(dtypes: dict[str, str]) -> str:
 
 def with_all() -> WithSideCars:
     side_cars = {"channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "outliers": "3", "qjl": "fp16", "sinks": "1"}
-    codec = create("scalar", DIM, "k", b="2", **side_cars)
+    codec = create("scalar", DIM, "k", b="2", raw_first="1", **side_cars)
     assert isinstance(codec, WithSideCars)
     return codec
 
@@ -59,6 +60,7 @@ def test_the_keys_and_their_values() -> None:
         "outliers": "map: fields (integer)",
         "qjl": f"map: seed (integer, 0 to 2^64 - 1), norm (string: {words(NORMS)}), fields (integer)",
         "raw_tokens": f"string: {words(RAW_DTYPES)}",
+        "raw_positions": f"string: {words(RAW_DTYPES)}",
     }
     params = with_all().params()
     assert tuple(row["key"] for row in rows) == tuple(SIDE_CARS) == tuple(params)[-len(SIDE_CARS) :]
@@ -83,7 +85,21 @@ def test_the_layout() -> None:
         stored(ORDER_DTYPES),
         stored(NORMS),
     )
-    assert sorted(re.findall(r"[BF]+\d+", dtypes["raw_tokens"])) == sorted(RAW_DTYPES.values())
+    for name in ("raw_tokens", "raw_values"):
+        assert sorted(re.findall(r"[BF]+\d+", dtypes[name])) == sorted(RAW_DTYPES.values())
+
+
+def test_the_size_of_a_position() -> None:
+    figures = re.search(
+        r"With dim (\d+) and three heads, an entry of `bf16` takes (\d+) bytes: of ([\d,]+) tokens of which four are raw, ([\d.]+) bits",
+        section(PAGE, "Layout"),
+    )
+    assert figures is not None
+    dim, nbytes, tokens = (int(figure.replace(",", "")) for figure in figures.groups()[:3])
+    side_car = RawPositions(dim, "bf16")
+    size = sum(DTYPE_BYTES[layout.dtype] * math.prod(layout.shape[3:]) for layout in side_car.layout(1, 3, tokens).values())
+    assert size == nbytes
+    assert float(figures[4]) == round(4 * 8 * nbytes / (tokens * 3 * dim), 3)
 
 
 def test_the_sizes_at_head_dim_128() -> None:

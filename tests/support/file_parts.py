@@ -18,6 +18,8 @@ from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.formats.klt import Klt
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions
+from kvpack.formats.side_cars import WithSideCars
 
 from golden_files import side_car_packings  # isort: skip
 from lossless_streams import lossless_streams  # isort: skip
@@ -124,6 +126,10 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
     """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
+    if raw := codec.side_car(RawPositions):
+        assert isinstance(codec, WithSideCars)
+        page, digits = random_page(codec.without(raw), batch, heads, tokens, source)
+        return Page(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
     if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
         return Page(codec, tokens, coded), {name: codec.unpack(name, coded) for name in codec.packings()}
     if (coded := transform_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
@@ -161,6 +167,18 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: rando
                 numbers[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
             streams[name] = numbers.view(shape).to(TORCH_DTYPES[layout.dtype])
     return Page(codec, tokens, {name: streams[name] for name in layouts}), digits
+
+
+def _random_raw(raw: RawPositions, batch: int, heads: int, tokens: int, source: random.Random) -> dict[str, torch.Tensor]:
+    """The streams of raw tokens at any positions, some of which are not finite."""
+    words = [[token + 1, 0, 0, sequence] for token in range(tokens) for sequence in range(batch) if source.random() < 0.4]
+    values = torch.tensor([source.gauss(0, 1) for _ in range(len(words) * heads * raw.dim)], dtype=torch.float32)
+    if source.random() < 0.2:
+        values[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
+    return {
+        POSITIONS: torch.tensor(words, dtype=torch.int16).view(1, 1, len(words), 4).view(torch.uint16),
+        VALUES: values.view(1, 1, len(words), heads, raw.dim).to(RAW_DTYPES[raw.dtype]),
+    }
 
 
 def random_side(

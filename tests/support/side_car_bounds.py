@@ -12,6 +12,7 @@ from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
+from kvpack.formats.raw_positions import RawPositions, norms_of
 from kvpack.formats.raw_tokens import RawTokens
 
 from error_bounds import ROTATION_TOLERANCE  # isort: skip
@@ -39,6 +40,18 @@ def check_side_cars(
 ) -> None:
     """Unquantized values come back exactly, the codec inside stays within its bound (``check``), and nothing else is lost."""
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
+    if by_position := codec.side_car(RawPositions):
+        raw[by_position.places(streams)[1], 0, by_position.places(streams)[0]] = True
+        stored, of_raw = x.to(_DTYPES[by_position.dtype]).to(torch.float32), raw[..., None].expand_as(x)
+        assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
+        assert torch.equal(raw[:, 0], by_position.choose(norms_of(x)))
+        rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
+    if not codec.codec.takes_side_cars:
+        own = {name: streams[name] for name in codec.codec.layout(1, 1, 0)}
+        mine = codec.codec.decode(own)
+        assert torch.equal(mine[~raw.expand(x.shape[:3])], decoded[~raw.expand(x.shape[:3])])
+        check(codec.codec, rest, own, mine)
+        return
     if raw_tokens := codec.side_car(RawTokens):
         raw = streams["raw_token_flags"] != 0
         rest = _check_raw_tokens(codec, raw_tokens, x, raw, decoded)

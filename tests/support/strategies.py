@@ -224,6 +224,10 @@ SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
         {"sinks": _integers(1, 9)},
         optional={"low_norm_tokens": _integers(1, 9), "raw_tokens": st.sampled_from(("bf16", "fp16", "fp32"))},
     ),
+    "raw_positions": st.fixed_dictionaries(
+        {"raw_low_norm": st.sampled_from(("0.6", "0.95"))},
+        optional={"raw_first": _integers(1, 9), "raw_dtype": st.sampled_from(("bf16", "fp16", "fp32"))},
+    ),
 }
 """The options that each side-car is tried with; options that need each other are together."""
 
@@ -233,6 +237,7 @@ SIDE_CAR_DIMS = {
     "outliers": {dim for dim in DIMS if dim % 4 == 0},
     "qjl": set(DIMS) - {3, 5, 63},
     "raw_tokens": set(DIMS),
+    "raw_positions": set(DIMS),
 }
 """The head dims of ``DIMS`` that each side-car takes."""
 
@@ -241,8 +246,8 @@ def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
     """The codec, with or without side-cars, that a recipe's words request."""
     codec = create_codec(codec_id, dim, side, Options(codec_id, words))
     if codec_id == "transform":
-        return with_random_frames(codec)
-    return with_random_basis(codec) if codec_id == "klt" else codec
+        return codec.with_family(with_random_frames(codec.family))
+    return codec.with_family(with_random_basis(codec.family)) if codec_id == "klt" else codec
 
 
 def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
@@ -258,8 +263,9 @@ def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
     dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
-    if codec_id not in ("raw", "lossless", "klt", "transform"):
-        for name in sorted(draw(st.sets(st.sampled_from([name for name in SIDE_CARS if dim in SIDE_CAR_DIMS[name]])))):
+    if codec_id not in ("raw", "lossless"):
+        taken = SIDE_CARS if codec_id not in ("klt", "transform") else ("raw_positions",)
+        for name in sorted(draw(st.sets(st.sampled_from([name for name in taken if dim in SIDE_CAR_DIMS[name]])))):
             words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
     try:
         return create(codec_id, dim, side, **words)
@@ -276,7 +282,9 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
         assert x.abs().max() > SMALLEST_REFUSED, "a value of ordinary size was refused"
         return False
     layout = codec.layout(batch, heads, tokens)
-    rows = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
+    counts = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
+    counts |= {name: len(token) for name, token in codec.ordered(streams).items()}
+    rows = {name: counts[name] for name in layout if name in counts}
     assert {name: (str(stream.dtype), tuple(stream.shape)) for name, stream in streams.items()} == {
         name: (STORED[entry.dtype], (*entry.shape[:2], rows.get(name, entry.shape[2]), *entry.shape[3:])) for name, entry in layout.items()
     }

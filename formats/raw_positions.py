@@ -1,0 +1,235 @@
+"""raw_positions: some tokens stored unquantized, in every head, by their positions (spec/side-cars.md).
+
+Attention sinks have keys of low norm and values near zero, wherever they stand: a codec that is good on average is at its worst on
+them. The keys choose for both sides. Sources: StreamingLLM (arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from .base import Layout
+from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .lazy import numpy, torch
+from .raw import DTYPES
+from .side_car import KeptTokens, RunStep, known_word
+from .value_blocks import BLOCK_VALUES, row_blocks, values_between
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .base import Run
+    from .options import Options
+    from .value_blocks import Array
+
+POSITIONS, VALUES = "raw_positions", "raw_values"
+
+PAGE = 128
+"""Tokens of a run, counted from its first, whose median norm a token of low norm is measured by."""
+
+_HALVES = 4
+"""Words of a position: three of its token, least first, and one of its sequence."""
+_MOST_FIRST = 1 << 16
+
+
+@dataclass(frozen=True)
+class RawPositions(KeptTokens):
+    """Tokens stored as ``dtype``: the ``first`` of a sequence, and those whose norm is below ``low_norm`` times their page's median.
+
+    The norm is that of a token's keys in all heads, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
+    """
+
+    name: ClassVar[str] = "raw_positions"
+    words: ClassVar[tuple[str, ...]] = ("raw_first", "raw_low_norm", "raw_dtype")
+    of_every_codec: ClassVar[bool] = True
+    feature: ClassVar[str] = "raw-positions"
+
+    dim: int
+    dtype: str
+    first: int = field(default=0, compare=False)
+    low_norm: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        dtype = options.choice("raw_dtype", "", tuple(DTYPES))
+        first = options.integer("raw_first", 0, 1, _MOST_FIRST)
+        low_norm = options.share("raw_low_norm", 0.0)
+        if not (first or low_norm):
+            if dtype:
+                raise InvalidParameter(
+                    f"codec {options.codec}: raw_dtype is {dtype}, which needs raw_first=<count> or raw_low_norm=<share>"
+                )
+            return None
+        return cls(dim, dtype or "bf16", first, low_norm)
+
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, known_word(cls.name, value, DTYPES))
+
+    def params(self) -> str:
+        return self.dtype
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """``raw_positions``, token and sequence of each raw token, in that order, and ``raw_values``, their values."""
+        return {
+            POSITIONS: Layout("U16", (1, 1, 0, _HALVES), per="entry", batch_axis=None),
+            VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
+        }
+
+    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        count = batch * min(tokens, self.first)
+        return {POSITIONS: count, VALUES: count}
+
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
+        norms = run.norms
+        if norms is None:
+            norms = torch.cat([norms_of(block) for block in run.blocks()], 1) if run.shape[2] else torch.zeros(run.shape[0], 0)
+        chosen = self.choose(norms, run.position, before is not None)
+        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], token_group, start))
+
+    def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
+        """Which tokens of a run to keep raw, bool ``[batch, token]``, by the ``norms`` of their keys, ``[batch, token]``.
+
+        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence.
+        """
+        batch, tokens = norms.shape
+        chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
+        if position is None:
+            position = self.first if continues else 0
+        chosen[:, : max(0, self.first - position)] = True
+        if self.low_norm and tokens:
+            whole = tokens // PAGE * PAGE
+            medians = [norms[:, :whole].reshape(batch, -1, PAGE).median(2).values.repeat_interleave(PAGE, 1)]
+            if whole < tokens:
+                medians.append(norms[:, whole:].median(1, keepdim=True).values.expand(batch, tokens - whole))
+            median = torch.cat(medians, 1)
+            chosen |= (norms < self.low_norm * median) & torch.isfinite(median)
+        return chosen
+
+    def encode(
+        self, x: torch.Tensor, chosen: torch.Tensor, token_group: int, start: int = 0
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
+
+        ``start`` is the number of the first token in its run. Raises OutOfRange when a value does not fit the dtype.
+        """
+        token, sequence = chosen.T.nonzero().unbind(1)
+        exact = x.permute(2, 0, 1, 3)[token, sequence]
+        values = exact.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
+        lost = torch.isinf(values) & torch.isfinite(exact)
+        if lost.any():
+            entry, head, channel = torch.nonzero(lost)[0].tolist()
+            raise OutOfRange(
+                f"the raw token at batch {int(sequence[entry])}, head {head}, token {int(token[entry])} is "
+                f"{exact[entry, head, channel].item():.6g} at channel {channel}, the largest {self.dtype} is "
+                f"{torch.finfo(values.dtype).max:.6g}; choose a wider raw_dtype"
+            )
+        return replaced(x, token, sequence, chosen, token_group), {POSITIONS: _stored(token + start, sequence), VALUES: values[None, None]}
+
+    def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return _places(streams[POSITIONS])
+
+    def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return streams[VALUES][0, 0, : len(_places(streams[POSITIONS])[0])].to(torch.float32)
+
+    def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        token, _ = _places(streams[POSITIONS])
+        return {POSITIONS: token, VALUES: token}
+
+    def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        token, sequence = _places(streams[POSITIONS])
+        return {POSITIONS: _stored(token + tokens, sequence), VALUES: streams[VALUES][:, :, : len(token)]}
+
+    def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        token, sequence = _places(streams[POSITIONS])
+        entry, row = (sequence[:, None] == indices.to(sequence.device)[None]).nonzero().unbind(1)
+        order = torch.argsort(token[entry] * len(indices) + row)
+        entry, row = entry[order], row[order]
+        return {POSITIONS: _stored(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
+
+    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Raise InvalidPayload unless there are as many positions as rows of values, whose values may be any."""
+        positions, rows = arrays[POSITIONS].shape[2], arrays[VALUES].shape[2]
+        if positions != rows:
+            raise InvalidPayload(f"{where}.{POSITIONS}: has {positions} positions, {where}.{VALUES} holds {rows} raw tokens")
+
+    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
+        """Raise InvalidPayload for positions out of order or of tokens that are not there, and for unused ones that are not zero."""
+        tokens, last, used = sum(runs), -1, 0
+        for first, (block,) in row_blocks(arrays[POSITIONS]):
+            words = block.astype(numpy.int64)
+            token, sequence = _numbers(words), words[:, -1]
+            unused = token < 0
+            wrong = (token >= tokens) | (sequence >= batch) | (unused & (sequence > 0))
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise InvalidPayload(
+                    f"{where}.{POSITIONS}: position {first + at} is {words[at].tolist()}; the side has {tokens} packed tokens of {batch} "
+                    "sequences, and an unused position is all zero"
+                )
+            place = token * batch + sequence
+            behind_unused = numpy.logical_or.accumulate(unused) | (used < first)
+            wrong = ~unused & (behind_unused | (numpy.concatenate([[last], place[:-1]]) >= place))
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at}, {words[at].tolist()}, does not follow the one before it")
+            here = int(numpy.count_nonzero(~unused))
+            used, last = used + here, int(place[here - 1]) if here else last
+        values = arrays[VALUES]
+        width = math.prod(values.shape[3:])
+        for first in range(used * width, values.shape[2] * width, BLOCK_VALUES):
+            block = values_between(values, first, min(first + BLOCK_VALUES, values.shape[2] * width))
+            if block.view(f"<u{block.dtype.itemsize}").any():
+                raise InvalidPayload(f"{where}.{VALUES}: a raw token behind the {used} that have a position is not zero")
+
+
+def norms_of(x: torch.Tensor) -> torch.Tensor:
+    """The norm of each token of ``x`` ``[batch, kv_head, token, dim]`` over all heads: float32 ``[batch, token]``."""
+    size = max(PAGE, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    return torch.cat([part.to(torch.float32).square().sum((1, 3)).sqrt() for part in torch.split(x, size, 2)], 1)
+
+
+def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
+    """``x`` ``[batch, kv_head, token, dim]`` with other values for each ``token`` of a ``sequence``; they are the ``chosen`` ones.
+
+    They are the mean of the other tokens of its token group, which widens no group, or zero if there are none.
+    """
+    if not len(token):
+        return x
+    rest = x.clone()
+    by_token = rest.permute(2, 0, 1, 3)
+    if token_group == 1:
+        by_token[token, sequence] = 0
+        return rest
+    tokens, batch = x.shape[2], x.shape[0]
+    groups, own = torch.unique(token // token_group * batch + sequence, return_inverse=True)
+    places = (groups // batch * token_group)[:, None] + torch.arange(token_group, device=x.device)
+    inside, places, of_group = places < tokens, places.clamp_max(tokens - 1), (groups % batch)[:, None]
+    others = inside & ~chosen[of_group, places]
+    values = by_token[places, of_group].to(torch.float64).masked_fill(~others[..., None, None], 0.0)
+    means = values.sum(1) / others.sum(1).clamp_min(1)[:, None, None]
+    by_token[token, sequence] = means[own].to(x.dtype)
+    return rest
+
+
+def _numbers(words: Any) -> Any:
+    """The tokens of positions ``[entry, word]`` of int64, -1 for an unused one."""
+    return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
+
+
+def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and sequence, int64, of each raw token."""
+    words = positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
+    token = _numbers(words)
+    used = token >= 0
+    return token[used], words[used, -1]
+
+
+def _stored(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """The stream of positions of tokens and sequences, int64."""
+    number = token + 1
+    words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
+    # Not every version of PyTorch converts to uint16 on every device.
+    return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)[None, None]

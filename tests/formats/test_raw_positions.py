@@ -1,0 +1,237 @@
+"""Tokens that are stored raw by their positions: which are chosen, what becomes of them, and that their positions stay theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.errors import InvalidPayload, InvalidRecipe, NonFinite, OutOfRange
+from kvpack.formats.raw_positions import PAGE, POSITIONS, VALUES, RawPositions, norms_of, replaced
+from kvpack.formats.side_cars import WithSideCars
+from kvpack.live.cache import LiveCache
+
+from strategies import create  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvpack.cache.side import Side
+
+DIM, HEADS, TOKENS = 16, 2, 300
+LOW = {0: (130, 200), 1: (5, 77)}
+"""The tokens whose keys have a low norm, of each sequence."""
+WORDS = "raw_first=2,raw_low_norm=0.5"
+EXPECTED = [[0, 1, 130, 200], [0, 1, 5, 77]]
+RECIPES = {
+    "a token at a time": f"kv=scalar:b=2,{WORDS}",
+    "groups of tokens": f"kv=group:b=2,g=32,{WORDS}",
+    "codecs of different groups": f"k=group:b=2,g=32,{WORDS};v=octahedral:b=3,{WORDS}",
+    "other side-cars": f"kv=group:b=2,g=32,rotation=hadamard,outliers=3,qjl=fp16,{WORDS},raw_dtype=fp32",
+    "a window": f"kv=scalar:b=2,{WORDS};tail=64",
+}
+
+
+def pairs(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of two sequences, tokens ``[begin, end)`` of 300."""
+    k, v = torch.randn(2, 2, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for sequence, tokens in LOW.items():
+        k[sequence, :, list(tokens)] *= 0.1
+    return [(k[:, :, begin:end], v[:, :, begin:end])]
+
+
+def raw_of(side: Side) -> list[list[int]]:
+    """The raw tokens of each sequence of two."""
+    found: list[list[int]] = [[], []]
+    raw, first = side.codec.side_car(RawPositions), 0
+    assert raw is not None
+    for page in side.pages:
+        for token, sequence in zip(*(places.tolist() for places in raw.places(page.streams)), strict=True):
+            found[sequence].append(first + token)
+        first += page.tokens
+    return found
+
+
+def check(cache: kvpack.Cache, expected: list[list[int]], begin: int = 0) -> None:
+    """Both sides keep the ``expected`` tokens, of those from ``begin`` on, exactly."""
+    layer = cache[0]
+    given, decoded = pairs(begin)[0], cache.unpack(torch.bfloat16)[0]
+    for side, x, found in zip((layer.k, layer.v), given, decoded, strict=True):
+        assert side is not None
+        assert found is not None
+        assert raw_of(side) == expected
+        for sequence, tokens in enumerate(expected):
+            assert torch.equal(found[sequence, :, tokens], x[sequence, :, tokens])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_keys_choose_for_both_sides(recipe: str, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(), recipe)
+    check(cache, EXPECTED)
+    kvpack.save(cache, tmp_path / "x")
+    check(kvpack.load(tmp_path / "x"), EXPECTED)
+    assert kvpack.load(tmp_path / "x").contents.required == ("raw-positions",)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_parts_of_a_cache_count_positions_anew(recipe: str, tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(), recipe)
+    cut = cache.slice(128, TOKENS)
+    check(cut, [[2, 72], []], 128)
+    joined = kvpack.concat([cache.slice(0, 96), cache.slice(96, 192), cache.slice(192, TOKENS)])
+    check(joined, EXPECTED)
+    kvpack.save(joined, tmp_path / "x")
+    check(kvpack.load(tmp_path / "x"), EXPECTED)
+    chosen = cache.select([1, 1, 0])
+    for found, whole in zip(chosen.unpack(torch.float32)[0], cache.unpack(torch.float32)[0], strict=True):
+        assert found is not None
+        assert whole is not None
+        assert torch.equal(found, whole[[1, 1, 0]])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_part_is_encoded_as_it_is_in_the_whole(recipe: str) -> None:
+    """The first tokens are those of the sequence, and pages begin at multiples of their size."""
+    first, second = kvpack.pack(pairs(0, PAGE), recipe), kvpack.pack(pairs(PAGE), recipe, start=PAGE)
+    check(second, [[2, 72], []], PAGE)
+    check(kvpack.concat([first, second]), EXPECTED)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_tokens_that_are_added(recipe: str, tmp_path: Path) -> None:
+    """Those that are encoded together make a page: a low norm is low among them."""
+    cache = kvpack.pack(pairs(0, 128), recipe).append(pairs(128)).append([(x[:, :, :0], y[:, :, :0]) for x, y in pairs()])
+    assert raw_of(cache[0].v) == raw_of(cache[0].k)  # type: ignore[arg-type]
+    assert raw_of(cache[0].v)[0][:4] == EXPECTED[0]  # type: ignore[arg-type]
+    kvpack.save(kvpack.pack(pairs(0, 128), recipe), tmp_path / "x")
+    check(kvpack.load(tmp_path / "x").append(pairs(128)), EXPECTED)
+    live = LiveCache(recipe, layers=1)
+    for begin in range(0, TOKENS, 50):
+        live.update(0, *pairs(begin, begin + 50)[0])
+        live.roll()
+    check(live.freeze(), EXPECTED)
+
+
+def test_without_keys_the_values_choose() -> None:
+    k, v = pairs()[0]
+    (side,) = kvpack.pack([(None, k)], f"kv=scalar:b=2,{WORDS}")[0].sides.values()
+    assert raw_of(side) == EXPECTED
+    # Values have the norms that they have.
+    assert raw_of(kvpack.pack([(None, v)], f"kv=scalar:b=2,{WORDS}")[0].v) == [[0, 1], [0, 1]]  # type: ignore[arg-type]
+
+
+def test_values_alone_may_keep_tokens_raw() -> None:
+    layer = kvpack.pack(pairs(), f"k=raw;v=scalar:b=2,{WORDS}")[0]
+    assert layer.v is not None
+    assert raw_of(layer.v) == EXPECTED
+
+
+def test_a_conversion_chooses_by_the_decoded_keys() -> None:
+    cache = kvpack.pack(pairs(), "k=group:b=8,g=32;v=group:b=4,g=32").convert(f"kv=group:b=4,g=16,{WORDS}")
+    assert raw_of(cache[0].k) == raw_of(cache[0].v) == EXPECTED  # type: ignore[arg-type]
+
+
+def test_the_median_of_a_page_is_the_measure() -> None:
+    norms = torch.ones(1, 3 * PAGE)
+    norms[0, PAGE : 2 * PAGE] = 10.0
+    norms[0, [3, PAGE + 3, 2 * PAGE + 3]] = torch.tensor([0.59, 5.9, 0.61])
+    one = RawPositions(DIM, "bf16", 0, 0.6)
+    assert one.choose(norms).nonzero()[:, 1].tolist() == [3, PAGE + 3]
+    assert one.choose(norms[:, :1]).sum() == 0
+    assert not one.choose(torch.zeros(1, 40)).any()
+    assert not one.choose(torch.full((1, 40), torch.inf)).any()
+
+
+@pytest.mark.parametrize(
+    ("position", "continues", "count"), [(None, False, 3), (None, True, 0), (0, True, 3), (2, False, 1), (7, False, 0)]
+)
+def test_the_first_tokens_are_those_of_the_sequence(position: int | None, continues: bool, count: int) -> None:
+    chosen = RawPositions(DIM, "bf16", 3).choose(torch.ones(2, 40), position, continues)
+    assert torch.equal(chosen.sum(1), torch.tensor([count, count]))
+
+
+def test_tokens_are_replaced_by_the_mean_of_their_group() -> None:
+    x = torch.randn(2, HEADS, 10, DIM, generator=torch.Generator().manual_seed(1))
+    chosen = torch.zeros(2, 10, dtype=torch.bool)
+    chosen[0, [1, 2]] = chosen[1, 8:] = True
+    token, sequence = chosen.T.nonzero().unbind(1)
+    found = replaced(x, token, sequence, chosen, 4)
+    torch.testing.assert_close(found[0, :, 1:3], x[0, :, [0, 3]].mean(1, keepdim=True).expand(-1, 2, -1))
+    assert not found[1, :, 8:].any()
+    assert torch.equal(found[~chosen[:, None].expand(2, HEADS, 10)], x[~chosen[:, None].expand(2, HEADS, 10)])
+    assert not replaced(x, token, sequence, chosen, 1)[chosen[:, None].expand(2, HEADS, 10)].any()
+
+
+def test_norms_are_over_all_heads() -> None:
+    x = torch.randn(2, HEADS, 300, DIM, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(norms_of(x), torch.linalg.vector_norm(x, dim=(1, 3)))
+    assert norms_of(x[:, :, :0]).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("raw_dtype=fp16", "needs raw_first=<count> or raw_low_norm=<share>"),
+        ("raw_low_norm=1", "expected a number above 0 and below 1"),
+        ("raw_low_norm=0.0", "expected a number above 0 and below 1"),
+        ("raw_low_norm=nan", "expected a number above 0 and below 1"),
+        ("raw_first=0", "expected an integer from 1"),
+    ],
+)
+def test_options_are_checked(words: str, message: str) -> None:
+    with pytest.raises(InvalidRecipe, match=message):
+        kvpack.Recipe(f"kv=scalar:b=2,{words}")
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_codecs_that_lose_nothing_have_no_raw_tokens(codec: str) -> None:
+    with pytest.raises(InvalidRecipe, match="takes no side-cars, found raw_positions"):
+        kvpack.Recipe(f"kv={codec}:raw_first=1")
+
+
+def test_raw_values_that_do_not_fit() -> None:
+    x = torch.ones(1, 1, 40, DIM)
+    x[0, 0, 1, 3] = 7e4
+    with pytest.raises(OutOfRange, match=r"layers\[0\]\.k: the raw token at batch 0, head 0, token 1 is 70000 at channel 3"):
+        kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2,raw_dtype=fp16")
+    x[0, 0, 1, 3] = torch.inf
+    with pytest.raises(NonFinite, match=r"layers\[0\]\.k: the value at batch 0, head 0, token 1, channel 3 is inf"):
+        kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2")
+
+
+@pytest.mark.parametrize("codec_id", ["scalar", "group", "klt", "transform"])
+def test_both_ways_to_encode_agree(codec_id: str) -> None:
+    """The oracle by blocks, and the way of ``kvpack.coding``, in which a kernel sees the whole run."""
+    words = {"klt": {}, "transform": {"chunk": "16"}}.get(codec_id, {"b": "2"})
+    codec = create(codec_id, DIM, "k", raw_first="2", raw_low_norm="0.5", **words)
+    assert isinstance(codec, WithSideCars)
+    from kvpack.coding.encoding import encode
+
+    x = pairs()[0][0].to(torch.float32)
+    one, other = codec.encode(x), encode(codec, x, "x")
+    assert [*one] == [*other] == [*codec.layout(2, HEADS, TOKENS)]
+    for name in (POSITIONS, VALUES):
+        assert torch.equal(one[name].view(torch.int16), other[name].view(torch.int16))
+    torch.testing.assert_close(codec.decode(one), codec.decode(other))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* does not follow the one before it"),
+        ([[9, 0, 0, 0]], "position 0 is .*; the side has 8 packed tokens of 2 sequences"),
+        ([[2, 0, 0, 2]], "position 0 is"),
+        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* does not follow"),
+        ([[2, 0, 0, 0], [0, 0, 0, 0]], "a raw token behind the 1 that have a position is not zero"),
+    ],
+)
+def test_other_positions_are_refused(words: list[list[int]], message: str) -> None:
+    one = RawPositions(DIM, "fp16")
+    positions = torch.tensor(words, dtype=torch.int16).view(1, 1, -1, 4).view(torch.uint16).numpy()
+    values = torch.ones(1, 1, len(words), HEADS, DIM, dtype=torch.float16).numpy()
+    arrays = {POSITIONS: positions, VALUES: values}
+    one.check(arrays, "x")
+    with pytest.raises(InvalidPayload, match=message):
+        one.check_runs(arrays, (5, 3), 2, "x")

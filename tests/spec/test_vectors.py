@@ -22,7 +22,7 @@ from vector_files import DEFINED, FOLDER, MANIFEST, bases, described, digest, pr
 REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
 EITHER = [file for file, line in LINES.items() if "either" in line]
 NEEDS_NO_BASIS = ("transform-8", "transform-9", "transform-10", "rans-2")
-MAX_BYTES = 15 * 2**19
+MAX_BYTES = 8 * 2**20
 """Of all vectors: they travel with the source, and a reader in another language runs them all. Half of it are the 4 KiB of each JSON
 header, and what is at a limit of the format takes up to 200 kB."""
 

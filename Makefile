@@ -4,10 +4,14 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo engines
+.PHONY: real-model demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo engines
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
+
+# The language model that `kvpack bench quality` measures by default, 98 MB, in kvpack's cache folder or that of KVPACK_REAL_MODEL.
+real-model: $(INSTALLED)
+	$(BIN)/python -m kvpack.bench.real_model
 
 # mypy has one process, which runs beside the tests.
 test: lint

@@ -1,7 +1,8 @@
-"""Needle recall of a byte-level model: key lines are planted in a text and asked for after it.
+"""Needle recall: facts are planted in a text and asked for after it.
 
-A key line reads ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. An answer is right when every one
-of the 8 bytes is the model's first choice, given the true bytes before it.
+A model of bytes gets key lines, ``[[key QWERTY = 8J2K9XPL]]``, LINES in a prompt, with 6 and 8 random characters of A-Z and 0-9. A model
+with a tokenizer gets one pass key of 5 digits, at a depth that is given. An answer is right when every token of it is the model's first
+choice, given the true tokens before it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from kvpack import cache_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from .models import Text
 
 LINES = 5
 """The number of key lines in a prompt; each is asked for."""
@@ -25,35 +28,58 @@ LINE_BYTES = len(b"\n[[key QWERTY = 8J2K9XPL]]\n")
 QUESTION_TOKENS = 32
 """Tokens that a prompt leaves free for a question and its answer."""
 
-_CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+LENGTHS = (1024, 2048)
+"""Tokens of the prompts with a pass key."""
+
+_CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_DIGITS = "0123456789"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with key lines in it, and the (question, value) of each line, all as bytes.
+    """A text with facts in it, and the (question, value) of each fact, all as token ids.
 
-    ``depths`` says where each line begins, as a share of the text.
+    ``depths`` says where each fact begins, as a share of the text.
     """
 
-    text: bytes
-    questions: tuple[tuple[bytes, bytes], ...]
+    ids: tuple[int, ...]
+    questions: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     depths: tuple[float, ...]
 
 
-def plant(text: bytes, generator: torch.Generator) -> Prompt:
-    """``text`` with LINES key lines inserted at random places and its end cut off to keep its length.
+def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
+    """``ids`` of ``text``, which are bytes, with LINES key lines at random places and the end cut off to keep the length.
 
-    ``text`` is longer than the lines together.
+    ``ids`` are more than the lines together.
     """
-    pairs = [(_word(6, generator), _word(8, generator)) for _ in range(LINES)]
-    lines = [b"\n[[key %s = %s]]\n" % pair for pair in pairs]
-    kept = text[: len(text) - LINES * LINE_BYTES]
-    places = sorted(torch.randint(len(kept) + 1, (LINES,), generator=generator).tolist())
+    pairs = [(_word(6, _CHARACTERS, generator), _word(8, _CHARACTERS, generator)) for _ in range(LINES)]
+    lines = [text.encode(f"\n[[key {key} = {value}]]\n") for key, value in pairs]
+    places = sorted(torch.randint(len(ids) - LINES * LINE_BYTES + 1, (LINES,), generator=generator).tolist())
+    return _planted(ids, lines, places, [(text.encode(f"\n[[key {key} = "), text.encode(value)) for key, value in pairs])
+
+
+def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
+    """``ids`` of ``text`` with one pass key at ``depth``, a share of the prompt, and the end cut off to keep the length.
+
+    ``ids`` are more than the lines that tell of it.
+    """
+    key = _word(5, _DIGITS, generator)
+    line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
+    question = text.encode("\nWhat is the pass key? The pass key is")
+    return _planted(ids, [line], [round(depth * (len(ids) - len(line)))], [(question, text.encode(f" {key}"))])
+
+
+def _planted(
+    ids: Sequence[int], lines: Sequence[Sequence[int]], places: Sequence[int], questions: Sequence[tuple[list[int], list[int]]]
+) -> Prompt:
+    kept = ids[: len(ids) - sum(map(len, lines))]
     edges = [0, *places, len(kept)]
     parts = [kept[first:last] for first, last in pairwise(edges)]
-    planted = parts[0] + b"".join(line + part for line, part in zip(lines, parts[1:], strict=True))
-    depths = tuple((place + number * LINE_BYTES) / len(planted) for number, place in enumerate(places))
-    return Prompt(planted, tuple((b"\n[[key %s = " % key, value) for key, value in pairs), depths)
+    planted, depths = [*parts[0]], []
+    for line, part in zip(lines, parts[1:], strict=True):
+        depths.append(len(planted) / len(ids))
+        planted += [*line, *part]
+    return Prompt(tuple(planted), tuple((tuple(question), tuple(value)) for question, value in questions), tuple(depths))
 
 
 def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
@@ -61,10 +87,11 @@ def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:
-            logits = model(torch.tensor([[*question, *value[:-1]]]), **cache_names.over(model, cache())).logits[0, -len(value) :]
+            tokens = torch.tensor([[*question, *value[:-1]]], device=model.device)
+            logits = model(tokens, **cache_names.over(model, cache())).logits[0, -len(value) :]
             right.append(logits.argmax(-1).tolist() == [*value])
     return right
 
 
-def _word(length: int, generator: torch.Generator) -> bytes:
-    return bytes(_CHARACTERS[i] for i in torch.randint(len(_CHARACTERS), (length,), generator=generator).tolist())
+def _word(length: int, characters: str, generator: torch.Generator) -> str:
+    return "".join(characters[i] for i in torch.randint(len(characters), (length,), generator=generator).tolist())

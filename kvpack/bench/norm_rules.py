@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def _clause(rule: Rule) -> str:
 
 
 def run(
-    model: str | None,
+    model: str | os.PathLike[str] | None,
     text: str | None,
     chosen: Sequence[str],
     settings: quality.Settings,
@@ -75,7 +76,7 @@ def run(
             raise InvalidParameter(f"--norm-rules compares recipes with and without norm_rule=norm, which changes nothing of {recipe!r}")
         papers[recipe] = other
     both = list(dict.fromkeys([*papers, *papers.values()]))
-    report = quality.run(model, text, both, replace(settings, needles=0), out=out, progress=progress)
+    report = quality.run(model, text, both, replace(settings, needles=0, generated=None), out=out, progress=progress)
     rows = {row["recipe"]: row for row in report["recipes"]}
     return {**report, "norm_rules": [_compared(rows[recipe], rows[other]) for recipe, other in papers.items()]}
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import KvpackError
 
+from .summary import named
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -92,9 +94,9 @@ def plot(axes: Any, report: dict[str, Any]) -> None:
         style = {"color": colour, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(x, y, **style, label=row["recipe"], zorder=4)
     settings = report["settings"]
-    twin = "" if report["twin"] is None else f", its twin with key channels x {report['twin']['factor']:g}"
     axes.set_title(
-        f"{report['model']}{twin}: {settings['windows']} x {settings['score']:,} tokens scored, each window {settings['tokens']:,}",
+        f"{named(report)}, {report['precision']}:\n{settings['windows']} x {settings['score']:,} tokens scored, "
+        f"each window {settings['tokens']:,}",
         fontsize=10,
         loc="left",
     )

@@ -3,6 +3,9 @@
 A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed,
 saved and loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at once, appending their keys and
 values, which are packed too. What it predicts there is compared with what the uncompressed model predicts in the same place.
+
+Without a text of the user's, a language model reads windows of prose and of code and one long window; it is asked for pass keys in
+prompts of several lengths, and generates a text, of which the packed caches are told token by token.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +22,18 @@ import torch
 
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.formats.errors import WriteFailed
-from kvpack.models import load_model, model_folder, transformers_library
+from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.models import load_model, model_folder
 
-from . import needles, picture
-from .models import OUTLIER_PAIRS, Text, make_twin, read_text, vocabulary
+from . import generated, needles, picture
+from .models import Text, own_text, read_text, vocabulary
 from .sizes import check_size, positions, starts, window, window_ids, window_tokens
-from .summary import show, summary
-from .windows import PASS, Bf16Cache, Forgotten, Measured, measure, packed_file, prefill, read_exactly, read_forgotten
+from .summary import Asked, along_summary, part_summary, recall, show, summary
+from .twins import OUTLIER_PAIRS, make_twin, offset_keys
+from .windows import PASS, Bf16Cache, Forgotten, Measured, measure, packed_file, prefill, read_exactly, read_forgotten, uncompressed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvpack.coding.encoding import Progress
 
@@ -44,16 +48,12 @@ RECIPES = (
     "nvfp4",
     "hqmq-s96-r4",
     "octopus-3",
-    "octopus-3-scaled",
     "turboquant-3",
-    "turboquant-3-scaled",
-    "polarquant-3",
     "hqmq-s24-r3",
     "oscar-2",
-    "oscar-2-scaled",
+    "oscar-2-u8",
     "kivi-2",
     "octopus-2",
-    "turboquant-2",
 )
 """The baseline, what engines keep, and the papers' configurations, from most bits to fewest."""
 
@@ -61,10 +61,19 @@ DEFAULT_TOKENS = 1024
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 8
 DEFAULT_NEEDLES = 8
+LONG_TOKENS = 4096
+"""Tokens of the one window of the long text."""
 REFERENCE = "fp8"
 """What engines keep: the divergence of every recipe is also told as a multiple of this one's."""
 
+TEXT, LONG_TEXT = "prose", "long"
+OTHERS = ("code", LONG_TEXT)
+"""The texts that are read besides, and that only their divergences are told of."""
+
 _TWIN_SAMPLE = 256
+
+_LEAST_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
+"""The least tokens of a prompt of bytes with key lines."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class Settings:
     """Sizes of a measurement; None stands for the default, or for the limit of the model and the text if that is smaller.
 
     ``tokens`` of a window, of which the last ``score`` are scored, at most ``step`` at once; ``windows`` of the text; ``needles`` are
-    prompts; ``twin`` is the factor of the outlier-heavy twin, None for the model as it is.
+    prompts of each length; ``twin`` is the factor of the outlier-heavy twin and ``offset`` that of keys with a constant per channel, None
+    for the model as it is; ``generated`` tokens follow a prompt, None for none. ``device`` is "cpu", in float32, or "cuda", in bfloat16.
     """
 
     tokens: int | None = None
@@ -82,6 +92,9 @@ class Settings:
     twin: float | None = None
     seed: int = 0
     step: int = PASS
+    offset: float | None = None
+    generated: int | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -91,10 +104,11 @@ class _Sizes:
     windows: int
     needles: int
     step: int
+    generated: int
 
 
 def run(
-    model: str | None,
+    model: str | os.PathLike[str] | None,
     text: str | None,
     recipes: Sequence[str],
     settings: Settings,
@@ -104,65 +118,118 @@ def run(
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure every recipe on the model in folder ``model`` and the file ``text``, and return JSON values.
+    """Measure every recipe on the model in folder ``model`` (None for the demo's) and the file ``text``, and return JSON values.
 
-    ``basis`` is the file of the basis that recipes such as klt-2 need, ``reference`` a recipe that is measured as well, and that the
-    others are compared with, and ``out`` a folder that gets the picture and the report.
+    Without ``text``, the demo's model reads the demo's text, and any other kvpack's own texts. ``basis`` is the file of the basis that
+    recipes such as klt-2 need, ``reference`` a recipe that is measured as well, and that the others are compared with, and ``out`` a
+    folder that gets the picture and the report.
     Two runs with one seed differ in the times alone, and in rounding where torch has another number of threads. Raises
-    InvalidRecipe, InvalidParameter for sizes that do not fit,
+    InvalidRecipe, InvalidParameter for sizes that do not fit and for a device that is not there,
     MissingFile, WriteFailed and, for ``out``, KvpackError when matplotlib is not installed.
     """
     given = None if basis is None else Basis.load(basis)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [parse_recipe(recipe, given) for recipe in recipes]
+    if settings.offset is not None and given is not None:
+        raise InvalidParameter("--offset moves keys that the basis was not calibrated for: leave out --offset or --basis")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to measure on the CPU")
     if out is not None:
         picture.library()
         _make_folder(out)
     with model_folder(model) as folder:
         network = load_model(folder)
-        words = read_text(text, folder, vocabulary(network))
+        if settings.device == "cuda":
+            network = network.to("cuda", torch.bfloat16)
+        ids_below = vocabulary(network)
+        own = text is None and model is not None
+        words = own_text(TEXT, folder, ids_below) if own else read_text(text, folder, ids_below)
+        others = [own_text(name, folder, ids_below) for name in OTHERS] if own else []
         name = folder.resolve().name
-    sizes = _sizes(settings, words, positions(network))
-    sample = window(words, 0, _TWIN_SAMPLE)
+    most = positions(network)
+    long = others[-1] if own else words
+    sizes = _sizes(settings, words, long, most)
+    parts = [_Part(words, sizes)]
+    for other in others:
+        whole = other is long
+        its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, score=None) if whole else settings
+        parts.append(_Part(other, _sizes(replace(its, needles=0), other, other, most)))
+    sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
     twin = None
     if settings.twin is not None:
         difference = make_twin(network, settings.twin, sample, settings.seed)
         twin = {"factor": settings.twin, "pairs_a_head": OUTLIER_PAIRS, "largest_logit_difference": difference}
+    offset = None
+    if settings.offset is not None:
+        difference = offset_keys(network, settings.offset, sample, settings.seed)
+        offset = {"factor": settings.offset, "largest_logit_difference": difference}
     report = {
         "model": name,
         "text": words.name,
         "twin": twin,
+        "offset": offset,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
-        **_Measurement(network, words, sizes, tuple(recipes), tuple(parsed), reference, settings.seed, progress).run(),
+        "precision": _precision(network),
+        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), reference, settings.seed, progress).run(),
     }
     if out is not None:
         _write(report, Path(out))
     return report
 
 
-def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes:
+def _precision(model: Any) -> str:
+    """What the model computes in, and where: results of both kinds are not to be compared."""
+    if model.device.type == "cuda":
+        return f"bf16 on one {torch.cuda.get_device_name(model.device)}"
+    return "fp32 on a CPU"
+
+
+def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | None) -> _Sizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, most_positions)
     score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
     room = len(text.ids) // window_ids(tokens, text)
-    needed = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
-    prompts = room if text.of_bytes and tokens >= needed else 0
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
+    lengths = _lengths(tokens, long, most_positions)
+    prompts = min((len(long.ids) // length for length in lengths), default=0)
     asked = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
     check_size("step", settings.step, 1, tokens, f"of a window of {tokens} tokens")
-    check_size("needles", asked, 0, prompts, f"prompts in {text.name}, for a model of bytes and windows of {needed} tokens or more")
-    return _Sizes(tokens, score, windows, asked, settings.step)
+    sized = f"with windows of {_LEAST_BYTES} tokens or more" if long.of_bytes else f"of {max(lengths, default=needles.LENGTHS[0]):,} tokens"
+    check_size("needles", asked, 0, prompts, f"prompts in {long.name}, {sized}")
+    most = (most_positions or len(long.ids)) - generated.PROMPT
+    written = settings.generated or 0
+    check_size("generate", written, 0, max(most, 0), f"tokens after a prompt of {generated.PROMPT} of {long.name}")
+    return _Sizes(tokens, score, windows, asked, settings.step, written)
+
+
+def _lengths(tokens: int, text: Text, most_positions: int | None) -> tuple[int, ...]:
+    """Tokens of the prompts with needles: those of a window for a model of bytes, or else some lengths, as far as they fit."""
+    if text.of_bytes:
+        return (tokens,) if tokens >= _LEAST_BYTES else ()
+    most = min(len(text.ids), most_positions or len(text.ids))
+    return tuple(length for length in needles.LENGTHS if length <= most)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A text, and the sizes of its windows."""
+
+    text: Text
+    sizes: _Sizes
 
 
 @dataclass
 class _Measurement:
-    """One run over all windows, then all needle prompts; a window's exact results are kept only while the recipes are measured on it."""
+    """One run over all windows, prompts and a generated text.
+
+    A window's exact results are kept only while the recipes are measured on it.
+    """
 
     model: Any
-    text: Text
-    sizes: _Sizes
+    parts: Sequence[_Part]
+    long: Text
     names: tuple[str, ...]
     recipes: tuple[Recipe, ...]
     reference: str | None
@@ -170,53 +237,103 @@ class _Measurement:
     progress: Progress | None
     done: int = 0
 
+    @property
+    def sizes(self) -> _Sizes:
+        return self.parts[0].sizes
+
     def run(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
-            begun, exact_losses, forgotten, measured = self._windows(path)
-            depths, exact_answers, answers = self._needles(path)
-        recipes = list(zip(self.names, measured, answers, strict=True))
-        return summary(begun, exact_losses, forgotten, exact_answers, recipes, depths, self.reference)
+            read = [self._windows(part, path) for part in self.parts]
+            exact_answers, answers = self._needles(path)
+            written = self._generated(path)
+        (begun, exact_losses, forgotten, measured), *others = read
+        recalls = [None if not self.sizes.needles else recall(found) for found in answers]
+        recipes = list(zip(self.names, measured, recalls, strict=True))
+        recalled = recall(exact_answers) if exact_answers else None
+        found = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference)
+        found["others"] = [
+            {
+                "text": part.text.name,
+                "settings": asdict(part.sizes),
+                **part_summary(*results, self.names, self.reference),
+            }
+            for part, results in zip(self.parts[1:], others, strict=True)
+        ]
+        found["generated"] = None if written is None else along_summary(self.names, written)
+        return found
 
-    def _windows(self, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
+    def _windows(self, part: _Part, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
         exact_losses: list[float] = []
         forgotten: list[Forgotten] = []
         measured: list[list[Measured]] = [[] for _ in self.recipes]
-        size = window_ids(self.sizes.tokens, self.text)
-        begun = starts(len(self.text.ids), size, self.sizes.windows, self.seed)
+        size = window_ids(part.sizes.tokens, part.text)
+        begun = starts(len(part.text.ids), size, part.sizes.windows, self.seed)
         for start in begun:
-            exact = read_exactly(self.model, window(self.text, start, size), self.sizes.score)
+            exact = read_exactly(self.model, self._on_device(window(part.text, start, size)), part.sizes.score)
             exact_losses.append(exact.loss)
             forgotten.append(read_forgotten(self.model, exact))
             self._step()
             for recipe, rows in zip(self.recipes, measured, strict=True):
-                rows.append(measure(self.model, exact, recipe, path, self.sizes.step))
+                rows.append(measure(self.model, exact, recipe, path, part.sizes.step))
                 self._step()
         return begun, exact_losses, forgotten, measured
 
-    def _needles(self, path: str) -> tuple[list[float], list[bool], list[list[bool]]]:
-        depths: list[float] = []
-        exact_answers: list[bool] = []
-        found: list[list[bool]] = [[] for _ in self.recipes]
-        if not self.sizes.needles:
-            return depths, exact_answers, found
+    def _prompts(self) -> Iterator[needles.Prompt]:
+        """The prompts with needles, of every length and depth; their texts overlap only between lengths."""
         generator = torch.Generator().manual_seed(self.seed)
-        size = self.sizes.tokens - needles.QUESTION_TOKENS - len(self.text.start)
-        for start in starts(len(self.text.ids), size, self.sizes.needles, self.seed + 1):
-            prompt = needles.plant(bytes(self.text.ids[start : start + size]), generator)
-            depths += prompt.depths
-            pairs = prefill(self.model, torch.tensor([[*self.text.start, *prompt.text]]))
-            exact_answers += needles.answers(self.model, prompt, partial(transformers_library().DynamicCache, pairs))
+        count = self.sizes.needles
+        for length in _lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
+            size = length - needles.QUESTION_TOKENS - len(self.long.start)
+            for number, start in enumerate(starts(len(self.long.ids), size, count, self.seed + 1)):
+                ids = self.long.ids[start : start + size]
+                if self.long.of_bytes:
+                    yield needles.key_lines(self.long, ids, generator)
+                else:
+                    yield needles.pass_key(self.long, ids, (number + 0.5) / count, generator)
+
+    def _needles(self, path: str) -> tuple[list[Asked], list[list[Asked]]]:
+        exact_answers: list[Asked] = []
+        found: list[list[Asked]] = [[] for _ in self.recipes]
+        for prompt in self._prompts():
+            tokens = self._on_device(torch.tensor([[*self.long.start, *prompt.ids]]))
+            pairs = prefill(self.model, tokens)
+            length = tokens.shape[1]
+            told = partial(Asked.of, length, prompt.depths)
+            # Each question has a cache of its own to grow: copies, for PyTorch's may grow in place.
+            exact_answers += told(needles.answers(self.model, prompt, lambda: uncompressed(self.model, _copied(pairs))))  # noqa: B023
             self._step()
             for recipe, right in zip(self.recipes, found, strict=True):
-                right += needles.answers(self.model, prompt, partial(Bf16Cache, packed_file(pairs, recipe, path)))
+                packed = packed_file(pairs, recipe, path)
+                right += told(needles.answers(self.model, prompt, partial(Bf16Cache, self.model, packed)))
                 self._step()
-        return depths, exact_answers, found
+        return exact_answers, found
+
+    def _generated(self, path: str) -> list[generated.Along] | None:
+        if not self.sizes.generated:
+            return None
+        prompt = self._on_device(window(self.long, 0, generated.PROMPT - len(self.long.start)))
+        exact = generated.generate(self.model, prompt, self.sizes.generated, self.seed)
+        self._step()
+        written = []
+        for recipe in self.recipes:
+            written.append(generated.along(self.model, exact, recipe, path, self.sizes.step, self.seed))
+            self._step()
+        return written
+
+    def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.to(self.model.device)
 
     def _step(self) -> None:
         self.done += 1
         if self.progress:
-            self.progress(self.done, (self.sizes.windows + self.sizes.needles) * (1 + len(self.recipes)))
+            lengths = len(_lengths(self.sizes.tokens, self.long, positions(self.model)))
+            read = sum(part.sizes.windows for part in self.parts) + self.sizes.needles * lengths + bool(self.sizes.generated)
+            self.progress(self.done, read * (1 + len(self.recipes)))
+
+
+def _copied(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(k.clone(), v.clone()) for k, v in pairs]
 
 
 def _make_folder(path: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from .windows import KEPT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .generated import Along
     from .windows import Forgotten, Measured
 
 CHECKED_DIM = 128
@@ -26,22 +27,34 @@ DEPTHS = 4
 """Equal parts of a prompt: the recall of needles is told for each."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """One question about a needle at ``depth``, a share of a prompt of ``tokens`` tokens, and whether the answer was ``right``."""
+
+    tokens: int
+    depth: float
+    right: bool
+
+    @classmethod
+    def of(cls, tokens: int, depths: Sequence[float], answers: Sequence[bool]) -> list[Asked]:
+        """The questions of one prompt."""
+        return [cls(tokens, depth, right) for depth, right in zip(depths, answers, strict=True)]
+
+
 def summary(
     starts: Sequence[int],
     exact_losses: Sequence[float],
     forgotten: Sequence[Forgotten],
-    exact_answers: Sequence[bool],
-    recipes: Sequence[tuple[str, Sequence[Measured], Sequence[bool]]],
-    depths: Sequence[float],
+    exact_recall: dict[str, Any] | None,
+    recipes: Sequence[tuple[str, Sequence[Measured], dict[str, Any] | None]],
     reference: str | None = None,
 ) -> dict[str, Any]:
     """The report's results as JSON values, the recipes from most bits in the file to fewest.
 
-    Differences and ratios to the recipe ``reference`` are paired by window; intervals are Student's t over the windows. ``depths`` are
-    those of the answers' needles.
+    Differences and ratios to the recipe ``reference`` are paired by window; intervals are Student's t over the windows.
     """
     exact_loss = fmean(exact_losses)
-    rows = [_row(recipe, measured, exact_losses, answers, depths) for recipe, measured, answers in recipes]
+    rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
     mark_front(rows)
     compare(rows, reference)
     return {
@@ -49,12 +62,47 @@ def summary(
         "reference": reference,
         "uncompressed": {
             "perplexity": math.exp(exact_loss),
-            "needles": _recall(exact_answers, depths),
+            "needles": exact_recall,
             "windows": [{"start": start, "log_perplexity": loss} for start, loss in zip(starts, exact_losses, strict=True)],
         },
         "forgotten": {"kept_tokens": KEPT, **_predicted(forgotten, exact_losses), "windows": [asdict(window) for window in forgotten]},
         "recipes": sorted(rows, key=lambda row: -row["bits_per_value"]),
     }
+
+
+def part_summary(
+    starts: Sequence[int],
+    exact_losses: Sequence[float],
+    forgotten: Sequence[Forgotten],
+    measured: Sequence[Sequence[Measured]],
+    names: Sequence[str],
+    reference: str | None,
+) -> dict[str, Any]:
+    """The results on a further text as JSON values: what the predictions come to, without the errors of layers."""
+    rows: list[dict[str, Any]] = [
+        {
+            "recipe": name,
+            "bits_per_value": _bits(windows),
+            **_predicted(windows, exact_losses),
+            "windows": [{"kl_divergence": window.kl_divergence, "log_perplexity": window.log_perplexity} for window in windows],
+        }
+        for name, windows in zip(names, measured, strict=True)
+    ]
+    compare(rows, reference)
+    return {
+        "uncompressed": {"perplexity": math.exp(fmean(exact_losses)), "starts": list(starts)},
+        "forgotten": _predicted(forgotten, exact_losses),
+        "recipes": sorted(rows, key=lambda row: -row["bits_per_value"]),
+    }
+
+
+def along_summary(names: Sequence[str], written: Sequence[Along]) -> dict[str, dict[str, Any]]:
+    """What each recipe does to a generated text, as JSON values."""
+    return {name: asdict(along) for name, along in zip(names, written, strict=True)}
+
+
+def _bits(measured: Sequence[Measured]) -> float:
+    return 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured)
 
 
 def mark_front(rows: Sequence[dict[str, Any]]) -> None:
@@ -105,7 +153,7 @@ def _predicted(windows: Sequence[Forgotten | Measured], exact_losses: Sequence[f
 
 
 def _row(
-    recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float], answers: Sequence[bool], depths: Sequence[float]
+    recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float], recalled: dict[str, Any] | None
 ) -> dict[str, Any]:
     by_layer = {
         name: [fmean(values) for values in zip(*(getattr(window, name) for window in measured), strict=True)]
@@ -114,11 +162,11 @@ def _row(
     return {
         "recipe": recipe,
         "family": family(recipe),
-        "bits_per_value": 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured),
+        "bits_per_value": _bits(measured),
         "nominal_bits": fmean(window.nominal_bits for window in measured),
         **_predicted(measured, exact_losses),
         **{name: fmean(values) for name, values in by_layer.items()},
-        "needles": _recall(answers, depths),
+        "needles": recalled,
         "encode_seconds": median(window.encode_seconds for window in measured),
         "load_seconds": median(window.load_seconds for window in measured),
         "by_layer": by_layer,
@@ -132,14 +180,19 @@ def family(recipe: str) -> str:
     return rule.codec_id
 
 
-def _recall(answers: Sequence[bool], depths: Sequence[float]) -> dict[str, Any] | None:
-    if not answers:
-        return None
+def recall(asked: Sequence[Asked]) -> dict[str, Any]:
+    """How many of the questions ``asked`` were answered, in all, by depth, and by the prompts' length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
-    for answer, depth in zip(answers, depths, strict=True):
-        parts[int(depth * DEPTHS)].append(answer)
-    by_depth = [{"from": number / DEPTHS, "to": (number + 1) / DEPTHS, **_counts(part)} for number, part in enumerate(parts)]
-    return {**_counts(answers), "answers": list(answers), "depths": list(depths), "by_depth": by_depth}
+    lengths: dict[int, list[bool]] = {}
+    for question in asked:
+        parts[int(question.depth * DEPTHS)].append(question.right)
+        lengths.setdefault(question.tokens, []).append(question.right)
+    return {
+        **_counts([question.right for question in asked]),
+        "answers": [asdict(question) for question in asked],
+        "by_depth": [{"from": number / DEPTHS, "to": (number + 1) / DEPTHS, **_counts(part)} for number, part in enumerate(parts)],
+        "by_length": [{"tokens": tokens, **_counts(part)} for tokens, part in sorted(lengths.items())],
+    }
 
 
 def _counts(answers: Sequence[bool]) -> dict[str, Any]:
@@ -151,10 +204,10 @@ def show(report: dict[str, Any]) -> None:
     exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
     columns = [
         "recipe", "bits per\nvalue", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-",
-        f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "K\ncosine", "V\ncosine", "attention\nerror", "needles\nright",
+        f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "attention\nerror", "needles\nright",
         "95 %\ninterval", "encode\ns", "load\nms",
     ]  # fmt: skip
-    rows = [["uncompressed", "32.00", "", f"{exact['perplexity']:.4f}", *[""] * 10, *_recall_cells(exact["needles"]), "", ""]]
+    rows = [["uncompressed", "32.00", "", f"{exact['perplexity']:.4f}", *[""] * 8, *_recall_cells(exact["needles"]), "", ""]]
     for row in report["recipes"]:
         rows.append(
             [
@@ -162,21 +215,16 @@ def show(report: dict[str, Any]) -> None:
                 f"{row['bits_per_value']:.2f}",
                 f"{row['nominal_bits']:.2f}",
                 *_predicted_cells(row),
-                f"{row['k_cosine']:.5f}",
-                f"{row['v_cosine']:.5f}",
                 f"{row['attention_error']:.4f}",
                 *_recall_cells(row["needles"]),
                 f"{row['encode_seconds']:.2f}",
                 f"{1000 * row['load_seconds']:.1f}",
             ]
         )
-    rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 7])
+    rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 5])
     empty = [column for column, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
     columns, *rows = ([cell for column, cell in enumerate(cells) if column not in empty] for cells in (columns, *rows))
-    twin = report["twin"]
-    name = report["model"] if twin is None else f"{report['model']}, its twin with key channels x {twin['factor']:g}"
-    sizes = f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
-    print_table(f"{name}, {report['text']}: {sizes}", columns, rows)
+    print_table(f"{named(report)}, {report['precision']}, {report['text']}: {sizes_text(settings)}", columns, rows)
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
     print(f"at most {settings['step']} in a pass. Bits per value count every byte of a window's file. Perplexity is per token.")
     print("The change in its log is paired by window; its interval is Student's t over the windows.")
@@ -186,18 +234,64 @@ def show(report: dict[str, Any]) -> None:
     print(f"Past forgotten: the scored tokens are read over the first {report['forgotten']['kept_tokens']} tokens alone.")
     print("Attention error is the relative error of a layer with exact input, averaged over layers.")
     print("Encode and load are the median times for the tokens before the scored ones.")
+    for other in report["others"]:
+        _show_other(other, reference)
     if exact["needles"] is not None:
         _show_needles(report)
+    if report["generated"] is not None:
+        _show_generated(report)
+
+
+def named(report: dict[str, Any]) -> str:
+    """The model of a report, and what was done to its keys."""
+    twin, offset = report["twin"], report["offset"]
+    name = str(report["model"])
+    if twin is not None:
+        name += f", its twin with key channels x {twin['factor']:g}"
+    if offset is not None:
+        name += f", keys moved by {offset['factor']:g} deviations in some channels"
+    return name
+
+
+def sizes_text(settings: dict[str, Any]) -> str:
+    """The windows of a measurement in words."""
+    return f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
+
+
+def _show_other(other: dict[str, Any], reference: str | None) -> None:
+    """Print the results on a further text."""
+    columns = ["recipe", "bits per\nvalue", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-"]
+    columns += [f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
+    rows = [["uncompressed", "32.00", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]
+    rows += [[row["recipe"], f"{row['bits_per_value']:.2f}", *_predicted_cells(row)] for row in other["recipes"]]
+    rows.append(["past forgotten", "0.00", *_predicted_cells(other["forgotten"])])
+    print_table(f"{other['text']}: {sizes_text(other['settings'])}", columns, rows)
 
 
 def _show_needles(report: dict[str, Any]) -> None:
-    """Print the recall by depth."""
-    named = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
-    columns = ["recipe", *(f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in named[0][1]["by_depth"])]
-    rows = [[name, *(f"{part['right']} of {part['asked']}" for part in recall["by_depth"])] for name, recall in named]
-    asked, prompts = named[0][1]["asked"], counted(report["settings"]["needles"], "prompt")
-    print_table("needles found, by depth in the prompt", columns, rows)
-    print(f"Needles: {asked} questions in {prompts}, with Wilson's interval.")
+    """Print the recall by depth and by length."""
+    told = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
+    depths = [f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in told[0][1]["by_depth"]]
+    lengths = [f"{part['tokens']:,} tokens" for part in told[0][1]["by_length"]]
+    rows = [[name, *(f"{part['right']} of {part['asked']}" for part in (*found["by_depth"], *found["by_length"]))] for name, found in told]
+    print_table("needles found, by depth in the prompt and by its length", ["recipe", *depths, *lengths], rows)
+    print(f"Needles: {counted(told[0][1]['asked'], 'question')}, with Wilson's interval.")
+
+
+def _show_generated(report: dict[str, Any]) -> None:
+    """Print the divergence along a generated text."""
+    written = report["generated"]
+    part = next(iter(written.values()))["kl_divergences"]
+    size = -(-report["settings"]["generated"] // len(part))
+    rows = []
+    for row in report["recipes"]:
+        along = written[row["recipe"]]
+        first = "-" if along["first"] is None else f"{along['first']:,}"
+        cells = [f"{divergence:.4f}" for divergence in along["kl_divergences"]]
+        rows.append([row["recipe"], *cells, f"{100 * along['changed']:.1f} %", first])
+    columns = ["recipe", *(f"KL to\n{size * (number + 1):,}" for number in range(len(part))), "changed\ntokens", "before\nthe first"]
+    print_table(f"{report['settings']['generated']:,} tokens that the uncompressed model generated", columns, rows)
+    print("Changed: with the same random numbers, another token would have been drawn.")
 
 
 def _predicted_cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ AttentionMaskInterface.register(_RECORDED, mask)
 
 @dataclass(frozen=True)
 class Exact:
-    """The uncompressed model's results in a window, as float32 tensors.
+    """The uncompressed model's results in a window, in float32, on the model's device; keys and values are in its dtype.
 
     ``tokens`` is ``[1, prefix + score + 1]``; ``pairs`` holds one (k, v) per layer of prefix + score tokens; ``log_probabilities``
     is ``[score, vocabulary]`` and ``loss`` the mean negative log-probability of the tokens that follow.
@@ -100,6 +100,7 @@ class Predicted:
     log_perplexity: float
     kl_divergence: float
     same_choices: float
+    log_probabilities: torch.Tensor
     whole: Cache
 
 
@@ -130,7 +131,7 @@ class Measured:
 
 
 def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> Pairs:
-    """The (k, v) of every layer ``[batch, kv_head, token, dim]`` float32 after ``tokens`` ``[batch, token]``.
+    """The (k, v) of every layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
 
     ``positions``, of the same shape, are those of the tokens (default: from 0 on). Raises InvalidParameter for a model with layers that
     keep other states.
@@ -141,7 +142,7 @@ def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = N
             f"{known.name} has layers that keep recurrent or convolution states: windows are read over keys and values alone; give a model "
             "whose layers all have them"
         )
-    cache, options = DynamicCache(), {} if positions is None else {"position_ids": positions}
+    cache, options = uncompressed(model), {} if positions is None else {"position_ids": positions}
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         model.base_model(tokens, **cache_names.over(model, cache), **options)
@@ -151,7 +152,7 @@ def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = N
 def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
     """Read a window ``[1, prefix + score + 1]`` over the uncompressed cache; the last token is scored and not read."""
     prefix = tokens.shape[1] - 1 - score
-    cache = DynamicCache(prefill(model, tokens[:, :prefix]))
+    cache = uncompressed(model, prefill(model, tokens[:, :prefix]))
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
     with torch.inference_mode():
@@ -166,9 +167,9 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
 
 def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
     """Read the scored tokens of a window, at their own positions, over its first ``kept`` tokens alone: the past is forgotten."""
-    cache = DynamicCache([(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
+    cache = uncompressed(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
-    positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1])[None]
+    positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(tokens, **cache_names.over(model, cache), position_ids=positions).logits[0]
@@ -190,22 +191,57 @@ def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
 
 
 class Bf16Cache(KvpackCache):
-    """A cache that takes new keys and values in bf16, as models hold them; the models measured compute in float32."""
+    """The packed cache of a model, which takes new keys and values in bf16, as models hold them: on a CPU it computes in float32."""
+
+    def __init__(self, model: Any, cache: Cache) -> None:
+        super().__init__(cache)
+        self._offsets = key_offsets(model)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        key_states = _offset(key_states, self._offsets, layer_idx)
         return super().update(key_states.to(torch.bfloat16), value_states.to(torch.bfloat16), layer_idx, *args, **kwargs)
+
+
+class _OffsetCache(DynamicCache):  # type: ignore[misc]
+    """An uncompressed cache of a model whose keys are moved by a constant per channel (``key_offsets``)."""
+
+    def __init__(self, offsets: dict[int, torch.Tensor], pairs: Pairs | None) -> None:
+        super().__init__(pairs)
+        self._offsets = offsets
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        # None while the constructor fills the layers with pairs, whose keys are moved already.
+        moved = _offset(key_states, getattr(self, "_offsets", None), layer_idx)
+        found: tuple[Any, Any] = super().update(moved, value_states, layer_idx, *args, **kwargs)
+        return found
+
+
+def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:
+    """An uncompressed cache of the model, which holds ``pairs``."""
+    offsets = key_offsets(model)
+    return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
+
+
+def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
+    """By layer, what ``kvpack.bench.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``; None for a model as it is."""
+    return getattr(model, "kvpack_key_offsets", None)
+
+
+def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: int) -> torch.Tensor:
+    return keys if offsets is None else keys + offsets[layer].to(keys.dtype)
 
 
 def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
     """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at once; they are appended and packed."""
-    over = Bf16Cache(cache)
+    over = Bf16Cache(model, cache)
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
-        for tokens in exact.tokens[:, exact.prefix : -1].split(step, 1):
+        for tokens in torch.split(exact.tokens[:, exact.prefix : -1], step, 1):
             logits = model(tokens, **cache_names.over(model, over)).logits[0]
             read.append(functional.log_softmax(logits.float(), -1))
-    return Predicted(*_compared(exact, torch.cat(read)), over.packed)
+    found = torch.cat(read)
+    return Predicted(*_compared(exact, found), found, over.packed)
 
 
 def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS) -> Measured:
@@ -249,13 +285,13 @@ def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float
     assert packed_v is not None
     seen = exact.seen[number]
     output = attend(seen.query, layer, **seen.options)
-    error = float((output - seen.output).norm() / seen.output.norm())
+    error = float((output.float() - seen.output.float()).norm() / seen.output.float().norm())
     return _cosine(k, packed_k), _cosine(v, packed_v), error
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
     """The cosine between the vectors of two tensors, averaged over heads and tokens."""
-    return functional.cosine_similarity(x, y, dim=-1).mean().item()
+    return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
 def _compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
@@ -267,9 +303,14 @@ def _compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
 
 def _divergence(exact: torch.Tensor, found: torch.Tensor) -> float:
     """KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``, averaged over positions."""
-    total = 0.0
+    return divergences(exact, found).mean().item()
+
+
+def divergences(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``: float64 ``[position]``."""
+    parts = []
     for first in range(0, len(exact), _ROWS):
         p, q = exact[first : first + _ROWS].double(), found[first : first + _ROWS].double()
         # The terms cancel to a millionth of themselves: hence float64.
-        total += functional.kl_div(q, p, reduction="sum", log_target=True).item()
-    return total / len(exact)
+        parts.append(functional.kl_div(q, p, reduction="none", log_target=True).sum(-1))
+    return torch.cat(parts)

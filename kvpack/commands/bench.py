@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 
 MODEL_HELP = "the folder of a transformers causal language model; without a tokenizer, its tokens are bytes (default: the demo's model)"
+DEMO = "demo"
+"""What bench quality calls the demo's model."""
+
 TEXT_HELP = "the text that the model reads (default: the demo's text)"
 
 
@@ -63,8 +66,16 @@ def _add_quality(kinds: Any) -> None:
         help="the quality that packing costs a model: perplexity, divergence, errors, recall",
         description="Run a model over packed files of its own KV caches, and compare it with itself over the uncompressed cache.",
     )
-    quality.add_argument("--model", metavar="DIR", help=MODEL_HELP)
-    quality.add_argument("--text", metavar="FILE", help=TEXT_HELP)
+    quality.add_argument(
+        "--model",
+        metavar="DIR",
+        help="the folder of a transformers causal language model; without a tokenizer, its tokens are bytes. 'demo' is the demo's small "
+        "model (default: SmolLM2-135M-Instruct, which `python -m kvpack.bench.real_model` gets)",
+    )
+    quality.add_argument(
+        "--text", metavar="FILE", help="the text that the model reads, not one that it was calibrated on (default: prose, code and a long "
+        "text that come with kvpack, or the demo's)",
+    )  # fmt: skip
     quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: the papers')")
     quality.add_argument("--basis", metavar="FILE", help="the basis of recipes such as klt-1.75 (kvpack calibrate makes one)")
     quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
@@ -77,7 +88,13 @@ def _add_quality(kinds: Any) -> None:
         "--reference", default="fp8", metavar="RECIPE", help="tell every divergence as a multiple of this recipe's, too (default: fp8)"
     )
     quality.add_argument(
-        "--needles", type=int, metavar="N", help="prompts with 5 needles each, for byte-level models (default: 8, or as many as fit)"
+        "--needles",
+        type=int,
+        metavar="N",
+        help="prompts of 1,024 and of 2,048 tokens with a pass key each, or for a model of bytes, with 5 key lines (default: 8 of each)",
+    )
+    quality.add_argument(
+        "--generate", type=int, default=768, metavar="N", help="tell the divergence along N generated tokens; 0 for none (default: 768)"
     )
     quality.add_argument(
         "--twin",
@@ -85,7 +102,18 @@ def _add_quality(kinds: Any) -> None:
         metavar="C",
         help="measure a twin of the model: the keys of two channel pairs per head are C times as large, the queries 1/C times",
     )
-    quality.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows, the needles and the twin (default: 0)")
+    quality.add_argument(
+        "--offset",
+        type=float,
+        metavar="C",
+        help="add a constant to every key in an eighth of the channels, C times the channel's deviation: no score changes by it",
+    )
+    quality.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)"
+    )
+    quality.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the windows, needles, twins and generated text (default: 0)"
+    )
     quality.add_argument(
         "--norm-rules", action="store_true", help="compare KL with and without norm_rule=norm, for every preset that it changes"
     )
@@ -326,18 +354,20 @@ def run_quality(arguments: argparse.Namespace) -> int:
 
     # Refuses with a message where transformers is missing: the next line imports it.
     transformers_library()
-    from kvpack.bench import norm_rules, quality
+    from kvpack.bench import norm_rules, quality, real_model
 
+    model = None if arguments.model == DEMO else arguments.model or real_model.folder()
     settings = quality.Settings(
-        arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step
-    )
+        arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
+        arguments.offset, arguments.generate, arguments.device,
+    )  # fmt: skip
     with progress("bench quality", arguments) as callback:
         if arguments.norm_rules:
             recipes = arguments.recipe or norm_rules.recipes()
-            report = norm_rules.run(arguments.model, arguments.text, recipes, settings, out=arguments.out, progress=callback)
+            report = norm_rules.run(model, arguments.text, recipes, settings, out=arguments.out, progress=callback)
         else:
             recipes = arguments.recipe or list(quality.RECIPES)
-            given = (arguments.model, arguments.text, recipes, settings)
+            given = (model, arguments.text, recipes, settings)
             report = quality.run(*given, basis=arguments.basis, reference=arguments.reference, out=arguments.out, progress=callback)
     print_report(report, norm_rules.show if arguments.norm_rules else quality.show, arguments)
     return 0

@@ -58,7 +58,7 @@ def test_both_rules_at_equal_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_recipe_without_the_rule_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "quality", "--norm-rules", "--recipe", "kivi-2"]) == 2
+    assert cli.main(["bench", "quality", "--model", "demo", "--norm-rules", "--recipe", "kivi-2"]) == 2
     assert "changes nothing of 'kivi-2'" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from transformers import (
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import needles, picture, quality, summary, windows
+from kvpack.bench import generated, needles, picture, quality, summary, windows
 from kvpack.bench.intervals import student_t, t_quantile, wilson
-from kvpack.bench.models import make_twin, read_text
+from kvpack.bench.models import Text, read_text
 from kvpack.bench.sizes import starts
+from kvpack.bench.twins import make_twin, offset_keys
 from kvpack.coding.recipes import PRESETS
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
@@ -122,13 +124,12 @@ def test_a_row_sums_up_its_windows(report: Any) -> None:
         assert row["windows"][0]["values"] == 4 * 2 * 512 * 64
         assert len(row["by_layer"]["attention_error"]) == 4
         recall = row["needles"]
-        assert recall["asked"] == len(recall["answers"]) == len(recall["depths"]) == needles.LINES
+        assert recall["asked"] == len(recall["answers"]) == needles.LINES
         assert [part["from"] for part in recall["by_depth"]] == [0, 0.25, 0.5, 0.75]
         for part in recall["by_depth"]:
-            answers = [
-                right for right, depth in zip(recall["answers"], recall["depths"], strict=True) if part["from"] <= depth < part["to"]
-            ]
+            answers = [answer["right"] for answer in recall["answers"] if part["from"] <= answer["depth"] < part["to"]]
             assert (part["right"], part["asked"]) == (sum(answers), len(answers))
+        assert [(part["tokens"], part["right"]) for part in recall["by_length"]] == [(512 - needles.QUESTION_TOKENS, recall["right"])]
 
 
 def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windows.Exact, tmp_path: Path) -> None:
@@ -273,27 +274,47 @@ def test_wilson(right: int, asked: int, low: float, high: float) -> None:
     assert wilson(right, asked) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_planting() -> None:
+def bytes_text(data: bytes = b"") -> Text:
+    return Text("bytes", (256,), data, of_bytes=True, encode=lambda text: [*text.encode()])
+
+
+def test_planting_key_lines() -> None:
     text = demo_text()[2000:].replace(b"[", b"(")
-    prompt = needles.plant(text, torch.Generator().manual_seed(3))
-    assert len(prompt.text) == len(text)
-    rest = prompt.text
+    prompt = needles.key_lines(bytes_text(), text, torch.Generator().manual_seed(3))
+    assert len(prompt.ids) == len(text)
+    planted = rest = bytes(prompt.ids)
     for question, value in prompt.questions:
         assert len(value) == 8
-        line = question + value + b"]]\n"
+        line = bytes(question) + bytes(value) + b"]]\n"
         assert rest.count(line) == 1
         rest = rest.replace(line, b"")
     assert text.startswith(rest)
     for (question, _), depth in zip(prompt.questions, prompt.depths, strict=True):
-        assert prompt.text.index(question) == round(depth * len(prompt.text))
-    assert prompt == needles.plant(text, torch.Generator().manual_seed(3)) != needles.plant(text, torch.Generator().manual_seed(4))
+        assert planted.index(bytes(question)) == round(depth * len(planted))
+    again, other = (needles.key_lines(bytes_text(), text, torch.Generator().manual_seed(seed)) for seed in (3, 4))
+    assert prompt == again != other
 
 
-def test_an_answer_is_right_when_every_byte_is_the_first_choice() -> None:
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_planting_a_pass_key(depth: float) -> None:
+    text = demo_text()[2000:]
+    prompt = needles.pass_key(bytes_text(), text, depth, torch.Generator().manual_seed(3))
+    assert len(prompt.ids) == len(text)
+    ((question, value),) = prompt.questions
+    line = b"\nThe pass key is%b. Remember it.%b is the pass key.\n" % (bytes(value), bytes(value))
+    before, after = bytes(prompt.ids).split(line)
+    assert text.startswith(before + after)
+    assert len(before) == pytest.approx(depth * (len(text) - len(line)), abs=1)
+    assert prompt.depths == (len(before) / len(text),)
+    assert bytes(question).endswith(b"The pass key is")
+    assert len(value) == 6
+
+
+def test_an_answer_is_right_when_every_token_is_the_first_choice() -> None:
     value = b"8J2K9XPL"
 
     class Answering:
-        wrong = 0
+        wrong, device = 0, "cpu"
 
         def __call__(self, tokens: torch.Tensor, past_key_values: Any) -> Any:
             assert bytes(tokens[0].tolist()) == b"\n[[key QWERTY = " + value[:-1]
@@ -303,10 +324,120 @@ def test_an_answer_is_right_when_every_byte_is_the_first_choice() -> None:
             logits[0, torch.arange(-8, 0), torch.tensor([*choices])] = 1
             return type("Output", (), {"logits": logits})
 
-    prompt = needles.Prompt(b"", ((b"\n[[key QWERTY = ", value),), (0.0,))
+    prompt = needles.Prompt((), ((tuple(b"\n[[key QWERTY = "), tuple(value)),), (0.0,))
     for Answering.wrong in range(8):
         assert needles.answers(Answering(), prompt, lambda: "true") == [True]
         assert needles.answers(Answering(), prompt, lambda: "other") == [False]
+
+
+def test_recall_by_depth_and_length() -> None:
+    asked = [*summary.Asked.of(100, [0.1, 0.3], [True, False]), *summary.Asked.of(200, [0.1, 0.99], [True, True])]
+    found = summary.recall(asked)
+    assert (found["right"], found["asked"]) == (3, 4)
+    assert [(part["right"], part["asked"]) for part in found["by_depth"]] == [(2, 2), (0, 1), (0, 0), (1, 1)]
+    assert [(part["tokens"], part["right"], part["asked"]) for part in found["by_length"]] == [(100, 1, 2), (200, 2, 2)]
+
+
+def test_a_generated_text_is_that_of_single_steps(model: Any, tmp_path: Path) -> None:
+    prompt = torch.tensor([[256, *demo_text()[:63]]])
+    exact = generated.generate(model, prompt, 40, seed=3)
+    assert exact.tokens.shape == (1, 104)
+    assert torch.equal(exact.tokens[:, :64], prompt)
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        whole = model(exact.tokens[:, :-1]).logits[0, -40:].log_softmax(-1)
+    torch.testing.assert_close(exact.log_probabilities, whole, rtol=1e-4, atol=1e-4)
+    assert torch.equal(generated.generate(model, prompt, 40, seed=3).tokens, exact.tokens)
+    assert not torch.equal(generated.generate(model, prompt, 40, seed=4).tokens, exact.tokens)
+    # Over a lossless cache nothing changes; over a coarse one, what the same random numbers draw does.
+    same = generated.along(model, exact, "bf16", str(tmp_path / "a"), 8, seed=3)
+    assert (same.changed, same.first) == (0.0, None)
+    coarse = generated.along(model, exact, "kv=group:b=1,g=32", str(tmp_path / "a"), 8, seed=3)
+    assert sum(coarse.kl_divergences) > 100 * sum(same.kl_divergences)
+    assert coarse.first is not None
+    assert 1 / 40 <= coarse.changed <= (40 - coarse.first) / 40
+    # Other random numbers draw other tokens, whatever the cache.
+    assert generated.along(model, exact, "bf16", str(tmp_path / "a"), 8, seed=4).changed > 0.1
+
+
+def test_drawn_tokens_are_as_frequent_as_predicted() -> None:
+    predicted, numbers = torch.tensor([0.1, 0.6, 0.3]).log()[None], torch.Generator().manual_seed(0)
+    drawn = torch.tensor([int(generated._drawn(predicted, numbers)) for _ in range(3000)])
+    assert (drawn.bincount() / 3000).tolist() == pytest.approx([0.1, 0.6, 0.3], abs=0.03)
+
+
+def test_moved_keys_compute_the_same_function_and_cost_coarse_codecs_more() -> None:
+    sizes = quality.Settings(tokens=256, score=32, windows=2, needles=0)
+    plain = quality.run(None, None, ["kv=scalar:b=3"], sizes)
+    moved = quality.run(None, None, ["kv=scalar:b=3"], quality.Settings(**{**vars(sizes), "offset": 10.0}))
+    assert moved["offset"]["largest_logit_difference"] < 1e-4
+    assert moved["uncompressed"]["perplexity"] == pytest.approx(plain["uncompressed"]["perplexity"], rel=1e-4)
+    assert moved["forgotten"]["kl_divergence"] == pytest.approx(plain["forgotten"]["kl_divergence"], rel=1e-3)
+    assert moved["recipes"][0]["kl_divergence"] > 2 * plain["recipes"][0]["kl_divergence"]
+
+
+def test_moved_keys_are_in_every_cache_of_the_model(model: Any) -> None:
+    tokens = torch.tensor([[256, *demo_text()[:99]]])
+    before = windows.prefill(model, tokens)
+    try:
+        offset_keys(model, 5.0, tokens, seed=0)
+        after = windows.prefill(model, tokens)
+        again = windows.uncompressed(model, [(k[:, :, :60].clone(), v[:, :, :60].clone()) for k, v in after])
+        with torch.inference_mode():
+            model(tokens[:, 60:], past_key_values=again)
+    finally:
+        model.kvpack_key_offsets = None
+    for (k, v), (moved, same), layer in zip(before, after, again.layers, strict=True):
+        difference = moved - k
+        torch.testing.assert_close(difference, difference[:, :, :1].expand_as(difference), rtol=1e-3, atol=1e-3)
+        share = (difference[0, :, 0].abs() > 1e-3).double().mean().item()
+        assert 0 < share < 0.5
+        torch.testing.assert_close(v, same, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(layer.keys, moved, rtol=1e-3, atol=1e-3)
+
+
+def test_no_scored_text_shares_a_passage_with_the_one_that_calibrates() -> None:
+    folder = resources.files("kvpack.bench") / "texts"
+    words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in ("calibration", quality.TEXT, *quality.OTHERS)}
+    passages = {name: {tuple(found[first : first + 12]) for first in range(len(found) - 11)} for name, found in words.items()}
+    calibrates = passages.pop("calibration")
+    assert len(calibrates) > 20_000
+    for name, scored in passages.items():
+        assert len(scored) > 4_000
+        assert not scored & calibrates, name
+    assert not passages["prose"] & passages["long"]
+
+
+def test_a_model_reads_kvpacks_own_texts_and_is_told_apart_by_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Without a tokenizer tokens are bytes.
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=257, max_position_embeddings=300)).save_pretrained(tmp_path / "m")
+    sizes = quality.Settings(tokens=96, score=32, windows=2, needles=0, generated=20)
+    found = quality.run(tmp_path / "m", None, ["kivi-2"], sizes, reference="fp8")
+    assert found["text"] == "kvpack's prose"
+    assert found["precision"] == "fp32 on a CPU"
+    code, long = found["others"]
+    assert (code["text"], code["settings"]["windows"], code["settings"]["tokens"]) == ("kvpack's code", 2, 96)
+    assert (long["text"], long["settings"]["windows"], long["settings"]["tokens"]) == ("kvpack's long", 1, 300)
+    for part in (code, long):
+        rows = by_recipe(part)
+        assert rows["kivi-2"]["of_reference"]["ratio"] > 1
+        assert part["forgotten"]["kl_divergence"] > 0
+    assert set(found["generated"]) == {"kivi-2", "fp8"}
+    quality.show(found)
+    shown = capsys.readouterr().out
+    assert "kvpack's long: 1 window of 300 tokens" in shown
+    assert "20 tokens that the uncompressed model generated" in shown
+
+
+def test_a_device_must_be_there_and_an_offset_be_finite(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "quality", "--model", "demo", "--device", "cuda"]) == 2
+    assert "--device is cuda, and PyTorch finds no CUDA device" in capsys.readouterr().err
+    assert cli.main(["bench", "quality", "--model", "demo", "--offset", "inf"]) == 2
+    assert "--offset is inf" in capsys.readouterr().err
 
 
 def test_the_twin_has_outliers_and_the_same_function() -> None:
@@ -384,7 +515,7 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
     ids=["tokens", "more tokens", "score", "windows", "needles", "room", "step", "twin", "recipe", "model", "text", "out"],
 )
 def test_what_is_refused(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "quality", *words]) == code
+    assert cli.main(["bench", "quality", "--model", "demo", "--generate", "0", *words]) == code
     assert capsys.readouterr().err.startswith(f"kvpack: {message}")
 
 
@@ -394,8 +525,8 @@ def test_default_recipes() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--tokens", "400", "--score", "32", "--windows", "2", "--needles", "1"]
-    words = ["bench", "quality", *sizes, "--recipe", "kivi-2", "--twin", "8"]
+    sizes = ["--tokens", "400", "--score", "32", "--windows", "2", "--needles", "1", "--generate", "40"]
+    words = ["bench", "quality", "--model", "demo", *sizes, "--recipe", "kivi-2", "--twin", "8"]
     assert cli.main([*words, "--json", "--out", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "quality.json").read_text())
@@ -465,7 +596,8 @@ def cluttered(spread: float) -> Any:
         for number, (x, y) in enumerate(values.tolist())
     ]
     settings = {"windows": 3, "score": 10, "tokens": 100}
-    return {"model": "m", "twin": {"factor": 30}, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
+    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None}
+    return {**kind, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 3.0], ids=["one line", "narrow", "wide"])
@@ -505,5 +637,5 @@ def test_one_report_one_picture(tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main(["bench", "quality", "--out", str(tmp_path)]) == 1
+    assert cli.main(["bench", "quality", "--model", "demo", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "kvpack: the picture needs matplotlib: pip install 'kvpack[bench]'\n"

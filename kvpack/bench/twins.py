@@ -1,0 +1,94 @@
+"""Twins of a model, which compute the same function over keys of other statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvpack import cache_names
+from kvpack.formats.errors import InvalidParameter
+
+from .windows import prefill, uncompressed
+
+OUTLIER_PAIRS = 2
+"""RoPE channel pairs of every KV head that the twin scales."""
+
+OFFSET_SHARE = 1 / 8
+"""The share of the keys' channels that get an offset."""
+
+TWIN_TOLERANCE = 1e-3
+"""The largest difference allowed between a logit of the twin and the model's own, relative to the largest logit."""
+
+
+def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
+    """Multiply the keys' weights in two RoPE pairs of every KV head by ``factor``, and divide the queries' by it.
+
+    The function stays the same, while keys get the outlier channels that some larger models have. ``sample`` is token
+    ids ``[batch, token]``; returns the largest difference of a logit on it, relative to the largest logit. Raises
+    InvalidParameter for a factor that is not above 0, a model without q_proj and k_proj, and one whose logits change
+    by more than TWIN_TOLERANCE (because it normalizes keys, for example).
+    """
+    layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
+    if not (layers and 0 < factor < float("inf")):
+        raise InvalidParameter(f"the twin multiplies k_proj by {factor} in {len(layers)} layers; it takes a number above 0, and a k_proj")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode():
+        before = model(sample).logits
+        for layer in layers:
+            _scale(layer, factor, generator)
+        difference = float((model(sample).logits - before).abs().max() / before.abs().max())
+    if not difference <= TWIN_TOLERANCE:
+        raise InvalidParameter(
+            f"the twin's logits differ from the model's by {difference:.1e} of the largest, the limit is {TWIN_TOLERANCE:.1e}: "
+            "its keys and queries are not what k_proj and q_proj give, rotated by pairs"
+        )
+    return difference
+
+
+def _scale(layer: Any, factor: float, generator: torch.Generator) -> None:
+    dim = layer.head_dim
+    keys, queries = layer.k_proj, layer.q_proj
+    heads = keys.out_features // dim
+    group = queries.out_features // keys.out_features
+    # A pair is the channels j and j + dim / 2, which RoPE rotates into each other.
+    pairs = torch.stack([torch.randperm(dim // 2, generator=generator)[:OUTLIER_PAIRS] for _ in range(heads)])
+    channels = torch.cat([pairs, pairs + dim // 2], 1)
+    key_rows = (torch.arange(heads)[:, None] * dim + channels).flatten()
+    query_rows = (torch.arange(heads * group)[:, None] * dim + channels.repeat_interleave(group, 0)).flatten()
+    for projection, rows, scale in ((keys, key_rows, factor), (queries, query_rows, 1 / factor)):
+        for parameter in projection.parameters():
+            parameter[rows] *= scale
+
+
+def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
+    """Add a constant to every key of the model, in an eighth of the channels of every KV head: ``factor`` times the channel's deviation.
+
+    All scores of a query move alike, so that the function stays the same, while keys get the offsets that biases give those of some models.
+    ``sample`` is token ids ``[batch, token]``; returns the largest difference of a logit on it, relative to the largest logit. Raises
+    InvalidParameter for a factor that is not finite, and a model whose logits change by more than TWIN_TOLERANCE.
+    """
+    if not abs(factor) < float("inf"):
+        raise InvalidParameter(f"--offset is {factor}, expected a finite number")
+    generator = torch.Generator().manual_seed(seed)
+    before = _logits(model, sample)
+    offsets = {}
+    for number, (k, _) in enumerate(prefill(model, sample)):
+        deviation = k[0].float().std(1, keepdim=True)
+        offset_channels = torch.rand(deviation.shape, generator=generator) < OFFSET_SHARE
+        offsets[number] = factor * deviation * offset_channels.to(deviation.device)
+    model.kvpack_key_offsets = offsets
+    after = _logits(model, sample)
+    difference = float((after - before).abs().max() / before.abs().max())
+    if not difference <= TWIN_TOLERANCE:
+        raise InvalidParameter(
+            f"the logits of the model with moved keys differ from its own by {difference:.1e} of the largest, the limit is "
+            f"{TWIN_TOLERANCE:.1e}: its attention is not a softmax over scores of keys alone"
+        )
+    return difference
+
+
+def _logits(model: Any, sample: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(sample, **cache_names.over(model, uncompressed(model))).logits
+    return logits.float()

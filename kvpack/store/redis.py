@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,12 @@ from .breaker import Breaker, Guard
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
 from .locks import Lock
+from .redis_answers import data, data_list, flat, integer, integers, member_list, numbers, scanned, stored
+from .redis_limits import limited
 from .redis_scripts import COLLECT, DELETE, LOOK, PUT, RECOUNT, SIZE, USE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .backend import Data, Found
     from .counters import Counters
@@ -48,13 +51,30 @@ RECOUNT_SECONDS = 600.0
 """The age at which the sum of the sizes is counted again to keep the budget: any user of the server may have changed it."""
 SCAN_SECONDS = 5.0
 """How long one put scans the names of a server whose count is lost; the next put continues the scan."""
+_MAX_PAGES = 2**20
+"""The most pages of a scan: a server of a billion names has no more."""
+
+_ANSWERS = {"put": stored, "touch": integer, "delete": member_list, "list": flat, "size": numbers, "count": integer, "collect": integers(2)}
+"""The check of each script's answer."""
+_OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
+"""What redis-py says of an answer that begins as those of HTTP, TLS, SSH and memcached do, and none of Redis."""
+
+
+_FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
+"""Options of a URL that change what answers are."""
+_SPARE_BYTES = 2**20
+"""What an answer takes besides entries."""
+
+if TYPE_CHECKING:
+    _Command = tuple[Callable[[Any], Any], *tuple[Any, ...]]
 
 
 class Redis(OneTier):
     """Entries on the server at ``url`` (redis://, rediss:// or unix://).
 
     ``max_bytes`` is a hard budget for their bytes, ``ttl`` the seconds after which an unused entry expires, ``timeout`` the most
-    seconds per request. Raises InvalidParameter for an invalid URL, and KvpackError without the package redis.
+    seconds per request, and one more for each MiB of the answer. Raises InvalidParameter for an invalid URL and for a server of
+    another protocol, and KvpackError without the package redis.
     """
 
     private = False
@@ -82,27 +102,38 @@ class Redis(OneTier):
         self._summed: float | None = None
         self._cursor = 0
         self._breaker = Breaker()
-        self._guard = Guard(self._breaker, counters, (redis.RedisError, OSError, MemoryError), (redis.ResponseError, MemoryError))
+        # A server that is not Redis makes the client raise anything.
+        self._guard = Guard(self._breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
         try:
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
             )
-        except ValueError as error:
+            pool = self._client.connection_pool
+            # A connection that is not opened: options that there are not, and values of other types.
+            pool.connection_class(**pool.connection_kwargs)
+        except (ValueError, TypeError, redis.RedisError) as error:
             raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
+        for name, needed in _FIXED_OPTIONS.items():
+            if (given := pool.connection_kwargs.get(name, needed)) != needed:
+                raise InvalidParameter(f"the location sets {name} to {given!r:.40}, and kvpack needs {needed!r}: leave it out of the URL")
+        pool.connection_class = limited(pool.connection_class, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES)
         # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
         self._close = weakref.finalize(self, self._client.close)
         scripts = {"put": PUT, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "collect": COLLECT}
         self._scripts = {name: self._client.register_script(text) for name, text in scripts.items()}
+        self._check_protocol()
 
     def present(self, keys: Sequence[bytes]) -> int:
-        commands = [command for key in keys for command in (("STRLEN", ENTRY + key), ("GETRANGE", ENTRY + key, 0, FRONT_BYTES - 1))]
+        commands: list[_Command] = []
+        for key in keys:
+            commands += [(integer, "STRLEN", ENTRY + key), (data(FRONT_BYTES), "GETRANGE", ENTRY + key, 0, FRONT_BYTES - 1)]
         answers = self._asked("match", commands)
         kinds = [self._form.kind(front or b"", size or 0) for size, front in zip(answers[::2], answers[1::2], strict=True)]
         return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(kinds))
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         # Sizes come first: nothing larger than the limit for entries is fetched.
-        sizes = [size or 0 for size in self._asked("match", [("STRLEN", ENTRY + key) for key in keys])]
+        sizes = [size or 0 for size in self._asked("match", [(integer, "STRLEN", ENTRY + key) for key in keys])]
         missing = next((number for number, size in enumerate(sizes) if not self._takes(keys[number], size)), len(sizes))
         found: list[Data] = []
         while len(found) < missing:
@@ -119,7 +150,7 @@ class Redis(OneTier):
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         name = ENTRY + key
-        size = self._guard.ask("get", lambda: int(self._client.strlen(name)), 0)
+        size = self._guard.ask("get", lambda: integer(self._client.strlen(name)), 0)
         if not self._takes(key, size):
             return None
         if not front or size <= _FRONT_BYTES:
@@ -131,15 +162,15 @@ class Redis(OneTier):
         if size > self._form.max_bytes:
             self._counters.add("refused_chunks")
             return False
-        data = b"".join(pieces)
-        answer = self._put(chain, data)
+        entry = b"".join(pieces)
+        answer = self._put(chain, entry)
         if answer is not None and answer[0] == -1:
-            answer = self._put(chain, data) if self._recounted() else None
+            answer = self._put(chain, entry) if self._recounted() else None
         if answer is not None and answer[0] == 2:
             kind = self._form.kind(answer[1], answer[2])
             if kind is Kind.READABLE:
                 return True
-            answer = self._put(chain, data, replace=True) if kind is Kind.JUNK else (0, 0, 0)
+            answer = self._put(chain, entry, replace=True) if kind is Kind.JUNK else (0, 0, 0)
         if answer is None or answer[0] == -1:
             return False
         stored, evicted, freed = answer
@@ -165,15 +196,17 @@ class Redis(OneTier):
     def list(self) -> Iterator[Stored]:
         listed: set[bytes] = set()
         cursor = None
-        while cursor != 0 and (page := self._page("list", cursor or 0)) is not None:
+        for _ in range(_MAX_PAGES):
+            page = None if cursor == 0 else self._page("list", cursor or 0)
+            if page is None:
+                break
             cursor, keys = page
             # A scan may return a name twice.
             new = [key for key in dict.fromkeys(keys) if key not in listed]
             listed.update(new)
             found = self._run("list", b"".join(new)) or () if new else ()
-            for key, size, score in zip(new, found[::2], found[1::2], strict=False):
-                used = float(score or 0)
-                yield Stored(key, size, int(used) * 1000 if 0 < used < 2**53 else 0)
+            for key, size, used in zip(new, found[::2], found[1::2], strict=False):
+                yield Stored(key, int(size), int(used) * 1000 if 0 < used < 2**53 else 0)
 
     def size(self) -> tuple[int, int]:
         answer = self._run("size")
@@ -183,30 +216,31 @@ class Redis(OneTier):
         return (0, 0) if answer is None else (answer[0], answer[1])
 
     def pin(self, keys: Sequence[bytes]) -> bool:
-        return self._guard.ask("pin", lambda: self._client.hset(_SHARED[3], keys[-1], b"".join(keys)), None) is not None
+        return self._guard.ask("pin", lambda: integer(self._client.hset(_SHARED[3], keys[-1], b"".join(keys))), None) is not None
 
     def unpin(self, keys: Sequence[bytes]) -> bool:
-        return bool(self._guard.ask("unpin", lambda: self._client.hdel(_SHARED[3], keys[-1]), 0))
+        return bool(self._guard.ask("unpin", lambda: integer(self._client.hdel(_SHARED[3], keys[-1])), 0))
 
     def pinned(self) -> set[bytes]:
-        chains: Sequence[bytes] = self._guard.ask("list", lambda: self._client.hvals(_SHARED[3]), ())
+        chains: Sequence[bytes] = self._guard.ask("list", lambda: data_list(self._client.hvals(_SHARED[3])), ())
         return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain), KEY_BYTES)}
 
     def collect(self) -> None:
         """Count the entries by the server's names, and evict entries above the budget."""
         with self._lock:
             self._cursor = 0
-        while not self._recounted() and self._cursor:
-            continue
+        for _ in range(_MAX_PAGES):
+            if self._recounted() or not self._cursor:
+                break
 
     def close(self) -> None:
         self._close()
 
-    def _put(self, chain: Sequence[bytes], data: bytes, *, replace: bool = False) -> Any:
+    def _put(self, chain: Sequence[bytes], entry: bytes, *, replace: bool = False) -> Any:
         due = self._summed is None or time.monotonic() - self._summed > RECOUNT_SECONDS
         if due:
             self._summed = time.monotonic()
-        return self._run("put", b"".join(chain), data, self._most(), self._seconds(), int(replace), FRONT_BYTES, int(due))
+        return self._run("put", b"".join(chain), entry, self._most(), self._seconds(), int(replace), FRONT_BYTES, int(due))
 
     def _recounted(self) -> bool:
         """Count all entries again, then evict; False if the server does not answer or has too many names for the time allowed."""
@@ -242,20 +276,28 @@ class Redis(OneTier):
 
     def _page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
         """One page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
-        answer = self._guard.ask(operation, lambda: self._client.scan(cursor, match=ENTRY + b"*", count=_NAMES_AT_ONCE), None)
+
+        def ask() -> tuple[int, Sequence[bytes]]:
+            return scanned(self._client.scan(cursor, match=ENTRY + b"*", count=_NAMES_AT_ONCE), cursor)
+
+        answer = self._guard.ask(operation, ask, None)
         if answer is None:
             return None
-        return int(answer[0]), [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
+        return answer[0], [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
 
-    def _asked(self, operation: str, commands: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """The server's answers, None for a refused command, such as one for an entry of another type; [] if the server does not answer."""
+    def _asked(self, operation: str, commands: Sequence[_Command]) -> Sequence[Any]:
+        """The server's answers, None for a refused command, such as one for an entry of another type; [] if the server does not answer.
+
+        Each command comes after the check of its answer.
+        """
 
         def ask() -> Sequence[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
-                for command in commands:
+                for _, *command in commands:
                     pipeline.execute_command(*command)
-                answers: Sequence[Any] = pipeline.execute(raise_on_error=False)
-            return answers
+                answers = pipeline.execute(raise_on_error=False)
+            checks = [check for check, *_ in commands]
+            return [one if isinstance(one, Exception) else check(one) for check, one in zip(checks, answers, strict=True)]
 
         nothing: Sequence[Any] = ()
         answers = self._guard.ask(operation, ask, nothing) if commands else nothing
@@ -269,7 +311,8 @@ class Redis(OneTier):
 
         def ask() -> Sequence[bytearray]:
             found = []
-            values = self._asked("get", [("GETRANGE", ENTRY + key, 0, size - 1) for key, size in zip(keys, sizes, strict=True)])
+            pairs = zip(keys, sizes, strict=True)
+            values = self._asked("get", [(data(size), "GETRANGE", ENTRY + key, 0, size - 1) for key, size in pairs])
             for value, size in zip(values, sizes, strict=False):
                 if value is None or len(value) != size:
                     break
@@ -281,18 +324,32 @@ class Redis(OneTier):
 
     def _front(self, name: bytes, size: int) -> bytearray | None:
         """An entry of ``size`` bytes; those after the header are zeros, which take no memory."""
-        beginning = self._client.getrange(name, 0, _FRONT_BYTES - 1)
-        data = bytearray(size)
+        beginning = data(_FRONT_BYTES)(self._client.getrange(name, 0, _FRONT_BYTES - 1))
+        entry = bytearray(size)
         end = min(size, front_bytes(beginning) or size)
-        rest = self._client.getrange(name, len(beginning), end - 1) if end > len(beginning) else b""
-        if len(beginning) + len(rest) < end:
+        rest = data(end)(self._client.getrange(name, len(beginning), end - 1)) if end > len(beginning) else b""
+        if not end <= len(beginning) + len(rest) <= size:
             return None
-        data[: len(beginning)] = beginning
-        data[len(beginning) : len(beginning) + len(rest)] = rest
-        return data
+        entry[: len(beginning)] = beginning
+        entry[len(beginning) : len(beginning) + len(rest)] = rest
+        return entry
 
     def _run(self, script: str, *arguments: Any) -> Any:
-        return self._guard.ask(script, lambda: self._scripts[script](keys=_SHARED, args=arguments), None)
+        return self._guard.ask(script, lambda: _ANSWERS[script](self._scripts[script](keys=_SHARED, args=arguments)), None)
+
+    def _check_protocol(self) -> None:
+        """Raise InvalidParameter if the server speaks another protocol. One that does not answer now may answer later."""
+        import redis
+
+        try:
+            self._client.ping()
+        except redis.InvalidResponse as error:
+            if _OTHER_PROTOCOL.search(str(error)):
+                raise InvalidParameter(
+                    f"the server at the location is not Redis: it answers with {str(error)!r:.100}; check the host and the port"
+                ) from None
+        except Exception:
+            return
 
     def _most(self) -> int | str:
         return "" if self._max_bytes is None else self._max_bytes

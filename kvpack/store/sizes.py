@@ -7,10 +7,8 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from .folder import ENTRY_FOLDERS
-from .reading import regular_files
 
 if TYPE_CHECKING:
-    from .counters import Counters
     from .folder import Folder
 
 SETTLED_NS = 3 * 10**9
@@ -28,17 +26,17 @@ class _Listed(NamedTuple):
 class Sizes:
     """Counts the entries of ``folder``. An entry is made and removed by changing its folder, and is never written again."""
 
-    def __init__(self, folder: Folder, counters: Counters) -> None:
-        self._folder, self._counters = folder, counters
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
         self._listed: dict[str, _Listed] = {}
 
     def total(self) -> tuple[int, int]:
         """Entries and their bytes."""
-        listed = [self._of(os.path.join(self._folder.root, name)) for name in ENTRY_FOLDERS]
+        listed = [self._of(folder) for folder in ENTRY_FOLDERS]
         return sum(one.entries for one in listed), sum(one.size for one in listed)
 
-    def _of(self, path: str) -> _Listed:
-        now = time.time_ns()
+    def _of(self, folder: str) -> _Listed:
+        now, path = time.time_ns(), os.path.join(self._folder.root, folder)
         try:
             changed = os.stat(path).st_mtime_ns
         except FileNotFoundError:
@@ -49,16 +47,8 @@ class Sizes:
         known = self._listed.get(path)
         if known is not None and known.changed_ns == changed:
             return known
-        sizes = [status.st_size for name, status in regular_files(path, self._counters) if _is_key(name)]
+        sizes = [status.st_size for _, status in self._folder.entries(folder)]
         found = _Listed(changed, len(sizes), sum(sizes))
         if changed < now - SETTLED_NS:
             self._listed[path] = found
         return found
-
-
-def _is_key(name: str) -> bool:
-    try:
-        bytes.fromhex(name)
-    except ValueError:
-        return False
-    return True

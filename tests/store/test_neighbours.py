@@ -491,3 +491,57 @@ def test_an_owner_that_is_not_looked_at_is_seen(shared: Path, monkeypatch: pytes
     monkeypatch.setattr(trust.Trust, "_check", lambda self, path, status: None)
     with pytest.raises(AssertionError):
         test_files_and_subfolders_of_others_are_no_part_of_a_store("file", shared)
+
+
+SPELLINGS = {
+    "short": lambda name: name[:-1],
+    "long": lambda name: name + "0",
+    "upper case": lambda name: name.upper(),
+    "spaces": lambda name: " ".join(name[at : at + 2] for at in range(0, len(name), 2)),
+    "a space after it": lambda name: name + " ",
+    "a space before it": lambda name: " " + name,
+    "a dot before it": lambda name: "." + name[1:],
+    "other digits": lambda name: "\u0663" * 64,
+    "0x": lambda name: "0x" + name[2:],
+    "no hexadecimal": lambda name: "z" * 64,
+    "one byte": lambda name: "ab",
+    "a line break": lambda name: name + "\n",
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_files_of_other_spellings_are_not_entries(spelling: str, tmp_path: Path) -> None:
+    """They are not counted, listed or evicted, and take nothing of the budget."""
+    store, ids = open_store(tmp_path), prompt(2)
+    whole = save(store, ids)
+    entry = Path(entry_of(store, ids, 0))
+    stats = store.stats()
+    other = entry.parent / SPELLINGS[spelling](entry.name)
+    other.write_bytes(b"x" * 10**6)
+    # A right name in the folder of another.
+    moved = next(path for path in (tmp_path / f"{first:x}" / "0" for first in range(16)) if path != entry.parent)
+    moved.mkdir(parents=True, exist_ok=True)
+    moved.chmod(0o700)
+    (moved / entry.name).write_bytes(b"x" * 10**6)
+    again = open_store(tmp_path, max_bytes=stats["bytes"])
+    assert (again.stats()["entries"], again.stats()["bytes"]) == (2, stats["bytes"])
+    assert len({entry.key for entry in again._backend.list()}) == len(list(again._backend.list())) == 2
+    again.collect()
+    assert same(again.load(ids)[1], whole)
+    assert again.counters()["faults"] == {}
+    small = open_store(tmp_path, max_bytes=1)
+    small.collect()
+    assert small.stats()["entries"] == 0
+    assert other.exists()
+
+
+def test_a_pin_of_a_terabyte_is_a_fault_and_not_read(tmp_path: Path) -> None:
+    store, ids = open_store(tmp_path), prompt(2)
+    save(store, ids)
+    store.pin(ids)
+    with open(tmp_path / "pins" / ("0" * 64), "wb") as file:
+        file.truncate(2**40)
+    small = open_store(tmp_path, max_bytes=1)
+    small.collect()
+    assert small.counters()["faults"] == {"pinned LimitExceeded": 1}
+    assert small.stats()["entries"] == 2, "the other pins count"

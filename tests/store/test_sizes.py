@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpack.store import sizes
+from kvpack.store import folder
 
 from store_caches import entries, open_store, prompt, save  # isort: skip
 
@@ -16,8 +16,8 @@ from store_caches import entries, open_store, prompt, save  # isort: skip
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders that were listed."""
     found: list[str] = []
-    original = sizes.regular_files
-    monkeypatch.setattr(sizes, "regular_files", lambda path, counters: found.append(path) or original(path, counters))
+    original = folder.regular_files
+    monkeypatch.setattr(folder, "regular_files", lambda path, counters: found.append(path) or original(path, counters))
     return found
 
 

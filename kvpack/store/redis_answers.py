@@ -1,0 +1,110 @@
+"""Checks of what a server answers: one that is not Redis, or that somebody has changed, may answer anything.
+
+Each check returns the answer. Raises NotRedis, which counts as a server that does not answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_LARGEST = 2**53
+"""Lua's numbers are binary64."""
+
+
+class NotRedis(Exception):
+    """An answer that no Redis server gives."""
+
+
+def integer(answer: Any) -> int:
+    """An integer from 0 to 2^53."""
+    if type(answer) is not int or not 0 <= answer <= _LARGEST:
+        raise _wrong(answer, "an integer from 0 to 2^53")
+    return answer
+
+
+def integers(count: int) -> Callable[[Any], list[int]]:
+    """``count`` integers."""
+    return lambda answer: [integer(one) for one in _listed(answer, f"{count} integers", count)]
+
+
+def data(most: int) -> Callable[[Any], bytes]:
+    """At most ``most`` bytes."""
+
+    def check(answer: Any) -> bytes:
+        if type(answer) is not bytes or len(answer) > most:
+            raise _wrong(answer, f"at most {most} bytes")
+        return answer
+
+    return check
+
+
+def data_list(answer: Any) -> list[bytes]:
+    """A list of bytes."""
+    found = _listed(answer, "a list of bytes")
+    for one in found:
+        if type(one) is not bytes:
+            raise _wrong(answer, "a list of bytes")
+    return found
+
+
+def member_list(answer: Any) -> list[bytes]:
+    """A list of keys."""
+    found = data_list(answer)
+    if any(len(key) != KEY_BYTES for key in found):
+        raise _wrong(answer, f"keys of {KEY_BYTES} bytes")
+    return found
+
+
+def flat(answer: Any) -> list[float]:
+    """Sizes and times of use in turn; a time is a number as text, or empty for none, which is 0."""
+    found = _listed(answer, "sizes and times")
+    if len(found) % 2:
+        raise _wrong(answer, "sizes and times in turn")
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return [number for size, used in pairs for number in (float(integer(size)), _number(used))]
+
+
+def numbers(answer: Any) -> list[int]:
+    """Two integers, or -1 alone."""
+    return answer if answer == [-1] and type(answer[0]) is int else integers(2)(answer)
+
+
+def stored(answer: Any) -> list[Any]:
+    """What the script that puts an entry returns."""
+    if type(answer) is list and len(answer) == 3 and answer[0] == 2:
+        return [integer(answer[0]), data(2**16)(answer[1]), integer(answer[2])]
+    return answer if answer == [-1] and type(answer[0]) is int else integers(3)(answer)
+
+
+def scanned(answer: Any, cursor: int) -> tuple[int, Sequence[bytes]]:
+    """The next cursor after ``cursor``, and names."""
+    if type(answer) is not tuple or len(answer) != 2 or type(answer[0]) is not int or answer[0] < 0:
+        raise _wrong(answer, "a cursor and names")
+    if answer[0] == cursor != 0:
+        raise _wrong(answer, "another cursor than that of the request")
+    return answer[0], data_list(answer[1])
+
+
+def _listed(answer: Any, what: str, count: int | None = None) -> list[Any]:
+    if type(answer) is not list or (count is not None and len(answer) != count):
+        raise _wrong(answer, what)
+    return answer
+
+
+def _number(answer: Any) -> float:
+    if type(answer) is not bytes or len(answer) > 64:
+        raise _wrong(answer, "a number as text")
+    try:
+        found = float(answer or 0)
+    except ValueError:
+        raise _wrong(answer, "a number as text") from None
+    return found if found == found else 0.0
+
+
+def _wrong(answer: Any, expected: str) -> NotRedis:
+    return NotRedis(f"the server answers {answer!r:.80}, expected {expected}: it is not Redis, or its keys were changed by another program")

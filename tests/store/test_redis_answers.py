@@ -1,0 +1,252 @@
+"""Servers that are not Redis: whatever they answer is a counted miss, in bounded time and memory, and other protocols are named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store import redis as redis_backend
+from kvpack.store import redis_limits
+from kvpack.store.keys import KEY_BYTES
+from kvpack.store.redis_answers import NotRedis, data, data_list, flat, integer, integers, member_list, numbers, scanned, stored
+
+from store_caches import CHUNK, IDENTITY, cache, prompt  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytest.importorskip("redis")
+
+KEY = b"k" * KEY_BYTES
+ANSWERS = {
+    "a negative number": b":-5\r\n",
+    "a huge number": b":99999999999999999999\r\n",
+    "a number": b":100\r\n",
+    "no bytes": b"$-1\r\n",
+    "no list": b"*-1\r\n",
+    "an empty list": b"*0\r\n",
+    "two numbers": b"*2\r\n:1\r\n:2\r\n",
+    "a cursor that stays": b"*2\r\n:5\r\n*0\r\n",
+    "bytes": b"$3\r\nabc\r\n",
+    "bytes that are no text": b"$5\r\nab\xff\x00\x01\r\n",
+    "a status": b"+OK\r\n",
+    "an error": b"-ERR x\r\n",
+    "nested lists": b"*1\r\n" * 5000 + b":1\r\n",
+    "a map": b"%1\r\n:1\r\n:2\r\n",
+    "a truth": b"#t\r\n",
+    "another type": b"?junk\r\n",
+    "a list of all": b"*3\r\n$1\r\nx\r\n:3\r\n$2\r\nyy\r\n",
+    "keys of entries": b"*2\r\n$1\r\nx\r\n*2\r\n$47\r\n{kvpack}:entry:" + KEY + b"\r\n:4\r\n",
+    "an error in a list": b"*2\r\n-ERR x\r\n:1\r\n",
+    "a length that is no number": b"$x\r\n",
+    "a size of 2^60": b"$1152921504606846976\r\nabc",
+    "a list of 2^60": b"*1152921504606846976\r\n:1\r\n",
+}
+CALLS: dict[str, Callable[[kvpack.Store, list[int]], Any]] = {
+    "load": lambda store, ids: store.load(ids),
+    "match": lambda store, ids: store.match(ids),
+    "save": lambda store, ids: store.save(ids, cache(len(ids))),
+    "pin": lambda store, ids: store.pin(ids),
+    "unpin": lambda store, ids: store.unpin(ids),
+    "delete": lambda store, ids: store.delete(ids),
+    "stats": lambda store, ids: store.stats()["entries"],
+    "prometheus": lambda store, ids: store.prometheus(),
+    "collect": lambda store, ids: store.collect(),
+    "list": lambda store, ids: list(store._backend.list()),
+    "pinned": lambda store, ids: store._backend.pinned(),
+}
+
+
+class Answering:
+    """A server that gives ``answer`` to each command, and OK while a connection begins."""
+
+    def __init__(self, answer: Callable[[bytes, socket.socket], None]) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._answer = answer
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                while request := connection.recv(2**16):
+                    self._answer(request, connection)
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def constant(answer: bytes) -> Callable[[bytes, socket.socket], None]:
+    def serve(request: bytes, connection: socket.socket) -> None:
+        count = request.count(b"\r\n*") + 1
+        connection.sendall(b"+OK\r\n" * count if b"CLIENT" in request else answer * count)
+
+    return serve
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[bytes, socket.socket], None]], str]]:
+    servers: list[Answering] = []
+
+    def begin(answer: Callable[[bytes, socket.socket], None]) -> str:
+        servers.append(Answering(answer))
+        return servers[-1].url
+
+    yield begin
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_any_answer_is_a_counted_miss(name: str, serve: Callable[..., str]) -> None:
+    url, ids = serve(constant(ANSWERS[name])), prompt(2)
+    for call in CALLS.values():
+        store = kvpack.Store(url, IDENTITY, chunk=CHUNK, timeout=0.2, max_bytes=10**6)
+        begun = time.monotonic()
+        found = call(store, ids)
+        assert time.monotonic() - begun < 5
+        assert not isinstance(found, tuple) or found == (0, None)
+    store = kvpack.Store(url, IDENTITY, chunk=CHUNK, timeout=0.2)
+    assert store.load(ids) == (0, None)
+    assert store.save(ids, cache(len(ids))) == 0
+    missing = {"an empty list", "no bytes", "no list"}
+    assert store.counters()["faults"] or name in missing
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"<!DOCTYPE HTML>\r\n",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"ERROR\r\n",
+        b"220 mail.example ESMTP\r\n",
+        b"\x15\x03\x01\x00\x02\x02\x28\r\n",
+    ],
+)
+def test_a_server_of_another_protocol_is_named_at_opening(greeting: bytes, serve: Callable[..., str]) -> None:
+    url = serve(lambda _, connection: connection.sendall(greeting))
+    with pytest.raises(InvalidParameter, match=r"the server at the location is not Redis: it answers with .*; check the host and the port"):
+        kvpack.Store(url, IDENTITY)
+
+
+def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) -> None:
+    closed = serve(lambda _, connection: connection.shutdown(socket.SHUT_RDWR))
+    silent = serve(lambda *_: None)
+    for url in (closed, silent, "redis://127.0.0.1:1", "unix:///nowhere"):
+        store = kvpack.Store(url, IDENTITY, chunk=CHUNK, timeout=0.1)
+        assert store.load(prompt(1)) == (0, None)
+        assert store.counters()["faults"]
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("decode_responses=True", "sets decode_responses to 'True', and kvpack needs False: leave it out of the URL"),
+        ("encoding=utf-16", "sets encoding to 'utf-16'"),
+        ("protocol=3", "sets protocol to 3, and kvpack needs 2"),
+        ("no_such_option=1", "not the URL of a Redis server: .*no_such_option"),
+        ("socket_timeout=abc", "not the URL of a Redis server"),
+    ],
+)
+def test_options_of_a_url_that_change_answers_are_refused(query: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        kvpack.Store(f"redis://127.0.0.1:1/0?{query}", IDENTITY)
+
+
+def test_a_server_that_sends_a_byte_now_and_then_costs_the_timeout(serve: Callable[..., str]) -> None:
+    def trickle(request: bytes, connection: socket.socket) -> None:
+        if b"CLIENT" in request:
+            connection.sendall(b"+OK\r\n" * request.count(b"CLIENT"))
+            return
+        for byte in b"$40\r\n" + b"x" * 40 + b"\r\n":
+            connection.sendall(bytes([byte]))
+            time.sleep(0.1)
+
+    begun = time.monotonic()
+    store = kvpack.Store(serve(trickle), IDENTITY, chunk=CHUNK, timeout=0.3)
+    assert store.load(prompt(1)) == (0, None)
+    assert time.monotonic() - begun < 2
+    assert store.counters()["faults"] == {"match TimeoutError": 1}
+
+
+def test_an_endless_answer_is_cut_off(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [0]
+
+    def flood(request: bytes, connection: socket.socket) -> None:
+        if b"CLIENT" in request or b"PING" in request:
+            connection.sendall(b"+OK\r\n" * (request.count(b"\r\n*") + 1))
+            return
+        connection.sendall(b"$1152921504606846976\r\n")
+        while True:
+            connection.sendall(bytes(2**20))
+            sent[0] += 2**20
+
+    monkeypatch.setattr(redis_backend, "_BYTES_AT_ONCE", 2**22)
+    store = kvpack.Store(serve(flood), IDENTITY, chunk=CHUNK, timeout=5, max_entry_bytes=2**22)
+    assert store.load(prompt(1)) == (0, None)
+    assert sent[0] < 2**26
+    assert set(store.counters()["faults"]) == {"match ConnectionError"} or "match OSError" in store.counters()["faults"]
+
+
+def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.timeout: float | None = 1.0
+
+        def settimeout(self, seconds: float | None) -> None:
+            self.timeout = seconds
+
+        def gettimeout(self) -> float | None:
+            return self.timeout
+
+        def recv(self, count: int) -> bytes:
+            time.sleep(0.02)
+            return bytes(count)
+
+    found = redis_limits._Answer(Slow(), 0.05, 2**30)
+    for _ in range(20):
+        assert len(found.recv(2**19)) == 2**19
+    found.begin()
+    assert found.recv(1) == b"\0"
+    time.sleep(0.1)
+    with pytest.raises(TimeoutError, match="an answer of 1 bytes so far took more than"):
+        found.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (integer, [0, 7, 2**53], [-1, 2**53 + 1, True, None, b"1", 1.0, [1]]),
+        (integers(2), [[1, 2]], [[1], [1, 2, 3], [1, b"x"], (1, 2), 5, None]),
+        (data(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
+        (data_list, [[], [b"a"]], [[1], None, b"a", [None]]),
+        (member_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),
+        (flat, [[], [5, b"1.5"], [5, b""], [5, b"inf"]], [[5], [5, b"x"], [b"1", b"1"], [5, None], [5, b"1" * 65], 4]),
+        (numbers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
+        (stored, [[-1], [1, 0, 0], [2, b"front", 9]], [[2, 1, 9, 9], [2, b"f", -1], [1], [1, b"x", 0], None, 2]),
+        (lambda answer: scanned(answer, 5), [(0, []), (6, [b"n"])], [(5, []), (b"6", []), (6, [1]), (6,), [6, []], (-1, []), None]),
+    ],
+)
+def test_answers_are_checked(check: Callable[[Any], Any], good: list[Any], bad: list[Any]) -> None:
+    for answer in good:
+        check(answer)
+    for answer in bad:
+        with pytest.raises(NotRedis, match="it is not Redis"):
+            check(answer)

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvpack.file.limits import MAX_TOKENS
+from kvpack.formats.arguments import check_flag, shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
 from .cache.arguments import check_number, integer
@@ -70,6 +72,8 @@ def attend(
     Raises InvalidShape, InvalidDtype or InvalidParameter. The query is rotated once and the values are summed in
     their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
     """
+    if sliding_window is not None and type(sliding_window) is not int:
+        sliding_window = integer(sliding_window, "sliding_window")
     # What the checks have let through once is launched without them: they take longer than the kernels.
     asked: Any = None
     if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
@@ -205,8 +209,13 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         raise InvalidDtype(f"q is a {type(given).__name__}, expected a tensor [batch, q_head, q_len, dim]")
     if q.dim() != 4:
         raise InvalidShape(f"q: rank {q.dim()}, shape {list(q.shape)}; queries are [batch, q_head, q_len, dim]")
-    if not q.dtype.is_floating_point:
-        raise InvalidDtype(f"q: dtype {q.dtype}; queries are floating point")
+    if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
+        raise InvalidDtype(f"q: dtype {q.dtype}; queries are floating point, of 16 bits or more")
+    if q.layout != torch.strided:
+        raise InvalidDtype(f"q: layout {q.layout}; queries are dense: give q.to_dense()")
+    if not q.shape[2]:
+        raise InvalidShape(f"q: shape {list(q.shape)}; expected at least one query")
+    check_flag(causal, "causal")
     if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
         raise InvalidShape(
             f"q: shape {list(q.shape)} does not fit keys [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
@@ -223,8 +232,8 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         )
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number(number, name)
-    if sliding_window is not None and integer(sliding_window, "sliding_window") < 1:
-        raise InvalidParameter(f"sliding_window is {sliding_window}, expected an integer of at least 1")
+    if sliding_window is not None and not 1 <= integer(sliding_window, "sliding_window") <= MAX_TOKENS:
+        raise InvalidParameter(f"sliding_window is {shown(sliding_window)}, expected an integer from 1 to {MAX_TOKENS}")
     if softcap is not None and not softcap > 0:
         raise InvalidParameter(f"softcap is {softcap}, expected a number above 0")
 
@@ -262,15 +271,17 @@ def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, lay
         return None
     given: Any = numbers
     if not isinstance(given, torch.Tensor):
-        if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
-            raise InvalidDtype(f"{name} is {given!r:.80}; it is a list of integers, one for each sequence of the batch")
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise InvalidDtype(f"{name} is {shown(given)}; it is a list of integers, one for each sequence of the batch")
         for number, token in enumerate(given):
             if not isinstance(token, int) or isinstance(token, bool):
-                raise InvalidDtype(f"{name}[{number}] is {token!r}; {name} are integers")
+                raise InvalidDtype(f"{name}[{number}] is {shown(token)}; {name} are integers")
             _check_token(name, number, token, layer.seen)
-        given = torch.tensor(given, dtype=torch.int64, device="cpu")
-    if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
+        given = torch.tensor(list(given), dtype=torch.int64, device="cpu")
+    if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool or given.is_quantized:
         raise InvalidDtype(f"{name}: dtype {given.dtype}; {name} are integers")
+    if given.layout != torch.strided or given.is_meta:
+        raise InvalidDtype(f"{name}: layout {given.layout} on {given.device}; {name} are a dense tensor or a list")
     batch = next(iter(layer.sides.values())).batch
     if list(given.shape) != [batch]:
         raise InvalidShape(f"{name}: shape {list(given.shape)}; there is one for each sequence of the batch, [{batch}]")

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from kvpack.formats.errors import InvalidParameter
-
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -59,17 +57,14 @@ class Bus(Protocol):
 
 
 class StreamBus:
-    """The bus of a CUDA device. Raises InvalidParameter for a device that torch does not find.
+    """The bus of a CUDA device that exists.
 
     Staging memory comes from torch's caching allocator of pinned memory: the first call allocates it, later calls reuse it, and
     none is reused before the copies from and to it are done.
     """
 
     def __init__(self, device: torch.device) -> None:
-        found = torch.cuda.device_count()
-        number = device.index if device.index is not None else torch.cuda.current_device() if found else 0
-        if number >= found:
-            raise InvalidParameter(f"device is {str(device)!r}, and torch finds {found} CUDA devices: write one that exists, or 'cpu'")
+        number = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", number)
         self._caller = torch.cuda.current_stream(self.device)
         self._stream: Any = _stream_of(number)

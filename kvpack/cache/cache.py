@@ -18,9 +18,10 @@ import torch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
+from kvpack.formats.arguments import check_callback
 from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 
-from .arguments import checked_device, integer, refuse_pickle
+from .arguments import checked_device, explained, integer, refuse_pickle
 from .contents import contents_of
 from .conversion import converted
 from .layer import Layer, sliced
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .side import Rows
 
 
+@explained
 @dataclass(frozen=True, eq=False, repr=False)
 class Cache:
     """A packed KV cache: one Layer per model layer, the recipe's text, the model's identity, the first token's position.
@@ -92,8 +94,8 @@ class Cache:
     @overload
     def __getitem__(self, index: tuple[slice, slice]) -> Cache: ...
     def __getitem__(self, index: SupportsIndex | tuple[slice, slice]) -> Layer | Cache:
-        if isinstance(index, SupportsIndex):
-            index = operator.index(index)
+        if isinstance(index, SupportsIndex) and not isinstance(index, type):
+            index = integer(index, "a layer's number")
             if not -len(self) <= index < len(self):
                 raise OutOfBounds(f"layer {index} is out of range: the cache has {len(self)} layers")
             return self.layers[index]
@@ -103,10 +105,10 @@ class Cache:
                 slice(start=SupportsIndex() | None as start, stop=SupportsIndex() | None as stop, step=None | 1),
             ):
                 return self.slice(
-                    0 if start is None else operator.index(start),
-                    self.tokens if stop is None else operator.index(stop),
+                    0 if start is None else integer(start, "start"),
+                    self.tokens if stop is None else integer(stop, "stop"),
                 )
-        raise OutOfBounds(f"cache[{index!r}]: a cache is indexed as cache[layer] or cache[:, start:stop]")
+        raise OutOfBounds(f"cache[{index!r:.80}]: a cache is indexed as cache[layer] or cache[:, start:stop]")
 
     @property
     def tokens(self) -> int:
@@ -120,7 +122,7 @@ class Cache:
 
     def positions(self, number: int) -> tuple[int, int]:
         """The first position that layer ``number`` holds, and the position after its last."""
-        layer = self.layers[number]
+        layer = self[integer(number, "number")]
         return self.start + layer.skipped, self.start + layer.seen
 
     def check_ends(self) -> None:
@@ -230,6 +232,7 @@ class Cache:
         Raises InvalidRecipe, MissingFile for a missing recipe file, MissingBasis, or InvalidParameter when a codec cannot take a
         layer's head dim, and for the basis of another model.
         """
+        check_callback(progress)
         parsed = parse_recipe(recipe, basis)
         if parsed.basis is not None:
             parsed.basis.check_model(self.model)

@@ -7,7 +7,7 @@ transformers is not imported: its caches are recognized by class name.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +16,14 @@ import torch
 from kvpack.coding.encoding import STATE_DTYPES
 from kvpack.file.layer_states import check_state
 from kvpack.file.limits import MAX_TOKENS
+from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
 from .cache import Cache
 from .minifloats import Minifloats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 _MODULE = "transformers.cache_utils"
 _CACHES = {"Cache", "DynamicCache", "StaticCache"}
@@ -70,7 +71,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
             f"the {type(past).__name__} is two caches, of the decoder's tokens and of the encoder's: "
             "pack its self_attention_cache, and its cross_attention_cache by itself"
         )
-    if hasattr(past, "layers") and not isinstance(past, torch.Tensor):
+    if isinstance(getattr(past, "layers", None), Sequence):
         return _of_layers(past)
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
@@ -79,7 +80,11 @@ def dense_states(past: Any) -> list[DenseLayer]:
             return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
     if isinstance(past, str | bytes | os.PathLike):
         raise InvalidDtype(
-            f"the path {os.fsdecode(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
+            f"the path {path_text(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
+        )
+    if isinstance(getattr(past, "key_cache", None), list):
+        raise InvalidDtype(
+            f"the {type(past).__name__} is of transformers before 4.56: give its (k, v) as list(zip(cache.key_cache, cache.value_cache))"
         )
     raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
 

@@ -16,6 +16,7 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
+from kvpack.formats.arguments import check_callback, check_flag
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.klt import Klt
 from kvpack.formats.transform import Transform
@@ -68,6 +69,9 @@ def save(
     InvalidParameter for other metadata.
     """
     check_packed(cache, "kvpack.save({}, path)")
+    check_flag(compress, "compress")
+    check_flag(durable, "durable")
+    check_callback(progress)
     if metadata is not None:
         cache = replace(cache, metadata=MappingProxyType(from_bytes(to_bytes(metadata))))
     devices = {side.device for layer in cache.layers for side in layer.sides.values()}
@@ -108,6 +112,7 @@ def load(
     and for a start inside a token group.
     """
     target = checked_device(device)
+    check_flag(copy, "copy")
     if max_bytes is not None:
         max_bytes = integer(max_bytes, "max_bytes")
     if target.type == "cuda":

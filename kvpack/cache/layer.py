@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions, norms_of
 
-from .arguments import integer, refuse_pickle
+from .arguments import explained, integer, refuse_pickle
 from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
+@explained
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer: keys and values, each a Side; one of the two may be absent.
@@ -93,8 +95,9 @@ class Layer:
 
     def crop(self, count: int) -> Layer:
         """The layer without its newest ``count`` tokens; skipped tokens stay skipped. Raises OutOfBounds."""
+        count = integer(count, "count")
         if not 0 <= count <= self.tokens:
-            raise OutOfBounds(f"cannot drop {count} tokens from a layer that holds {self.tokens}")
+            raise OutOfBounds(f"cannot drop {shown(count)} tokens from a layer that holds {self.tokens}")
         if count and self.states:
             raise OutOfBounds(_one_moment(self, f"{count} tokens were to be dropped from it"))
         held = self.tokens - count

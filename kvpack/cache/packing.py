@@ -16,6 +16,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
+from kvpack.formats.arguments import check_callback
 from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions, norms_of
 from kvpack.kernels.cpu.memory import together
@@ -70,6 +71,7 @@ def pack(
     computed from, if known. ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs. ``progress`` counts layers.
     Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange, InvalidParameter or MissingBasis.
     """
+    check_callback(progress)
     recipe = parse_recipe(recipe, basis)
     if model is not None and not isinstance(model, Mapping):
         raise InvalidParameter(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
+from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 if TYPE_CHECKING:
@@ -17,14 +18,16 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
     if isinstance(indices, torch.Tensor):
         if indices.dim() != 1:
             raise InvalidParameter(f"rows of a batch are a list or a tensor of rank 1; found a tensor of shape {list(indices.shape)}")
+        if indices.is_meta or indices.layout != torch.strided:
+            raise InvalidParameter(f"rows of a batch are a list or a dense tensor; found {shown(indices)} on {indices.device}")
         indices = indices.tolist()
     if isinstance(indices, str | bytes) or not hasattr(indices, "__iter__"):
-        raise InvalidParameter(f"rows of a batch are a list of integers, such as select([0, 2]); found {indices!r}")
+        raise InvalidParameter(f"rows of a batch are a list of integers, such as select([0, 2]); found {shown(indices)}")
     rows = []
     for index in indices:
-        if isinstance(index, bool) or not isinstance(index, SupportsIndex):
-            raise InvalidParameter(f"rows of a batch are integers, such as select([0, 2]); found {index!r}")
-        rows.append(index.__index__())
+        if isinstance(index, bool | type) or not isinstance(index, SupportsIndex):
+            raise InvalidParameter(f"rows of a batch are integers, such as select([0, 2]); found {shown(index)}")
+        rows.append(integer(index, "a row of the batch"))
     if not rows:
         raise InvalidParameter("no row of the batch was requested; a cache holds at least one sequence")
     return tuple(rows)

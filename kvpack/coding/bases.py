@@ -16,6 +16,7 @@ from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.layer_states import StateEntry, features_of
 from kvpack.file.payload import as_array
 from kvpack.file.user_files import path_text, read_bytes
+from kvpack.formats.arguments import shown
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables
@@ -95,6 +96,8 @@ class Basis:
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
         """The basis whose file has the bytes ``data``. Raises as ``load``, naming ``where``."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidParameter(f"data is {shown(data)}, expected the bytes of a basis file; Basis.load takes its path")
         return cls(bytes(data), where)
 
     def __repr__(self) -> str:

@@ -25,7 +25,9 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from kvpack.file.checks import check_string
+from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, create_codec
+from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
@@ -234,6 +236,9 @@ class Recipe:
         Raises InvalidParameter, which lists presets that can, when the codec cannot take this head dim, and InvalidDtype when it
         cannot keep this dtype.
         """
+        layer, layers, dim = integer(layer, "layer"), integer(layers, "layers"), integer(dim, "dim")
+        if not isinstance(side, str) or side not in SIDES:
+            raise InvalidParameter(f"side is {shown(side)}, expected 'k' or 'v'")
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
         calibrated = None
         if rule.codec_id in CALIBRATED:
@@ -282,6 +287,8 @@ class Recipe:
 
     def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
         """The dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
+        if not 0 <= integer(layers, "layers") <= MAX_LAYERS:
+            raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
         return tuple(dtype for dtype in HOLDS if all(self._keeps(layer, layers, side, dim, dtype) for layer, side in sides))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter
 
 from . import hidden_tokens
@@ -59,8 +60,10 @@ class Inputs:
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
             raise InvalidParameter(f"token_ids are bytes, {ID_BYTES} for each id; found {_described(self.token_ids)}")
-        if not all(isinstance(text, str) and text for text in self.undetermined):
-            raise InvalidParameter(f"undetermined is {self.undetermined!r}, expected a tuple of nonempty strings")
+        if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
+            raise InvalidParameter(f"undetermined is {shown(self.undetermined)}, expected a tuple of nonempty strings")
+        if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):
+            raise InvalidParameter(f"starts is {shown(self.starts)}, expected a tuple of positions, integers from 0")
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):
@@ -255,6 +258,10 @@ def _of(
     pairs = tuple(undetermined)
     known = rows if rows and rows[0] else ()
     return Inputs(token_ids, tuple(text for text, _ in pairs), tuple(position for _, position in pairs), known, hidden, first)
+
+
+def _is_tuple(value: object, kind: type) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(item, kind) for item in value)
 
 
 def _described(token_ids: object) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from kvpack.attention import know
-from kvpack.cache.arguments import checked_device, integer
+from kvpack.cache.arguments import check_floating, checked_device, integer
 from kvpack.cache.cache import Cache
 from kvpack.cache.given import check_packed
 from kvpack.cache.layer import Layer
@@ -19,6 +19,8 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
+from kvpack.file.limits import MAX_LAYERS
+from kvpack.formats.arguments import check_flag, check_mapping, shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, OutOfBounds
 
 from . import operators
@@ -67,8 +69,9 @@ class LiveCache:
     ) -> None:
         self._recipe = parse_recipe(recipe, basis)
         self._count = integer(layers, "layers")
-        if self._count < 1:
-            raise InvalidParameter(f"layers is {layers}, expected an integer of at least 1")
+        if not 1 <= self._count <= MAX_LAYERS:
+            raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 1 to {MAX_LAYERS}")
+        check_mapping(model, "model", "{'name': 'llama'}")
         self._recipe.check_layers(self._count)
         self._text, self.model, self.start = self._recipe.canonical, MappingProxyType(dict(model or {})), 0
         if self._recipe.basis is not None:
@@ -206,6 +209,8 @@ class LiveCache:
 
     def append(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
         """Add a few tokens as ``update`` does, where kernels do so by themselves; else False, and nothing is done."""
+        if type(layer) is not int:
+            integer(layer, "layer")
         steps = self._steps[layer] if 0 <= layer < self._count else None
         return steps is not None and steps.append(k, v)
 
@@ -306,6 +311,7 @@ class LiveCache:
 
     def replayed(self, tokens: int) -> None:
         """Note that a replay of a graph has added ``tokens`` tokens to every layer."""
+        tokens = integer(tokens, "tokens")
         for layer in self._layers:
             if layer is not None:
                 layer.raw_tokens += tokens
@@ -338,6 +344,7 @@ class LiveCache:
         self._settle(layer)
         if own is None:
             return Layer(None, None)
+        check_flag(packed, "packed")
         frozen = own.frozen(packed)
         self._changed(layer)
         return frozen
@@ -347,6 +354,7 @@ class LiveCache:
 
         Raises OutOfBounds.
         """
+        check_floating(dtype)
         own = self._own(layer)
         self._settle(layer)
         return (None, None) if own is None else own.layer().unpack(dtype)
@@ -364,6 +372,7 @@ class LiveCache:
 
     def frozen_as_it_is(self, packed: bool = False) -> Cache:
         """``freeze``, also where a forward pass ended between two layers. Raises NonFinite."""
+        check_flag(packed, "packed")
         self._settle()
         self._check_finite()
         return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
@@ -471,6 +480,8 @@ class LiveCache:
 
     def _own(self, layer: int) -> LiveLayer | None:
         """The layer of that number, None before its first tokens; numbers below 0 do not count from the end."""
+        if type(layer) is not int:
+            integer(layer, "layer")
         if 0 <= layer < self._count:
             return self._layers[layer]
         raise OutOfBounds(f"layer {layer} is out of range: the cache has {self._count} layers")
@@ -529,6 +540,8 @@ def _value_dim(layer: LiveLayer | None) -> int:
 def _checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
     if windows is None:
         return (None,) * layers
+    if not isinstance(windows, list | tuple):
+        raise InvalidParameter(f"sliding_windows is {shown(windows)}, expected a list with an integer or None for each layer")
     if len(windows) != layers:
         raise InvalidParameter(
             f"sliding_windows has {len(windows)} items, and the cache {layers} layers: give one, or None, for each layer"

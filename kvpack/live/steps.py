@@ -42,14 +42,14 @@ class Steps:
     @staticmethod
     def takes(layer: LiveLayer, q: torch.Tensor) -> bool:
         """Whether queries like ``q`` may be attended by steps: over all tokens of both sides, by kernels."""
-        if set(layer.sides) != {"k", "v"} or q.requires_grad:
+        if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or q.requires_grad:
             return False
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
         """Append a few tokens; False, and nothing done, where the layer's own ``update`` is to check or to make room."""
         layer = self._layer
-        if k is None or v is None or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
+        if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
             return False
         tokens = k.shape[2]
         capturing = self._capturing
@@ -81,7 +81,9 @@ class Steps:
     ) -> torch.Tensor | None:
         """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it."""
         layer = self._layer
-        if q.dim() != 4 or q.shape[2] > layer.raw_tokens or q.requires_grad or not self._takes_starts(starts):
+        if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens:
+            return None
+        if q.requires_grad or not self._takes_starts(starts):
             return None
         if layer.skipped and (window is None or self._packed_tokens + layer.raw_tokens - q.shape[2] < window - 1):
             return None

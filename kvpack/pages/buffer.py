@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kvpack.cache.arguments import integer
+from kvpack.formats.arguments import check_flag, integer, items, shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
 
+from .geometry import PageGeometry
 from .overlap import Strided, first_shared
-
-if TYPE_CHECKING:
-    from .geometry import PageGeometry
 
 
 class PageBuffer:
@@ -25,6 +23,8 @@ class PageBuffer:
     """
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
+        if not isinstance(geometry, PageGeometry):
+            raise InvalidParameter(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):
@@ -52,6 +52,7 @@ class PageBuffer:
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
         """``slots`` as integers. Raises as ``checked_slots``, and InvalidParameter where slots are ``written`` that share memory."""
+        check_flag(written, "written")
         if written and self._shared:
             raise InvalidParameter(f"{self._shared}, and a page cannot be written there: give memory of its own to every value")
         return checked_slots(slots, self.slots, written)
@@ -93,7 +94,7 @@ def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
     Raises OutOfBounds for a slot that is none of ``count``, and InvalidParameter for what is no integer and, where slots are ``written``,
     for one that is given twice.
     """
-    found = [integer(slot, "a slot") for slot in slots]
+    found = [integer(slot, "a slot") for slot in items(slots, "slots", "slots, which are integers")]
     for slot in found:
         if not 0 <= slot < count:
             raise OutOfBounds(f"slot {slot} was given, and the buffer has {count}")

@@ -12,6 +12,7 @@ import torch
 from kvpack.coding import dispatch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file.row import NAMESPACE_BYTES, row_layout
+from kvpack.formats.arguments import check_flag, items, shown
 from kvpack.formats.errors import InvalidParameter, InvalidShape, Truncated
 
 from .buffer import PageBuffer
@@ -53,9 +54,9 @@ class PageCodec:
         if not isinstance(geometry, PageGeometry):
             raise InvalidParameter(f"geometry is a {type(geometry).__name__}, expected a kvpack.PageGeometry")
         if type(threads) is not int or not 1 <= threads <= 256:
-            raise InvalidParameter(f"threads is {threads!r}, expected an integer from 1 to 256")
+            raise InvalidParameter(f"threads is {shown(threads)}, expected an integer from 1 to 256")
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
-            raise InvalidParameter(f"namespace is {namespace!r:.80}, expected {NAMESPACE_BYTES} bytes, such as Identity.digest")
+            raise InvalidParameter(f"namespace is {shown(namespace)}, expected {NAMESPACE_BYTES} bytes, such as Identity.digest")
         self.recipe, self.geometry, self.threads, self.namespace = parse_recipe(recipe, basis), geometry, threads, namespace
         self.contents = geometry.contents(self.recipe)
         self.layout = row_layout(self.contents)
@@ -63,6 +64,7 @@ class PageCodec:
         self._plan = RowPlan(geometry, self.contents, self.layout, namespace, lanes_of(self.contents, self.layout, geometry))
         self._host = HostPages(self._plan, threads)
         self._devices: dict[torch.device, DevicePages] = {}
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"PageCodec({self.recipe.text!r}, {self.geometry}, {self.nbytes} bytes of {self.geometry.raw_bytes})"
@@ -74,7 +76,8 @@ class PageCodec:
         self.close()
 
     def close(self) -> None:
-        """End the codec's threads."""
+        """End the codec's threads; it takes no more calls."""
+        self._closed = True
         self._host.close()
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
@@ -110,6 +113,7 @@ class PageCodec:
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> PageJob:
         """``decode_into`` without waiting for the device: in host memory the job is done at once."""
+        check_flag(values, "values")
         slots, digests = self.checked(pages, slots, keys, written=True)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=False)
@@ -118,6 +122,9 @@ class PageCodec:
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
         """What ``decode_into`` would find wrong with ``rows``, in host memory. Raises InvalidShape and InvalidParameter."""
+        check_flag(values, "values")
+        if not isinstance(rows, torch.Tensor) or not rows.dim():
+            rows = items(rows, "rows", "rows, which are bytes")
         views = self._views(rows, len(rows), writable=False)
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
@@ -133,6 +140,8 @@ class PageCodec:
         self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None, *, written: bool = False
     ) -> tuple[list[int], list[bytes | None]]:
         """``slots`` as integers, and the digests of ``keys``. Raises InvalidParameter, InvalidShape and OutOfBounds."""
+        if self._closed:
+            raise InvalidParameter("the codec is closed: make another PageCodec")
         if not isinstance(pages, PageBuffer):
             raise InvalidParameter(f"pages are a {type(pages).__name__}, expected a kvpack.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
@@ -183,6 +192,7 @@ def _overlapping(apart: int, nbytes: int) -> str:
 def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes | None]:
     if keys is None:
         return [None] * count
+    keys = items(keys, "keys", "the engine's keys, which are bytes")
     if len(keys) != count:
         raise InvalidParameter(f"{len(keys)} keys were given for {count} {what}")
     return [key_digest(key) for key in keys]

@@ -10,6 +10,7 @@ import torch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
+from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.klt import Klt
 from kvpack.formats.opaque import Opaque
@@ -30,6 +31,8 @@ DTYPES = {
 """torch dtypes of an engine's values by name; u8 are slots whose bytes mean nothing to kvpack."""
 COMPUTED = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
 """The dtype, which holds every one of their values, that values of 8 bits are encoded from and decoded to."""
+MAX_BYTES = 2**40
+"""The most bytes of an engine's page whose meaning is not known."""
 FEATURE = "page-dtype"
 """The ignorable feature of a row's description with the engine's dtype."""
 
@@ -53,6 +56,8 @@ class PageGeometry:
     @classmethod
     def of_bytes(cls, count: int, layers: int = 1) -> Self:
         """Pages of ``count`` bytes for each layer, whose meaning is their engine's. Raises InvalidParameter."""
+        if not 1 <= integer(count, "count") <= MAX_BYTES:
+            raise InvalidParameter(f"count is {shown(count)}, expected the bytes of a page, from 1 to {MAX_BYTES}")
         dim = max((size for size in range(1, 1025) if count % size == 0), default=1)
         return cls(layers, 1, count // dim, dim, None, "u8")
 
@@ -61,9 +66,9 @@ class PageGeometry:
         for name, most in {**limits, **({} if self.dim_v is None else {"dim_v": 1024})}.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
-                raise InvalidParameter(f"PageGeometry: {name} is {value!r}, expected an integer from 1 to {most}")
-        if self.dtype not in DTYPES:
-            raise InvalidParameter(f"PageGeometry: dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+                raise InvalidParameter(f"PageGeometry: {name} is {shown(value)}, expected an integer from 1 to {most}")
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise InvalidParameter(f"PageGeometry: dtype is {shown(self.dtype)}, expected one of {', '.join(DTYPES)}")
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from kvpack.formats.arguments import integer, items, shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 
 from .buffer import PageBuffer, checked_slots
+from .geometry import MAX_BYTES, PageGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from .geometry import PageGeometry
 
     Writer = Callable[[torch.Tensor, torch.Tensor | None], None]
 
@@ -38,6 +38,11 @@ class PageLayout:
         side; then values of any bits must come back. A layout's name says nothing: pages of equal shape lie differently.
         Raises InvalidParameter where the writer is no permutation: it loses, repeats, overlaps or changes values.
         """
+        if not isinstance(geometry, PageGeometry):
+            raise InvalidParameter(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
+        if not callable(write):
+            raise InvalidParameter(f"write is {shown(write)}, expected the engine's writer, a function of (k, v)")
+        _check_tensor(page, "page")
         if page.dtype != geometry.torch_dtype:
             raise InvalidDtype(f"page has dtype {page.dtype}, the geometry {geometry.dtype}")
         if not page.is_contiguous():
@@ -120,6 +125,9 @@ class PageLayout:
 
     def staging(self, slots: int) -> PageBuffer:
         """New memory for ``slots`` pages, from and to which ``scatter`` and ``gather`` copy."""
+        slots = integer(slots, "slots")
+        if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
+            raise InvalidParameter(f"slots is {shown(slots)}, expected the number of pages that memory holds")
         sides = [torch.empty(slots, *place.shape, dtype=self.geometry.torch_dtype, device="cpu") for place in self.places.values()]
         return PageBuffer(self.geometry, *sides)
 
@@ -149,6 +157,9 @@ class PageLayout:
     def _checked(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
         """``slots`` of ``pool`` as integers, for each of which ``staging`` has one."""
         self._check_pool(pool)
+        if not isinstance(staging, PageBuffer):
+            raise InvalidParameter(f"staging is {shown(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
+        slots = items(slots, "slots", "slots, which are integers")
         if staging.geometry != self.geometry or staging.slots < len(slots):
             raise InvalidShape(
                 f"the staging has {staging.slots} slots of {staging.geometry}, expected at least {len(slots)} of {self.geometry}"
@@ -156,10 +167,16 @@ class PageLayout:
         return checked_slots(slots, pool.shape[0], written)
 
     def _check_pool(self, pool: torch.Tensor) -> None:
+        _check_tensor(pool, "the pool")
         if pool.dim() != 2 or pool.shape[1] != self.elements or pool.dtype != self.geometry.torch_dtype:
             raise InvalidShape(
                 f"the pool is {pool.dtype} {list(pool.shape)}, expected {self.geometry.dtype} [slot, {self.elements}]: view it so"
             )
+
+
+def _check_tensor(x: Any, what: str) -> None:
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
+        raise InvalidParameter(f"{what} is {shown(x)}, expected a dense tensor in memory")
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter, MissingFile
 
 from .checkpoints import checkpoint_digest
@@ -36,8 +37,8 @@ def engine_fields(
         raise InvalidParameter(f"layout is {layout!r:.80}, expected text without a semicolon, such as PageLayout.digest")
     rank, size = tp
     if not (type(rank) is type(size) is int and 0 <= rank < size):
-        raise InvalidParameter(f"tp is {tp!r}, expected the rank and the number of ranks, such as (0, 1)")
-    folder = Path(model_path).expanduser()
+        raise InvalidParameter(f"tp is {tp!r:.80}, expected the rank and the number of ranks, such as (0, 1)")
+    folder = Path(path_text(model_path)).expanduser()
     if not folder.is_dir():
         raise MissingFile(f"{folder}: is not a folder; of_engine takes that of a model, with its config.json")
     try:

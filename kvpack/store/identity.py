@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_string
 from kvpack.file.header import FORMAT
+from kvpack.file.user_files import path_text
+from kvpack.formats.arguments import check_text, shown
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 if TYPE_CHECKING:
@@ -150,6 +152,12 @@ class Identity:
         """
         from .engine_identity import engine_fields
 
+        path_text(model_path)
+        texts = {"kv_dtype": kv_dtype, "layout": layout, "adapter": adapter, "tenant": tenant, "extra": extra}
+        for name, text in (texts | {"revision": "" if revision is None else revision, "rope": "" if rope is None else rope}).items():
+            check_text(text, name)
+        if not isinstance(tp, tuple | list) or len(tp) != 2:
+            raise InvalidParameter(f"tp is {shown(tp)}, expected the rank and the number of ranks, such as (0, 1)")
         fields = engine_fields(model_path, revision, rope, kv_dtype=kv_dtype, layout=layout, tp=tp, extra=extra)
         return cls(recipe=parse_recipe(recipe).canonical, adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
 

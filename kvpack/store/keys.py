@@ -7,6 +7,7 @@ import hashlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kvpack.formats.arguments import items
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.lazy import numpy
 
@@ -32,11 +33,12 @@ def token_bytes(token_ids: Any) -> bytes:
     """
     if isinstance(token_ids, (list, tuple)) and not (token_ids and isinstance(token_ids[0], (list, tuple))):
         return _listed(token_ids)
-    if hasattr(token_ids, "detach"):
-        token_ids = token_ids.detach().cpu()
     try:
+        # Tensors without values, or in a form that no array has, fail here.
+        if hasattr(token_ids, "detach"):
+            token_ids = token_ids.detach().cpu()
         ids = numpy.asarray(token_ids)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidParameter(f"token_ids of type {type(token_ids).__name__} are not an array of integers: {error}") from None
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
@@ -68,8 +70,7 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     whole, begun = tokens // chunk, -(-tokens // chunk)
     if inputs is None:
         return [b""] * whole
-    if isinstance(inputs, (bytes, bytearray, str)) or not hasattr(inputs, "__len__"):
-        raise InvalidParameter(f"inputs is a {type(inputs).__name__}, expected a sequence of digests (bytes), one for each chunk")
+    inputs = items(inputs, "inputs", "digests (bytes), one for each chunk")
     if len(inputs) not in (whole, begun):
         raise InvalidParameter(
             f"inputs has {len(inputs)} digests, {tokens} token ids in chunks of {chunk} need {whole}: one for each chunk, b'' where "

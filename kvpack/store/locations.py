@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, MissingFile
 
 from .counters import Counters
@@ -74,7 +75,7 @@ def _check_options(kind: str, given: Mapping[str, Any], known: set[str], instead
 def check_count(name: str, value: Any, least: int) -> None:
     """Raise InvalidParameter unless ``value`` is an integer of at least ``least``."""
     if type(value) is not int or value < least:
-        raise InvalidParameter(f"{name} is {value!r}, expected an integer of at least {least}")
+        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer of at least {least}")
 
 
 def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, looking: bool = False, write_back: bool = False) -> Tiers:
@@ -131,7 +132,7 @@ def _open_folder(location: Any, counters: Counters, form: Form, *, looking: bool
 KINDS = [
     Kind("a Redis server", {"max_bytes", "ttl", "timeout"}, REDIS_SCHEMES, is_redis, _open_redis),
     Kind("an object store", {"max_bytes", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store),
-    Kind("memory", {"max_bytes"}, (MEMORY,), lambda location: bool(location == MEMORY), _open_memory),
+    Kind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
 ]
 """The kinds of location other than a folder; any other text names a folder."""
 
@@ -165,5 +166,5 @@ def _folder(location: Any) -> str:
         path = unquote(parts.path)
     if not path or "\0" in path:
         why = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
-        raise InvalidParameter(f"the location {location!r} is not the path of a folder: {why}")
+        raise InvalidParameter(f"the location {location!r:.200} is not the path of a folder: {why}")
     return path

@@ -5,9 +5,11 @@ PEFT is recognised by its class names, so it need not be installed.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter
 
 from .described import BY_HAND, class_name
@@ -46,6 +48,7 @@ def parts(model: torch.nn.Module) -> list[Part]:
     PyTorch's wrappers are left out: what they hold has the name that it has without them.
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
+    check_model(model)
     found: list[Part] = []
     waiting, seen, known = [("", model)], set(), dict[type, str]()
     while waiting:
@@ -73,6 +76,19 @@ def parts(model: torch.nn.Module) -> list[Part]:
             before = f"{name}." if name else ""
             waiting += [(before + own, child) for own, child in reversed(children.items()) if child is not None]
     return found
+
+
+def check_model(model: Any) -> None:
+    """Raise InvalidParameter for anything except a model, with what to give instead of a path or a name."""
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        return
+    if isinstance(model, str | os.PathLike):
+        instead = "load the model first, such as AutoModelForCausalLM.from_pretrained(path)"
+    else:
+        instead = "give the model, such as one of AutoModelForCausalLM"
+    raise InvalidParameter(f"model is {shown(model)}, expected a transformers model: {instead}")
 
 
 def base_model(found: Iterable[Part]) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvpack.coding.pools import OwnThreads
 from kvpack.coding.recipes import basis_for, parse_recipe
+from kvpack.formats.arguments import items
 from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.codec import PageCodec, key_digest
 
@@ -119,7 +120,7 @@ class PageStore:
         )
         self._jobs, self._threads = count(), OwnThreads(jobs, "kvpack-page-store")
         self._submitted: dict[int, dict[int, Job]] = {}
-        self._lock = Lock()
+        self._lock, self._closed = Lock(), False
 
     def __enter__(self) -> Self:
         return self
@@ -128,8 +129,10 @@ class PageStore:
         self.close()
 
     def close(self) -> None:
-        """Wait for the submitted jobs, end the threads, and release connections; the entries stay."""
+        """Wait for the submitted jobs, end the threads, and release connections; the entries stay, and this store takes no more calls."""
+        # Jobs that were submitted are done first.
         self.drain()
+        self._closed = True
         self._threads.close()
         self.codec.close()
         self._backend.close()
@@ -145,7 +148,8 @@ class PageStore:
         its descendants. A page that is there already is kept; one that cannot be encoded is counted and left out.
         Raises what ``PageCodec.encode_into`` raises.
         """
-        self._check(keys, slots)
+        keys, slots = self._checked(keys, slots)
+        ancestors = _keys(ancestors, "ancestors")
         slots, _ = self.codec.checked(pages, slots, None)
         with self._counters.timed("save"):
             return self._put_all(keys, pages, slots, ancestors)
@@ -176,7 +180,7 @@ class PageStore:
 
         Where keys continue one another, the first of them is evicted last. Raises what ``PageCodec.decode_into`` raises.
         """
-        self._check(keys, slots)
+        keys, slots = self._checked(keys, slots)
         slots, _ = self.codec.checked(pages, slots, None, written=True)
         names = self._names(keys)
         self._counters.add("loads")
@@ -195,7 +199,7 @@ class PageStore:
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
         """Note that ``keys``, which continue one another and ``ancestors``, are in use. Raises InvalidParameter."""
-        names = self._names([*ancestors, *keys])
+        names = self._names([*_keys(ancestors, "ancestors"), *_keys(keys)])
         there = [name for name in names if self._backend.present([name]) == 1]
         if there:
             self._backend.touch(there, time.time_ns())
@@ -210,6 +214,7 @@ class PageStore:
         Every entry's beginning is read. Submitted jobs are waited for; what other threads and processes store meanwhile may stay.
         Raises WriteFailed where the location keeps some of the pages.
         """
+        self._check_open()
         self.drain()
         names = [*rows_of(self._backend, self.codec.namespace, self._cipher, max_entry_bytes=self._max_entry_bytes)]
         removed = self._removed(names)
@@ -223,7 +228,7 @@ class PageStore:
 
     def submit_put(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
         """Begin ``put`` in a thread of the store: the slots must not change until the job is done. Raises InvalidParameter."""
-        older = tuple(ancestors)
+        older = tuple(_keys(ancestors, "ancestors"))
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=older))
 
     def submit_get(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int]) -> Job:
@@ -328,7 +333,8 @@ class PageStore:
             refuse(self._backend, self._counters, names[number], entry, error)
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [page_key(self.codec.namespace, key_digest(key), self.codec.layout.description) for key in keys]
+        self._check_open()
+        return [page_key(self.codec.namespace, key_digest(key), self.codec.layout.description) for key in _keys(keys)]
 
     def _submit(
         self,
@@ -337,7 +343,7 @@ class PageStore:
         slots: Sequence[int],
         work: Callable[[Sequence[bytes], Sequence[int]], list[bool]],
     ) -> Job:
-        self._check(keys, slots)
+        keys, slots = self._checked(keys, slots)
         self._names(keys)
         # The caller may go on to change its lists.
         given, places = tuple(bytes(key) for key in keys), tuple(slots)
@@ -361,6 +367,18 @@ class PageStore:
         """The jobs of this process: no thread of a forked child ends those of its parent."""
         return self._submitted.setdefault(os.getpid(), {})
 
-    def _check(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidParameter(f"the store at {self.location} is closed: open another PageStore")
+
+    def _checked(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
+        """Both as lists of the same length. Raises InvalidParameter, also for a store that is closed."""
+        self._check_open()
+        keys, slots = _keys(keys), items(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):
             raise InvalidParameter(f"{len(keys)} keys were given for {len(slots)} slots")
+        return keys, slots
+
+
+def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
+    return items(keys, what, "the engine's keys, which are bytes")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.coding.recipes import basis_for, basis_named, parse_recipe
 from kvpack.file.parallel import in_parallel
+from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
@@ -273,6 +274,9 @@ class Store:
 
         Longer prefixes that continue them are no longer found, and are evicted when room is needed.
         """
+        start = integer(start, "start")
+        if start < 0:
+            raise InvalidParameter(f"start is {shown(start)}, expected the number of a token, counted from 0")
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
         for count in range(len(keys), len(keys) - len(removed), -1):

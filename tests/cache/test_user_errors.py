@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ CACHE = kvpack.pack(PAIRS, "kivi-4")
 K, V = PAIRS[0]
 Q = torch.randn(1, 4, 1, 64)
 META = Q.to("meta")
+ABSENT = "xpu" if not torch.xpu.is_available() else "mps"
 
 
 class KvpackCache:
@@ -62,6 +65,13 @@ CALLS: dict[str, Call] = {
     "load a cache": (lambda: kvpack.load(CACHE), InvalidParameter, "found a Cache"),
     "load bytes of no path": (lambda: kvpack.load("nothing.kvpack"), MissingFile, "nothing.kvpack: could not be opened: No such file"),
     "load on no device": (lambda: kvpack.load("x", device="gpu"), InvalidParameter, "device is 'gpu', expected .*'cuda:0'"),
+    "load on no device of this PyTorch": (
+        lambda: kvpack.load("x", device=ABSENT),
+        InvalidParameter,
+        f"device is '{ABSENT}', which this PyTorch cannot use .*; name another, such as 'cpu'",
+    ),
+    "load on the meta device": (lambda: kvpack.load("x", device="meta"), InvalidParameter, "meta', which holds no values"),
+    "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidParameter, "297 bytes are not a path"),
     "load max_bytes of text": (lambda: kvpack.load("x", max_bytes="1GB"), InvalidParameter, "max_bytes is '1GB', expected an integer"),
     # pack
     "pack a path": (lambda: kvpack.pack("x.kvpack", "kivi-4"), InvalidDtype, "the path 'x.kvpack' is not a KV cache: kvpack.load opens"),
@@ -77,6 +87,16 @@ CALLS: dict[str, Call] = {
     "pack a meta tensor": (lambda: kvpack.pack([(K.to("meta"), V)], "kivi-4"), InvalidDtype, "on meta; keys and values are dense"),
     "pack a sparse tensor": (lambda: kvpack.pack([(K.to_sparse(), V)], "kivi-4"), InvalidDtype, "layout torch.sparse_coo"),
     "pack NaN": (lambda: kvpack.pack([(K * torch.nan, V)], "kivi-4"), NonFinite, "token 0, channel 0 is nan"),
+    "pack an old DynamicCache": (
+        lambda: kvpack.pack(SimpleNamespace(key_cache=[K], value_cache=[V], _seen_tokens=40), "kivi-4"),
+        InvalidDtype,
+        r"of transformers before 4.56: give its \(k, v\) as list\(zip\(cache.key_cache, cache.value_cache\)\)",
+    ),
+    "pack with a progress of text": (
+        lambda: kvpack.pack(PAIRS, "kivi-4", progress="bar"),
+        InvalidParameter,
+        "progress is 'bar', expected a function",
+    ),
     "pack without a recipe": (lambda: kvpack.pack(PAIRS, None), InvalidRecipe, "a recipe is text, such as 'octopus-3'; found a NoneType"),
     "pack with an unknown recipe": (lambda: kvpack.pack(PAIRS, "octopus"), InvalidRecipe, "did you mean octopus-"),
     "model is text": (
@@ -98,6 +118,10 @@ CALLS: dict[str, Call] = {
     "q of another dim": (lambda: kvpack.attend(Q[..., :32], CACHE[0]), InvalidShape, "batch and dim agree"),
     "q of integers": (lambda: kvpack.attend(Q.int(), CACHE[0]), InvalidDtype, "queries are floating point"),
     "q elsewhere": (lambda: kvpack.attend(META, CACHE[0]), InvalidParameter, r"q is on meta, and the layer is on cpu .*q.to\(...\)"),
+    "no query": (lambda: kvpack.attend(Q[:, :, :0], CACHE[0]), InvalidShape, "expected at least one query"),
+    "a sparse q": (lambda: kvpack.attend(Q.to_sparse(), CACHE[0]), InvalidDtype, r"layout torch.sparse_coo.*q.to_dense\(\)"),
+    "causal of text": (lambda: kvpack.attend(Q, CACHE[0], causal="no"), InvalidParameter, "causal is 'no', expected True or False"),
+    "a huge window": (lambda: kvpack.attend(Q, CACHE[0], sliding_window=2**70), InvalidParameter, "is an integer of 71 bits, expected"),
     "scale of text": (lambda: kvpack.attend(Q, CACHE[0], scale="1"), InvalidParameter, "scale is '1', expected a number"),
     "softcap of text": (lambda: kvpack.attend(Q, CACHE[0], softcap="30"), InvalidParameter, "softcap is '30', expected a number"),
     "window of text": (
@@ -107,6 +131,10 @@ CALLS: dict[str, Call] = {
     ),
     "lengths of a number": (lambda: kvpack.attend(Q, CACHE[0], lengths=40), InvalidDtype, "lengths is 40; it is a list of integers"),
     "lengths of floats": (lambda: kvpack.attend(Q, CACHE[0], lengths=[40.0]), InvalidDtype, r"lengths\[0\] is 40.0; lengths are integers"),
+    # a cache where transformers wants its own
+    "a cache in a model": (lambda: CACHE.get_seq_length(), InvalidParameter, r"not a transformers cache: .*KvpackCache\(model, cache\)"),
+    "a cache in generate": (lambda: setattr(CACHE, "_is_user_defined", True), InvalidParameter, r"KvpackCache.load\(path, model\)"),
+    "a layer in a model": (lambda: CACHE[0].update(0, K, V), InvalidParameter, "a packed Layer is not a transformers cache"),
     # concat, slices, append, unpack
     "concat of a cache": (lambda: kvpack.concat(CACHE), InvalidParameter, "concat takes a list of packed caches, found a Cache"),
     "concat of None": (lambda: kvpack.concat(None), InvalidParameter, "a list of packed caches, found a NoneType"),
@@ -144,8 +172,19 @@ def test_a_mistake_is_told(call: Callable[[], Any], error: type[KvpackError], me
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message) as raised:
         call()
-    assert type(raised.value) is error or issubclass(type(raised.value), InvalidRecipe)
+    assert error in type(raised.value).__mro__[:2] or issubclass(type(raised.value), InvalidRecipe)
     assert not list(tmp_path.iterdir()), "it left a file"
+
+
+def test_a_cache_is_as_unchangeable_as_any_frozen_object() -> None:
+    for thing in (CACHE, CACHE[0]):
+        for name in ("layers", "other", "_is_user_defined"):
+            with pytest.raises(FrozenInstanceError):
+                setattr(thing, name, 1)
+        assert not hasattr(thing, "other")
+        assert not hasattr(thing, "get_seq_length")
+        with pytest.raises(AttributeError, match="has no attribute 'other'"):
+            thing.other  # noqa: B018
 
 
 # The commands: one line, the right exit code, no traceback, and nothing written.

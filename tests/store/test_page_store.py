@@ -279,6 +279,32 @@ def _in_child(store: PageStore, target: PageBuffer, results: Any) -> None:
     results.put((job.results, len(store.finished())))
 
 
+def test_a_closed_store_takes_no_more_calls(tmp_path: Path) -> None:
+    given, _ = pages()
+    store = PageStore(tmp_path, IDENTITY, GEOMETRY)
+    submitted = store.submit_put(KEYS[:1], given, [0])
+    store.close()
+    assert submitted.results == [True], "what was submitted is done first"
+    store.close()
+    threads = threading.active_count()
+    calls: list[Any] = [
+        lambda: store.put(KEYS[:1], given, [0]),
+        lambda: store.get_into(KEYS[:1], given, [0]),
+        lambda: store.submit_put(KEYS[:1], given, [0]),
+        lambda: store.submit_get(KEYS[:1], given, [0]),
+        lambda: store.present(KEYS),
+        lambda: store.touch(KEYS),
+        lambda: store.delete(KEYS),
+        store.clear,
+    ]
+    for call in calls:
+        with pytest.raises(InvalidParameter, match="is closed: open another PageStore"):
+            call()
+    with pytest.raises(InvalidParameter, match="the codec is closed: make another PageCodec"):
+        store.codec.encode_into(given, [0], [bytearray(store.codec.nbytes)])
+    assert threading.active_count() == threads
+
+
 def test_jobs_go_on_in_a_fork(tmp_path: Path) -> None:
     given, _ = pages()
     target, _ = cleared()

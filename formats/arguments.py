@@ -1,0 +1,75 @@
+"""Checks of what callers pass: a value of the wrong type is named in one short line, with the type that is expected."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Mapping, Set
+from typing import Any
+
+from .errors import InvalidParameter
+
+_SHOWN = 80
+"""The most characters of a value in a message."""
+_FLAGS = {"bool", "bool_"}
+"""The type names of truth values: Python's and NumPy's."""
+
+
+def shown(value: Any) -> str:
+    """``value`` for a message: numbers and short texts as they are, sequences of bytes by their size, anything else by its type."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    if value is None or isinstance(value, bool | float | complex | str):
+        return f"{value!r:.{_SHOWN}}"
+    if isinstance(value, int):
+        # The digits of huge integers are refused by Python itself.
+        return str(value) if -(2**63) <= value < 2**64 else f"an integer of {value.bit_length()} bits"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"a {type(value).__name__} of {dtype} {list(shape)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)} items"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def integer(value: Any, what: str) -> int:
+    """``value`` as an integer. Raises InvalidParameter; ``what`` names the value in the message."""
+    if type(value) is int:
+        return value
+    try:
+        # Tensors on the meta device and arrays of several values have an index that fails.
+        return int(operator.index(value))
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidParameter(f"{what} is {shown(value)}, expected an integer") from None
+
+
+def check_flag(value: Any, what: str) -> None:
+    """Raise InvalidParameter unless ``value`` is True or False: text such as "no" would count as true."""
+    if type(value).__name__ not in _FLAGS and not (type(value) is int and value in (0, 1)):
+        raise InvalidParameter(f"{what} is {shown(value)}, expected True or False")
+
+
+def check_callback(value: Any, what: str = "progress") -> None:
+    """Raise InvalidParameter unless ``value`` is None or can be called."""
+    if value is not None and not callable(value):
+        raise InvalidParameter(f"{what} is {shown(value)}, expected a function that takes the numbers done and total, or None")
+
+
+def check_mapping(value: Any, what: str, example: str) -> None:
+    """Raise InvalidParameter unless ``value`` is None or a map; ``example`` is one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidParameter(f"{what} is {shown(value)}, expected a map such as {example}")
+
+
+def items(value: Any, what: str, expected: str) -> list[Any]:
+    """The items of a list, a tuple, an array or another sequence. Raises InvalidParameter; ``expected`` says what the items are."""
+    if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            return list(value)
+    raise InvalidParameter(f"{what} is {shown(value)}, expected a list of {expected}")
+
+
+def check_text(value: Any, what: str) -> None:
+    """Raise InvalidParameter unless ``value`` is text."""
+    if not isinstance(value, str):
+        raise InvalidParameter(f"{what} is {shown(value)}, expected text")

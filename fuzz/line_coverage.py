@@ -24,6 +24,7 @@ READERS = (
     "layer_states",
     "limits",
     "payload",
+    "position_offsets",
     "zstd",
 )
 """The modules of kvpack/file/ that read files."""

@@ -2005,6 +2005,8 @@ class File:
     """The bytes of every state, by the name of its tensor."""
     hidden: list[tuple[int, int, int]] = field(default_factory=list)
     """Sequence, first position and end of every stretch of hidden tokens."""
+    offsets: list[int] | None = None
+    """The position offset of every sequence."""
 
     @property
     def metadata(self) -> dict[str, str | int | float]:
@@ -2020,8 +2022,12 @@ RECORD = 96
 HIDDEN = "container.md, Hidden tokens"
 HIDDEN_TOKENS = "hidden-tokens"
 HIDDEN_RECORD = 20
+OFFSETS = "container.md, Position offsets"
+POSITION_OFFSETS = "position-offsets"
 RAW_POSITIONS = "raw-positions"
-REQUIRED_FEATURES = {HIDDEN_TOKENS.encode(), LAYER_POSITIONS.encode(), LAYER_STATE.encode(), BASIS.encode(), RAW_POSITIONS.encode()}
+REQUIRED_FEATURES = {
+    name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, RAW_POSITIONS)
+}
 LIMITS = "container.md, Limits"
 
 
@@ -2074,6 +2080,7 @@ def take_header(
         check_basis(file)
     states = take_states(file, LAYER_STATE in required)
     file.hidden = take_hidden(file, HIDDEN_TOKENS in required, [tensor.shape[0] for _, tensor in states])
+    file.offsets = take_offsets(file, states, POSITION_OFFSETS in required)
     if BASIS in required:
         check_frames(file, {tensor.name: tensor for _, tensor in states})
     if without_tensors:
@@ -2101,6 +2108,24 @@ def take_starts(file: File, named: bool) -> list[int]:
         require(start == file.start or any(layer.values()), POSITIONS, f"layer {number} has no side, and starts at {start}")
     require(starts != [file.start] * len(starts), POSITIONS, f"every layer starts at {file.start}")
     return starts
+
+
+def take_offsets(file: File, states: list[tuple[int, Tensor]], named: bool) -> list[int] | None:
+    """container.md, Position offsets: the offset of every sequence."""
+    require(named == (POSITION_OFFSETS in file.ignorable), OFFSETS, f"{POSITION_OFFSETS} is not both in required and in ignorable")
+    if not named:
+        return None
+    data = file.ignorable[POSITION_OFFSETS]
+    require(len(data) > 0 and len(data) % 8 == 0, OFFSETS, f"{len(data)} bytes")
+    offsets = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, len(data), 8)]
+    sides = [(start, side) for start, layer in zip(file.starts, file.layers, strict=True) for side in layer.values() if side]
+    batches = {side.batch for _, side in sides} | {tensor.shape[0] for _, tensor in states}
+    require(batches <= {len(offsets)}, OFFSETS, f"offsets of {len(offsets)} sequences, and batches of {sorted(batches)}")
+    stop = max((start + side.shape[2] for start, side in sides), default=file.start)
+    for offset in offsets:
+        require(stop + offset >= 0, OFFSETS, f"the position after token {stop} is {stop + offset}")
+        require(stop + offset <= MAX_TOKENS, LIMITS, f"the position after token {stop} is {stop + offset}")
+    return offsets
 
 
 def take_states(file: File, named: bool) -> list[tuple[int, Tensor]]:

@@ -61,6 +61,11 @@ class Cache:
     metadata: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
     computed: int = 0
     """The most tokens of a cache that this one was cut from, where ``inputs`` is None; a file does not hold it."""
+    position_offsets: tuple[int, ...] | None = None
+    """For each sequence, what is added to the number of a token after the range to give its rotary position; None if it is not known.
+
+    A model with positions of several dimensions gives images fewer positions than tokens.
+    """
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.inputs.first not in (None, self.start):
@@ -144,7 +149,7 @@ class Cache:
     @property
     def contents(self) -> Contents:
         """The header contents for a file of this cache."""
-        return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata)
+        return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
 
     @cached_property
     def nbytes(self) -> int:
@@ -183,7 +188,8 @@ class Cache:
         layers = [sliced(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(self.layers)]
         inputs = None if self.inputs is None else self.inputs.slice(start, stop, self.start)
         computed = max(self.computed, self.tokens) if inputs is None else 0
-        return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs, computed=computed)
+        offsets = self.position_offsets if stop == self.tokens else None
+        return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs, computed=computed, position_offsets=offsets)
 
     def select(self, indices: Rows) -> Cache:
         """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
@@ -198,7 +204,9 @@ class Cache:
                 layers.append(layer.select(rows))
             except OutOfBounds as error:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
-        return replace(self, layers=tuple(layers), inputs=None if self.inputs is None else self.inputs.select(rows, self.start))
+        inputs = None if self.inputs is None else self.inputs.select(rows, self.start)
+        offsets = None if self.position_offsets is None else tuple(self.position_offsets[row] for row in rows)
+        return replace(self, layers=tuple(layers), inputs=inputs, position_offsets=offsets)
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add new tokens, one (k, v) per layer; packed tokens stay as they are.
@@ -282,7 +290,8 @@ def concat(caches: Sequence[Cache]) -> Cache:
         stop += count
     layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
     inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)])
-    return replace(first, layers=layers, inputs=inputs, computed=max(cache.computed for cache in caches))
+    computed, offsets = max(cache.computed for cache in caches), caches[-1].position_offsets
+    return replace(first, layers=layers, inputs=inputs, computed=computed, position_offsets=offsets)
 
 
 def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpack.coding.encoding import RAW_NAMES, STATE_DTYPES
-from kvpack.file import layer_positions, layer_states
+from kvpack.file import layer_positions, layer_states, position_offsets
 from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.layer_states import StateEntry
 from kvpack.file.metadata import FEATURE, to_bytes
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 
 def contents_of(
-    layers: Sequence[Layer], recipe: str, model: Mapping[str, str], start: int, inputs: Inputs | None, metadata: Mapping[str, Value]
+    layers: Sequence[Layer],
+    recipe: str,
+    model: Mapping[str, str],
+    start: int,
+    inputs: Inputs | None,
+    metadata: Mapping[str, Value],
+    offsets: Sequence[int] | None,
 ) -> Contents:
     """The header's contents for a file of ``layers``, whose range begins at position ``start``."""
     codecs: dict[Codec, int] = {}
@@ -37,7 +43,9 @@ def contents_of(
         for name, state in layer.states.items()
     ]
     of_states, listed_states = layer_states.features_of(states)
-    required, ignorable = tuple(sorted((*required, *of_states, *features_of(codecs)))), ignorable | listed_states
+    of_offsets, listed_offsets = position_offsets.features_of(offsets)
+    required = (*required, *of_states, *of_offsets, *features_of(codecs))
+    ignorable = ignorable | listed_states | listed_offsets
     if inputs is not None:
         of_inputs, listed_inputs = inputs.to_features()
         required, ignorable = (*required, *of_inputs), ignorable | listed_inputs

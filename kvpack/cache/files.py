@@ -162,7 +162,8 @@ def read_to(
     if part.has_all_tokens:
         return cache
     inputs = None if cache.inputs is None else cache.inputs.slice(part.start, part.stop, cache.start)
-    return replace(cache, start=cache.start + part.start, inputs=inputs, computed=part.tokens if inputs is None else 0)
+    computed, offsets = part.tokens if inputs is None else 0, cache.position_offsets if part.stop == part.tokens else None
+    return replace(cache, start=cache.start + part.start, inputs=inputs, computed=computed, position_offsets=offsets)
 
 
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:

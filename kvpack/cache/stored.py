@@ -60,7 +60,8 @@ def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
         inputs = replace(inputs, first=header.start)
     metadata = MappingProxyType(from_bytes(header.ignorable.get(FEATURE, b"")))
     steered_layers = tuple(_steered(header, number, layer) for number, layer in enumerate(layers))
-    return Cache(steered_layers, header.recipe, MappingProxyType(dict(header.model)), header.start, inputs, metadata)
+    model, offsets = MappingProxyType(dict(header.model)), header.offsets
+    return Cache(steered_layers, header.recipe, model, header.start, inputs, metadata, position_offsets=offsets)
 
 
 def _steered(header: Header, number: int, layer: Layer) -> Layer:

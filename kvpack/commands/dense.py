@@ -4,8 +4,8 @@ A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_hea
 recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. The known token ids are ``token_ids``, int64
 ``[1, token]``. Its metadata ``kvpack.unpacked`` is JSON: ``model``, the model's identity, and ``start``, the position of the first
 token, or, where layers start elsewhere or have no tensors, ``{"range": position, "layers": [position of each]}``. If the file has
-them, ``metadata`` holds the user's texts and numbers, and ``undetermined`` the inputs that token ids do not determine, each as
-``[text, position]``.
+them, ``metadata`` holds the user's texts and numbers, ``position_offsets`` those of the cache, and ``undetermined`` the inputs that
+token ids do not determine, each as ``[text, position]``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def pack(arguments: argparse.Namespace) -> int:
         raise InvalidParameter(
             f"{arguments.input}: {IDS} has {inputs.tokens} ids, and the layers have {cache.tokens} tokens: leave out the rest"
         )
-    save(replace(cache, metadata=MappingProxyType(note.metadata)), arguments)
+    save(replace(cache, metadata=MappingProxyType(note.metadata), position_offsets=note.offsets), arguments)
     return 0
 
 
@@ -125,6 +125,8 @@ def _metadata(cache: Cache) -> dict[str, str]:
     note: dict[str, Any] = {"start": cache.start if whole else {"range": cache.start, "layers": starts}, "model": dict(cache.model)}
     if cache.metadata:
         note["metadata"] = dict(cache.metadata)
+    if cache.position_offsets is not None:
+        note["position_offsets"] = list(cache.position_offsets)
     if cache.inputs is not None:
         note["undetermined"] = list(zip(cache.inputs.undetermined, cache.inputs.starts, strict=True))
     return {"format": "pt", "kvpack.unpacked": json.dumps(note)}
@@ -203,6 +205,7 @@ class _Note(NamedTuple):
     metadata: dict[str, Value]
     undetermined: list[tuple[str, int]] | None
     """The inputs that token ids do not determine, with the first position of each; None if the file says nothing of inputs."""
+    offsets: tuple[int, ...] | None
 
 
 def _note(path: str, text: str) -> _Note:
@@ -219,13 +222,23 @@ def _note(path: str, text: str) -> _Note:
             except KvpackError as error:
                 raise InvalidParameter(f"{path}: kvpack.unpacked: {error}") from None
             undetermined = _undetermined(path, note.get("undetermined"))
+            offsets = _offsets(path, note.get("position_offsets"))
             match start:
                 case int() if type(start) is int:
-                    return _Note(model, start, None, kept, undetermined)
+                    return _Note(model, start, None, kept, undetermined, offsets)
                 case {"range": first, "layers": [*starts]} if all(type(position) is int for position in (first, *starts)):
-                    return _Note(model, first, starts, kept, undetermined)
+                    return _Note(model, first, starts, kept, undetermined, offsets)
     expected = '{"start": integer, "model": {name: text}}, where start may also be {"range": integer, "layers": [integer, ...]}'
     raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")
+
+
+def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
+    """The position offsets in the metadata. Raises InvalidParameter for anything else."""
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or not all(type(offset) is int and abs(offset) <= MAX_TOKENS for offset in listed) or not listed:
+        raise InvalidParameter(f"{path}: kvpack.unpacked: position_offsets is {listed!r:.80}, expected an integer for each sequence")
+    return tuple(listed)
 
 
 def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:

@@ -18,7 +18,7 @@ from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, Uns
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
 
-from . import basis, hidden_tokens, layer_positions, layer_states
+from . import basis, hidden_tokens, layer_positions, layer_states, position_offsets
 from .checks import check_integer, check_names, check_sequence, check_string, check_type
 from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
 
@@ -31,7 +31,13 @@ FORMAT = 1
 CODEC_FEATURES = frozenset({RawPositions.feature})
 """The required features that stand for parameters of codecs, and for side-cars (``Codec.features``)."""
 
-FEATURES = CODEC_FEATURES | {basis.FEATURE, hidden_tokens.FEATURE, layer_positions.FEATURE, layer_states.FEATURE}
+FEATURES = CODEC_FEATURES | {
+    basis.FEATURE,
+    hidden_tokens.FEATURE,
+    layer_positions.FEATURE,
+    layer_states.FEATURE,
+    position_offsets.FEATURE,
+}
 """The required features that this kvpack knows."""
 
 FILTERS = ("none", "zstd")
@@ -182,7 +188,7 @@ class Contents:
         if (named := CODEC_FEATURES.intersection(self.required)) != (used := set(features_of(self.codecs))):
             names, uses = (", ".join(sorted(found)) or "none" for found in (named, used))
             raise InvalidHeader(f"required names {names} of the features of codecs, the codecs have {uses}")
-        _ = self.starts, self.states, self.hidden
+        _ = self.starts, self.states, self.hidden, self.offsets
         if self.is_basis:
             basis.check_basis(self.layers, self.codecs)
             basis.check_frames(self.layers, self.codecs, self.states)
@@ -213,6 +219,11 @@ class Contents:
         """The tokens that no query may attend to."""
         ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
         return hidden_tokens.hidden_tokens(self.batch, self.start, max(ends, default=self.start), self.required, self.ignorable)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...] | None:
+        """What is added to the number of a token after the range to give its position, for each sequence; None if the file does not say."""
+        return position_offsets.position_offsets(self.layers, self.starts, self.states, self.start, self.required, self.ignorable)
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:
         """The states of layer ``number``, by ascending names."""

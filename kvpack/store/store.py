@@ -343,4 +343,4 @@ class Store:
             return None
 
     def _named(self, chunk: Cache) -> Cache:
-        return replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None, metadata={})
+        return replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None, metadata={}, position_offsets=None)

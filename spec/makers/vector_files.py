@@ -27,6 +27,7 @@ import transform_corner_vectors  # isort: skip
 import transform_vectors  # isort: skip
 import metadata_vectors  # isort: skip
 import misreading_vectors  # isort: skip
+import offset_vectors  # isort: skip
 import parameter_vectors  # isort: skip
 import position_vectors  # isort: skip
 import row_vectors  # isort: skip
@@ -63,6 +64,7 @@ MODULES = (
     klt_vectors,
     transform_corner_vectors,
     misreading_vectors,
+    offset_vectors,
 )
 for module in MODULES:
     module.add_all()
@@ -126,6 +128,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
         line |= {"profile": profile_of(read), "values": values_path(file), "values_sha256": digest(packed)}
         line |= {"metadata": read.metadata} if "metadata" in read.ignorable else {}
         line |= {"states": {name: digest(content) for name, content in read.states.items()}} if read.states else {}
+        line |= {"offsets": read.offsets} if read.offsets else {}
         line |= {"starts": read.starts} if set(read.starts) - {read.start} else {}
     return line
 

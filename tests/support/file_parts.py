@@ -191,12 +191,15 @@ def random_side(
 
 
 def file_of(
-    *layers: tuple[Side | None, Side | None], skipped: tuple[int, ...] = (), states: Sequence[Mapping[str, torch.Tensor]] = ()
+    *layers: tuple[Side | None, Side | None],
+    skipped: tuple[int, ...] = (),
+    states: Sequence[Mapping[str, torch.Tensor]] = (),
+    offsets: tuple[int, ...] | None = None,
 ) -> bytes:
     """A file of these layers, each k and v, that starts at position 3; ``skipped`` is the number of tokens that each lacks."""
     counts, kept = skipped or (0,) * len(layers), states or ({},) * len(layers)
     made = (Layer(k, v, skipped=count, states=of) for (k, v), count, of in zip(layers, counts, kept, strict=True))
-    cache = Cache(tuple(made), "test", {"name": "x"}, start=3)
+    cache = Cache(tuple(made), "test", {"name": "x"}, start=3, position_offsets=offsets)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         kvpack.save(cache, path)

@@ -45,6 +45,7 @@ LIBRARY = [
             "layer_positions",
             "layer_states",
             "payload",
+            "position_offsets",
             "row",
             "zstd",
         )

@@ -56,8 +56,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     cannot take packed layers then gets dense keys and values, decoded layer by layer for each call, and a KvpackWarning tells so;
     ``dense`` says at once whether it does.
 
-    A model with rotary positions of several dimensions, such as Qwen2-VL, continues a prompt whose recorded ids are all of it;
-    for any other, ``rope_deltas`` is what the model had of that name after the prompt, or 0 for text.
+    A model with rotary positions of several dimensions, such as Qwen2-VL, continues where the cache's positions end, which a
+    KvpackCache records; for a cache that does not say, ``rope_deltas`` is what the model had of that name after the prompt, or 0 for
+    text. The model's own ``rope_deltas`` is then set before each pass.
 
     With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model
     computes the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one
@@ -137,7 +138,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             layer.check_window()
         tokens = self.live.tokens
         adapters = adapters_in_effect(inside[0]) if inside else None
-        positions = RotaryPositions.of(known, inputs, tokens, rope_deltas)
+        positions = RotaryPositions.of(known, contents if isinstance(contents, Cache) else None, inputs, rope_deltas)
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
             decoding.tell(known.name)
@@ -209,7 +210,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             packed = self.live.frozen_as_it_is(packed=True)
             layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
             named = packed.model if self.passes.identity is None else MappingProxyType(self.passes.identity)
-            return replace(packed, layers=layers, inputs=self.passes.record.inputs, metadata=self._metadata, model=named)
+            offsets = self.passes.offsets(_rows(self.live) or 1)
+            inputs = self.passes.record.inputs
+            return replace(packed, layers=layers, inputs=inputs, metadata=self._metadata, model=named, position_offsets=offsets)
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
@@ -422,7 +425,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if self._model is not None or type(module) in self._seen:
             return
         check_layers(len(self.layers), module)
-        if has_multidimensional_positions(getattr(module, "config", None)):
+        if has_multidimensional_positions(module):
             raise InvalidParameter(
                 f"{type(module).__name__} has rotary positions of several dimensions, which need the model: write KvpackCache(cache, model)"
             )

@@ -331,6 +331,18 @@ class _Segments(_Watched):
         return type(alive).generate_with_fallback(alive, *args, **kwargs)
 
 
+class _PreparePositions(_Watched):
+    """``_prepare_position_ids_for_generation``, which goes on from what the model kept of the prompt before, whatever the cache is of."""
+
+    name = "_prepare_position_ids_for_generation"
+
+    def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        alive = self._alive()
+        for passes in _passes_over_tokens(cache_in(model_kwargs)):
+            passes.prepare_positions({"inputs": inputs_tensor, **model_kwargs})
+        return type(alive)._prepare_position_ids_for_generation(alive, inputs_tensor, model_kwargs)
+
+
 class _PrepareCache(_Watched):
     """``_prepare_cache_for_generation``, which for some models puts a cache of its own in the place of one for what the encoder gave."""
 
@@ -349,7 +361,7 @@ class _PrepareCache(_Watched):
             past.is_updated = updated
 
 
-_WATCHED = (_Prepare, _PrepareCache, _Prefill, _Segments)
+_WATCHED = (_Prepare, _PreparePositions, _PrepareCache, _Prefill, _Segments)
 
 
 def _kvpack_caches(past: Any) -> list[Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +71,8 @@ class Model:
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
         self.takes_packed_layers = settable and not reads_states(decoder)
-        self.has_multidimensional_positions = _has_multidimensional_positions(outer) or has_multidimensional_positions(self.config)
+        self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
+        self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
         self._decoder_config: Any = decoder.config
 
     def __deepcopy__(self, memo: object) -> Model:
@@ -229,15 +232,26 @@ def execution_device(model: torch.nn.Module) -> torch.device:
     return next((device for device in sorted(devices, key=str) if device.type not in ("meta", "cpu")), torch.device("cpu"))
 
 
-def has_multidimensional_positions(config: Any) -> bool:
-    """Whether a configuration splits rotary positions into sections, as Qwen2-VL does."""
+def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
+    """Whether an attention module is seen to be of a model that splits rotary positions into sections, as Qwen2-VL does."""
+    return _names_sections(getattr(attention, "config", None)) or _file_sets_sections(type(attention).__module__)
+
+
+def _names_sections(config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     return "mrope_section" in _keys(rope)
 
 
-def _has_multidimensional_positions(model: torch.nn.Module) -> bool:
-    """Whether a model keeps ``rope_deltas``, or its rotary module has sections, which a configuration need not spell out."""
-    return any(name in vars(module) for module in modules_of(model) for name in ("rope_deltas", "mrope_section"))
+@lru_cache(maxsize=256)
+def _file_sets_sections(name: str) -> bool:
+    """Whether a class in the module of that name sets what ``Model`` looks for: a configuration need not spell out sections."""
+    own = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
+    codes = [made.__code__ for one in own if isinstance(made := vars(one).get("__init__"), FunctionType)]
+    return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
+
+
+def _has_attribute(model: torch.nn.Module, name: str) -> bool:
+    return any(name in vars(module) for module in modules_of(model))
 
 
 def decoder_layers(config: Any) -> int | None:

@@ -9,10 +9,16 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter
 
+from .changes import modules_of
+
 if TYPE_CHECKING:
+    from kvpack.cache.cache import Cache
     from kvpack.file.inputs import Inputs
 
     from .models import Model
+
+_DELTAS = "rope_deltas"
+"""The attribute in which models keep where the text continues, until the next prompt."""
 
 
 class RotaryPositions:
@@ -21,34 +27,81 @@ class RotaryPositions:
     The first pass over an empty cache may have any positions: images and padding decide them, and the deltas of what follows.
     """
 
-    def __init__(self, deltas: torch.Tensor, name: str) -> None:
-        self._deltas, self._name = deltas, name
+    def __init__(self, deltas: torch.Tensor, tokens: int, model: Model) -> None:
+        self._deltas, self._name, self._computed = deltas, model.name, model.keeps_rope_deltas
         # Of the numbers of tokens, which masks use: those of padding are not counted.
         self._hidden = torch.zeros_like(deltas)
         self._given = False
+        self._end = tokens if bool(deltas.any()) else 0
+        """The tokens from which on the deltas hold."""
+        self._largest: torch.Tensor | None = None
+        """The largest position up to each token of the first pass, int64 ``[row, token]``; None if it was not seen."""
+        self._cut: int | None = None
+        """The tokens that a crop left where the deltas after them are not known."""
 
     @classmethod
-    def of(cls, model: Model | None, inputs: Inputs | None, tokens: int, rope_deltas: torch.Tensor | int | None) -> RotaryPositions | None:
-        """Those after a cache of ``tokens`` tokens; None for a model whose positions have one dimension.
+    def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
+        """Those after ``cache``, None for an empty one; None for a model whose positions have one dimension.
 
-        Raises InvalidParameter when they are not known: a file does not hold them, and the model may have others of another prompt.
+        Raises InvalidParameter when they are not known: a file may not record them, and the model may have others of another prompt.
         """
+        recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
             if rope_deltas is not None:
                 raise InvalidParameter("rope_deltas is for models with rotary positions of several dimensions: KvpackCache(cache, model)")
+            if recorded is not None:
+                raise InvalidParameter(
+                    "tokens after the cache have other positions than their numbers, which takes a model with rotary positions of several "
+                    f"dimensions: {'write KvpackCache(cache, model)' if model is None else f'{model.name} is none'}"
+                )
             return None
-        if rope_deltas is None:
-            if tokens and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
+        tokens = 0 if cache is None else cache.tokens
+        if rope_deltas is None and recorded is None:
+            if tokens and model.keeps_rope_deltas and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
                 raise InvalidParameter(
                     f"{model.name} has rotary positions of several dimensions, and the cache does not say where they continue: write "
                     "KvpackCache(cache, model, rope_deltas=...) with what model.model.rope_deltas was after the prompt, or 0 if it was text"
                 )
             rope_deltas = 0
-        return cls(torch.as_tensor(rope_deltas, device="cpu").detach().to(torch.int64).reshape(-1, 1), model.name)
+        deltas = torch.as_tensor(recorded if rope_deltas is None else rope_deltas, device="cpu").detach().to(torch.int64).reshape(-1, 1)
+        if rope_deltas is not None and recorded is not None and not bool((deltas == torch.tensor(recorded)[:, None]).all()):
+            raise InvalidParameter(
+                f"rope_deltas is {deltas.flatten().tolist()}, and the cache records {list(recorded)}: leave rope_deltas out"
+            )
+        return cls(deltas, tokens, model)
 
-    def begin(self) -> None:
-        """A forward pass begins."""
+    def offsets(self, rows: int, tokens: int) -> tuple[int, ...] | None:
+        """The delta of each of ``rows`` sequences after ``tokens`` tokens; None where it is not known."""
+        if not tokens or self._cut is not None:
+            return None
+        return tuple(self._deltas.expand(rows, 1).flatten().tolist())
+
+    def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
+        """A forward pass begins, or ``generate`` is about to compute the positions of one: where the model does, it uses these deltas.
+
+        Raises InvalidParameter where they are not known.
+        """
         self._given = False
+        if not start:
+            return
+        if self._cut is not None:
+            raise InvalidParameter(
+                f"after crop, the cache holds {self._cut} tokens, and does not say where positions continue after them: write "
+                "KvpackCache(cache.packed, model, rope_deltas=...) with what model.model.rope_deltas is after these tokens"
+            )
+        mask = arguments.get("attention_mask")
+        hidden = torch.zeros(1, 1, dtype=torch.int64)
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            # Models count the tokens that a mask does not hide.
+            hidden = (mask[:, :start] == 0).sum(1, keepdim=True).cpu()
+            self._hidden = -hidden
+        if model is None or isinstance(arguments.get("position_ids"), torch.Tensor):
+            return
+        deltas = self._deltas + hidden
+        given = next((x for x in arguments.values() if isinstance(x, torch.Tensor)), deltas)
+        for attributes in map(vars, modules_of(model)):
+            if _DELTAS in attributes and (attributes[_DELTAS] is not None or bool(deltas.any())):
+                attributes[_DELTAS] = deltas.to(given.device)
 
     def check(self, arguments: Mapping[str, Any], start: int) -> None:
         """Raise InvalidParameter when the model, or a part of it, is given other positions for the tokens from ``start`` on."""
@@ -61,25 +114,42 @@ class RotaryPositions:
         # The first of four is the number of the token, for masks.
         rotary = found[1:] if len(found) == 4 else found
         if not start:
-            self._deltas = rotary.amax((0, 2))[:, None] + 1 - positions.shape[-1]
+            self._largest = rotary.amax(0).cummax(1).values
+            self._deltas = self._largest[:, -1:] + 1 - positions.shape[-1]
             self._hidden = found[0].amax(1)[:, None] + 1 - positions.shape[-1]
+            self._end, self._cut = positions.shape[-1], None
             return
         if not bool((rotary == plain + self._deltas).all()) or (len(found) == 4 and not bool((found[0] == plain + self._hidden).all())):
             self._refuse(int(rotary[0, 0, 0]), start)
 
     def check_given(self, start: int) -> None:
         """Raise InvalidParameter when no positions were given, and those that the model takes then are others."""
+        if not self._given and not start:
+            # As for text.
+            self._deltas, self._hidden = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+            self._largest, self._end, self._cut = None, 0, None
         if not self._given and bool(self._deltas.any()):
             self._refuse(start, start)
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first ``tokens``."""
+        if not 0 < tokens < self._end:
+            return
+        if self._largest is None:
+            self._cut = tokens
+        else:
+            self._largest, self._end = self._largest[:, :tokens], tokens
+            self._deltas = self._largest[:, -1:] + 1 - tokens
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch."""
         if len(self._deltas) > 1:
             self._deltas, self._hidden = self._deltas[indices.cpu()], self._hidden[indices.cpu()]
+            self._largest = None if self._largest is None else self._largest[indices.cpu()]
 
     def _refuse(self, found: int, start: int) -> None:
         deltas = self._deltas.flatten().tolist()
+        remedy = "leave position_ids out" if self._computed else "pass position_ids that go on from there"
         raise InvalidParameter(
-            f"{self._name} gives token {start} the position {found}, and after this cache it has {start + deltas[0]}: "
-            f"set model.model.rope_deltas to torch.tensor({[[delta] for delta in deltas]}), or to None for text"
+            f"{self._name} gives token {start} the position {found}, and after this cache it has {start + deltas[0]}: {remedy}"
         )

@@ -111,7 +111,7 @@ class Tracking:
             self._name_model()
         if self._positions is not None:
             if self._passes.outermost:
-                self._positions.begin()
+                self._positions.begin(self._model_of_cache, arguments, self.record.tokens)
             self._positions.check(arguments, self.record.tokens)
         self.check_states()
         if self._passes.outermost:
@@ -197,6 +197,23 @@ class Tracking:
                 f"crop({start - stop}), and the pass can be made again, or keep them with crop(0)"
             )
 
+    @property
+    def _model_of_cache(self) -> torch.nn.Module | None:
+        return None if self._watched is None else self._watched()
+
+    def prepare_positions(self, arguments: dict[str, Any]) -> None:
+        """Let ``generate`` compute positions of several dimensions as they follow the cache. Raises InvalidParameter."""
+        if self._positions is not None and self.record.tokens:
+            self._positions.begin(self._model_of_cache, arguments, self.record.tokens)
+
+    def offsets(self, rows: int) -> tuple[int, ...] | None:
+        """``Cache.position_offsets`` of what is recorded, where token ids do not say that they are 0."""
+        offsets = None if self._positions is None else self._positions.offsets(rows, self.record.tokens)
+        inputs = self.record.inputs
+        if offsets is None or any(offsets):
+            return offsets
+        return offsets if inputs is None or inputs.undetermined or inputs.tokens != self.record.tokens else None
+
     def is_running(self, module: torch.nn.Module) -> bool:
         """Whether the pass under way is a call of ``module``, and of nothing inside it yet."""
         return self._running and self._passes.is_of(module)
@@ -221,6 +238,8 @@ class Tracking:
     def crop(self, tokens: int) -> None:
         """Note that the cache dropped all but the first ``tokens`` tokens."""
         self.record.crop(tokens)
+        if self._positions is not None:
+            self._positions.crop(tokens)
         # What an interrupted pass left is gone, or the caller's; states are as they are.
         self._failed |= self._running
         self._left, self._running, self._passes = None, False, Passes()

@@ -1,0 +1,72 @@
+"""The required feature ``position-offsets``: where text continues after images (spec/container.md, Position offsets)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvpack.formats.errors import InvalidHeader
+
+from .checks import check_integer
+from .limits import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from .layer_states import StateEntry
+
+FEATURE = "position-offsets"
+"""The name of the feature in ``required``, and of its entry in ``ignorable``."""
+OFFSET_BYTES = 8
+"""The bytes of an offset: two's complement, little-endian."""
+
+
+class HasTokens(Protocol):
+    """A side of a layer."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+class HasSides(Protocol):
+    """A layer that iterates over its sides by name."""
+
+    def sides(self) -> Iterator[tuple[str, HasTokens]]: ...
+
+
+def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
+    """``required`` and ``ignorable`` for a file whose sequences have these ``offsets``; None if they are not known."""
+    if offsets is None:
+        return (), {}
+    return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}
+
+
+def position_offsets(
+    layers: Sequence[HasSides],
+    starts: Sequence[int],
+    states: Iterable[StateEntry],
+    start: int,
+    required: Sequence[str],
+    ignorable: Mapping[str, bytes],
+) -> tuple[int, ...] | None:
+    """The offset of each sequence; None without the feature. Raises InvalidHeader or LimitExceeded, which name the sequence."""
+    if (FEATURE in required) != (FEATURE in ignorable):
+        places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
+        raise InvalidHeader(f"{FEATURE} is in {places[0]} and not in {places[1]}, expected both")
+    if FEATURE not in required:
+        return None
+    data = ignorable[FEATURE]
+    if not data or len(data) % OFFSET_BYTES:
+        raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one")
+    offsets = tuple(int.from_bytes(data[at : at + OFFSET_BYTES], "little", signed=True) for at in range(0, len(data), OFFSET_BYTES))
+    sides = [(f"layers[{number}].{name}", first, side) for number, first in enumerate(starts) for name, side in layers[number].sides()]
+    batches = {where: side.batch for where, _, side in sides} | {state.where: state.shape[0] for state in states}
+    for where, batch in batches.items():
+        if batch != len(offsets):
+            raise InvalidHeader(f"ignorable[{FEATURE!r}] has offsets for {len(offsets)} sequences, and {where} has {batch}")
+    stop = max((first + side.tokens for _, first, side in sides), default=start)
+    for number, offset in enumerate(offsets):
+        check_integer(f"{stop} + ignorable[{FEATURE!r}][{number}]", stop + offset, 0, MAX_TOKENS)
+    return offsets

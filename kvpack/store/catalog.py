@@ -163,7 +163,7 @@ def read_catalog(
                     whole = _read(backend, stored, cipher, max_entry_bytes)
                     bases[stored.key] = BasisEntry(stored, check_basis(stored.key, whole, cipher), dict(file.header.model))
                     continue
-                named = check_entry(file, None, None, None)
+                named = check_entry(file, None, None, None, max_entry_bytes)
                 if named.key != stored.key:
                     raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
                 header = file.header
@@ -200,7 +200,7 @@ def verify(
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
                 else:
-                    named = check_entry(file, None, None, None)
+                    named = check_entry(file, None, None, None, max_entry_bytes)
                     key = chunk_key(named.parent, named.ids, named.inputs)
                     if not named.key == key == stored.key:
                         raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent, ids and inputs give {key.hex()}")

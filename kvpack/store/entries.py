@@ -12,8 +12,9 @@ from kvpack.file import container
 from kvpack.file.header import DIGEST_BYTES
 from kvpack.file.json_header import TENSOR_ALIGNMENT
 from kvpack.file.parallel import in_parallel
-from kvpack.formats.errors import DigestMismatch, InvalidHeader
+from kvpack.formats.errors import DigestMismatch, InvalidHeader, LimitExceeded
 
+from .backend import MAX_ENTRY_BYTES
 from .keys import ID_BYTES, KEY_BYTES, MAX_INPUT_BYTES
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ FEATURE = "prefix-store-2"
 OLD_FEATURES = ("prefix-store",)
 """The features of older entries, whose keys cover less of the identity: stores no longer look for such keys."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
+
+Shape = tuple[tuple[tuple[str, int, int], ...], ...]
+"""For each layer its sides, each with its heads and head dim."""
 
 _THREADS = 4
 _TEMPLATES = 32
@@ -77,13 +81,18 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
 
 @dataclass
 class Reader:
-    """Reads the entries of one identity: their headers must name ``model`` and ``recipe``."""
+    """Reads the entries of one identity: their headers must name ``model`` and ``recipe``.
+
+    An entry of more than ``max_bytes``, packed or as values of a layer, is refused, and one of another ``shape``, once that is known.
+    """
 
     model: Mapping[str, str]
     recipe: str
     chunk: int
     check_values: bool
     basis: Basis | None = None
+    max_bytes: int = MAX_ENTRY_BYTES
+    shape: Shape | None = None
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
@@ -129,14 +138,17 @@ class Reader:
         from .entry_template import EntryTemplate
 
         file = container.open_bytes(view, where=where)
-        named = check_entry(file, start, self.model, self.recipe)
+        named = check_entry(file, start, self.model, self.recipe, self.max_bytes)
         self._check_key(named, key, where)
+        self.check_shape(file)
+        if len(named.ids) != self.chunk * ID_BYTES:
+            raise InvalidHeader(f"{where}: is a chunk of {len(named.ids) // ID_BYTES} tokens, expected {self.chunk}")
         cache = files.read(file, check_values=self.check_values, basis=self.basis)
         begin = min((place.begin for place in file.front.places.values()), default=0)
         _check_payload(named, xxhash.xxh3_128_digest(view[len(file.front.text) + begin :]), where)
         if file.header.states:
             raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, and a chunk of a prefix has none")
-        if any((layer.skipped, layer.tokens) != (0, self.chunk) for layer in cache if layer.sides):
+        if any(layer.skipped for layer in cache if layer.sides):
             held = [cache.positions(number) for number in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")
         if not self.check_values:
@@ -145,13 +157,47 @@ class Reader:
                 self._templates[len(view), _start_bytes(start)] = template
         return cache
 
+    def learn(self, cache: Cache) -> None:
+        """Take the shape of ``cache``, which is of the model: entries of another one are refused from now on."""
+        shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
+        if shape != self.shape:
+            # Templates may be of entries that were read before.
+            self.shape, self._templates = shape, {}
+
+    def check_shape(self, file: container.File) -> None:
+        """Raise InvalidHeader for an entry of other layers, heads or head dims than the model's, as far as they are known."""
+        if self.shape is None:
+            return
+        found = shape_of(file)
+        if found != self.shape:
+            numbers = range(min(len(found), len(self.shape)))
+            at = next((number for number in numbers if found[number] != self.shape[number]), len(numbers))
+            held = [f"{len(one)} layers, layer {at}: {one[at] if at < len(one) else 'none'}" for one in (found, self.shape)]
+            raise InvalidHeader(f"{file.where}: is of another shape, sides with heads and head dims: {held[0]}; the store's: {held[1]}")
+
     def _check_key(self, named: Named, key: bytes, where: str) -> None:
         if named.key != key:
             raise InvalidHeader(f"{where}: the entry's key is {named.key.hex()}")
 
 
-def check_entry(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> Named:
-    """The chunk that a file names. Raises InvalidHeader unless it is an entry with this start, model and recipe (None: any)."""
+def shape_of(file: container.File) -> Shape:
+    """The sides of every layer with their heads and head dims."""
+    codecs = file.header.codecs
+    return tuple(tuple((name, side.heads, codecs[side.codec].dim) for name, side in layer.sides()) for layer in file.header.layers)
+
+
+def check_entry(
+    file: container.File,
+    start: int | None,
+    model: Mapping[str, str] | None,
+    recipe: str | None,
+    max_bytes: int = MAX_ENTRY_BYTES,
+) -> Named:
+    """The chunk that a file names, before any tensor is read.
+
+    Raises InvalidHeader unless it is an entry with this start, model and recipe (None: any) of one chunk of one sequence, and
+    LimitExceeded for a layer whose values take more than ``max_bytes``.
+    """
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
         raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
@@ -164,13 +210,46 @@ def check_entry(file: container.File, start: int | None, model: Mapping[str, str
     ):
         if expected is not None and found != expected:
             raise InvalidHeader(f"{file.where}: the entry's {what} is {found!r}, expected {expected!r}")
-    return Named.of(header.ignorable[FEATURE], file.where)
+    named = Named.of(header.ignorable[FEATURE], file.where)
+    _check_chunk(file, len(named.ids) // ID_BYTES, max_bytes)
+    return named
+
+
+def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
+    """Raise InvalidHeader unless sides hold ``tokens`` tokens of one sequence as they are stored: others may have written the entry.
+
+    A small entry could otherwise decode to any size. Raises LimitExceeded for a layer whose values, 16 bits each, take more than
+    ``max_bytes``.
+    """
+    header = file.header
+    for tensor in header.tensors:
+        if tensor.filter != "none":
+            raise InvalidHeader(f"{file.where}: the tensor {tensor.name} has the filter {tensor.filter}, and tensors of entries have none")
+    for number, layer in enumerate(header.layers):
+        values = 0
+        for name, side in layer.sides():
+            if (side.batch, sum(side.runs), side.tail) != (1, tokens, 0):
+                raise InvalidHeader(
+                    f"{file.where}: layers[{number}].{name} holds {side.batch} sequences of {sum(side.runs)} tokens and a raw tail of "
+                    f"{side.tail}, expected one of {tokens} without"
+                )
+            values += side.heads * header.codecs[side.codec].dim * tokens
+        if 2 * values > max_bytes:
+            raise LimitExceeded(f"{file.where}: layer {number}, decoded, has {2 * values} bytes, max_entry_bytes is {max_bytes}")
 
 
 def is_old(file: container.File) -> bool:
     """Whether a file is an entry whose key covers less of the identity than current keys."""
     ignorable = file.header.ignorable
     return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
+
+
+def check_decoded(cache: Cache, key: bytes, max_bytes: int) -> None:
+    """Raise LimitExceeded for a chunk of which a reader with the same limit would refuse a layer."""
+    for number, layer in enumerate(cache):
+        size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
+        if size > max_bytes:
+            raise LimitExceeded(f"the chunk of {key.hex()}: layer {number}, decoded, has {size} bytes, max_entry_bytes is {max_bytes}")
 
 
 def _check_payload(named: Named, digest: bytes, where: str) -> None:

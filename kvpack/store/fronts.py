@@ -16,7 +16,7 @@ from .forms import FRONT_BYTES, Kind
 from .page_keys import check_page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .backend import Data
     from .encryption import Cipher
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _MOST_KNOWN = 65_536
 
 
-def check_front(key: bytes, data: Data, cipher: Cipher | None) -> None:
+def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[container.File], None] | None = None) -> None:
     """Raise as reading does unless the front of ``data``, decrypted with ``cipher`` if given, is that of the entry ``key``.
 
-    Without a cipher an encrypted entry raises Undecryptable once its digest matches.
+    Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``more`` checks the file of a chunk further.
     """
     clear = in_clear(key, data, cipher)
     if begins_row(bytes(memoryview(clear)[:FRONT_BYTES])):
@@ -41,6 +41,8 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None) -> None:
         named = check_entry(file, None, None, None)
         if named.key != key:
             raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
+        if more is not None:
+            more(file)
 
 
 def kind_of(key: bytes, data: Data, form: Form) -> Kind:

@@ -65,7 +65,7 @@ class Loader:
         if data is None:
             return False
         try:
-            check_front(key, data, self._cipher)
+            check_front(key, data, self._cipher, self._reader.check_shape)
         except FAULTS:
             # The front may not be enough to decide.
             if not self._reads(key, number):

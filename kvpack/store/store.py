@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter
 from .backend import MAX_ENTRY_BYTES
 from .bases import StoredBasis
 from .counters import Counters
-from .entries import Reader, to_pieces
+from .entries import Reader, check_decoded, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found
 from .forms import check_size
 from .identity import Identity
@@ -66,8 +66,8 @@ class Store:
     stays, and ``save`` does not count it as stored. ``check_values`` checks the rules of the codecs on every load, and not digests
     alone (default: if users other than this one may write unencrypted entries).
 
-    ``max_entry_bytes`` is the most bytes of one entry (default: 512 MiB, Redis' own limit): a larger entry is not saved, and a
-    larger one from another writer is not read.
+    ``max_entry_bytes`` is the most bytes of one entry (default: 512 MiB, Redis' own limit), and of the values of one of its layers, at
+    16 bits each: a larger entry is not saved, and a larger one from another writer is not read.
 
     ``basis`` is the basis of a recipe of the codecs klt and transform: the recipe, and so the identity, names it by its digest. Such a
     recipe is that of a ``Recipe("klt-2", basis)``. ``save`` puts the basis into the store before the first chunk, so that a store without
@@ -127,7 +127,7 @@ class Store:
         if named is not None:
             self._stored = StoredBasis(named, self._model, self._backend, self._cipher, self._counters, max_entry_bytes, given)
         self._before = [] if self._stored is None else self._stored.keys
-        self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given)
+        self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=max_entry_bytes)
         self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before)
 
     def __enter__(self) -> Self:
@@ -202,6 +202,7 @@ class Store:
         ids = ids[: packed * ID_BYTES]
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
         check_inputs_given(cache, digests, self.chunk)
+        self._reader.learn(cache)
         self._counters.add("saves")
         with self._counters.timed("save"):
             if self._stored is None or not digests:
@@ -243,6 +244,7 @@ class Store:
                     return False
             try:
                 chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
+                check_decoded(chunk, key, self._max_entry_bytes)
                 pieces = to_pieces(chunk, key, parent, part, digest)
                 if self._cipher is not None:
                     pieces = self._cipher.encrypt(key, pieces)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import warm_python
+import xxhash
 
 import kvpack
 from kvpack import cli
+from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.encryption import Cipher
+from kvpack.store.entries import FEATURE, to_pieces
 from kvpack.store.forms import MAGIC, Form, Kind, sealed_bytes
+from kvpack.store.keys import chained, token_bytes
 
 from store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, open_store, prompt, same, save  # isort: skip
 
@@ -235,3 +242,96 @@ def test_what_is_no_map_of_keys_is_refused(tmp_path: Path) -> None:
     for keys, message in (([KEY], "is of type list"), (KEY, "is of type bytes")):
         with pytest.raises(InvalidParameter, match=message):
             kvpack.Store(tmp_path, IDENTITY, chunk=CHUNK, encryption=keys)  # type: ignore[arg-type]
+
+
+def planted_entry(store: kvpack.Store, cache: kvpack.Cache, ids: list[int], *, compress: bool = False) -> bytes:
+    """An entry of the store's first chunk of ``ids``, right in its key, model, recipe and digests, that holds ``cache``."""
+    ((key, parent, part, digest), *_) = chained(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
+    named = replace(cache, model=store.identity.header_model, recipe=store.identity.recipe, inputs=None)
+    data = b"".join(to_pieces(named, key, parent, part, digest))
+    if not compress:
+        return data
+    with container.open_bytes(data) as file:
+        found = container.to_bytes(file.header, {name: file.tensor(name) for name in file.tensors}, compress=True)
+    # The payload's digest is that of the bytes as they are stored.
+    with container.open_bytes(found) as file:
+        begin = min(place.begin for place in file.front.places.values())
+        payload = xxhash.xxh3_128_digest(found[len(file.front.text) + begin :])
+        contents, arrays = file.header, {name: bytes(file.tensor(name)) for name in file.tensors}
+    feature = contents.ignorable[FEATURE]
+    changed = {**contents.ignorable, FEATURE: feature[:64] + payload + feature[80:]}
+    return container.to_bytes(replace(contents, ignorable=changed), arrays, compress=True)
+
+
+def of_shape(heads: int = 2, dim: int = 32, tokens: int = CHUNK, layers: int = 2, batch: int = 1) -> kvpack.Cache:
+    x = torch.zeros(batch, heads, tokens, dim)
+    return kvpack.pack([(x, x)] * layers, IDENTITY.recipe)
+
+
+def with_tail() -> kvpack.Cache:
+    x = torch.zeros(1, 2, CHUNK, 32)
+    return kvpack.pack([(x[:, :, :-1], x[:, :, :-1])] * 2, f"{IDENTITY.recipe};tail=32")
+
+
+PLANTED = {
+    "compressed": (lambda: of_shape(), True, "has the filter zstd, and tensors of entries have none"),
+    "two sequences": (lambda: of_shape(batch=2), False, r"layers\[0\]\.k holds 2 sequences of 32 tokens"),
+    "more tokens": (lambda: of_shape(tokens=3 * CHUNK), False, r"layers\[0\]\.k holds 1 sequences of 96 tokens .*, expected one of 32"),
+    "fewer tokens": (lambda: of_shape(tokens=CHUNK - 1), False, r"holds 1 sequences of 31 tokens"),
+    "no tokens": (lambda: of_shape(tokens=0), False, r"holds 1 sequences of 0 tokens"),
+    "a raw tail": (with_tail, False, "a raw tail of "),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_an_entry_that_is_no_chunk_of_one_sequence_is_refused_before_it_is_decoded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, compress, message = PLANTED[name]
+    store, ids = open_store(tmp_path / "store"), prompt(1)
+    whole = save(store, ids)
+    path = Path(entry_of(store, ids, 0))
+    path.write_bytes(planted_entry(store, made(), ids, compress=compress))
+    monkeypatch.setattr(container.File, "read_side", lambda *_, **__: pytest.fail("a side was read"))
+    other = open_store(tmp_path / "store")
+    assert cli.main(["store", "verify", str(tmp_path / "store")]) == 1
+    assert re.search(message, " ".join("".join(capsys.readouterr()).split()))
+    assert other.load(ids) == (0, None)
+    assert other.counters()["faults"] == {"load InvalidHeader": 1}
+    assert other.counters()["damaged_entries"] == 1
+    monkeypatch.undo()
+    assert other.save(ids, whole) == CHUNK
+    assert same(open_store(tmp_path / "store").load(ids)[1], whole)
+
+
+@pytest.mark.parametrize("shape", [{"heads": 3}, {"dim": 64}, {"layers": 3}, {"layers": 1}, {"heads": 2000}])
+def test_an_entry_of_another_shape_than_the_models_gives_way(shape: dict[str, int], tmp_path: Path) -> None:
+    store, ids = open_store(tmp_path / "store"), prompt(2)
+    whole = save(store, ids)
+    path = Path(entry_of(store, ids, 0))
+    path.write_bytes(planted_entry(store, of_shape(**shape), ids))
+    assert store.load(ids) == (0, None)
+    assert store.counters()["damaged_entries"] == 1
+    path.write_bytes(planted_entry(store, of_shape(**shape), ids))
+    fresh = open_store(tmp_path / "store")
+    assert fresh.save(ids, whole) == 2 * CHUNK
+    assert same(fresh.load(ids)[1], whole)
+
+
+def test_max_entry_bytes_bounds_the_values_of_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An entry of few bytes per value is refused by what it decodes to, also by commands, and is not removed."""
+    store, ids = open_store(tmp_path / "store"), prompt(1)
+    save(store, ids)
+    path = Path(entry_of(store, ids, 0))
+    path.write_bytes(planted_entry(store, of_shape(heads=600), ids))
+    limit = 2 * 2 * 600 * 32 * CHUNK - 1
+    assert path.stat().st_size < limit
+    for bound, found in ((limit, 0), (limit + 1, CHUNK)):
+        other = open_store(tmp_path / "store", max_entry_bytes=bound)
+        assert other.load(ids)[0] == found
+        assert other.counters()["faults"] == ({} if found else {"load LimitExceeded": 1})
+        assert other.counters()["damaged_entries"] == 0
+    whole = of_shape(heads=700)
+    small = open_store(tmp_path / "other", max_entry_bytes=2 * 2 * 700 * 32 * CHUNK - 1)
+    assert small.save(ids[:CHUNK], whole) == 0
+    assert small.counters()["faults"] == {"encode LimitExceeded": 1}

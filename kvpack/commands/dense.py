@@ -2,10 +2,11 @@
 
 A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0, and the states of
 recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. The known token ids are ``token_ids``, int64
-``[1, token]``. Its metadata ``kvpack.unpacked`` is JSON: ``model``, the model's identity, and ``start``, the position of the first
-token, or, where layers start elsewhere or have no tensors, ``{"range": position, "layers": [position of each]}``. If the file has
-them, ``metadata`` holds the user's texts and numbers, ``position_offsets`` those of the cache, and ``undetermined`` the inputs that
-token ids do not determine, each as ``[text, position]``.
+``[row, token]``, one row where all rows have the same. Its metadata ``kvpack.unpacked`` is JSON: ``model``, the model's identity, and
+``start``, the position of the first token, or, where layers start elsewhere or have no tensors, ``{"range": position, "layers":
+[position of each]}``. If the file has them, ``metadata`` holds the user's texts and numbers, ``position_offsets`` those of the
+cache, ``undetermined`` the inputs that token ids do not determine, each as ``[text, position]``, and ``hidden`` the tokens that an
+attention mask hid, as ``[row, start, stop]``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpack.file.hidden_tokens import Hidden
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.file.metadata import to_bytes
@@ -113,8 +115,8 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
         if callback:
             callback(number + 1, len(cache))
     if cache.inputs is not None and cache.inputs.tokens:
-        ids = torch.frombuffer(bytearray(cache.inputs.token_ids), dtype=torch.uint8).view(-1, ID_BYTES)
-        tensors[IDS] = (ids.to(torch.int64) << torch.arange(0, 8 * ID_BYTES, 8, device="cpu")).sum(1)[None]
+        ids = torch.frombuffer(bytearray(b"".join(cache.inputs.known)), dtype=torch.uint8).view(len(cache.inputs.known), -1, ID_BYTES)
+        tensors[IDS] = (ids.to(torch.int64) << torch.arange(0, 8 * ID_BYTES, 8, device="cpu")).sum(2)
     return tensors
 
 
@@ -129,6 +131,8 @@ def _metadata(cache: Cache) -> dict[str, str]:
         note["position_offsets"] = list(cache.position_offsets)
     if cache.inputs is not None:
         note["undetermined"] = list(zip(cache.inputs.undetermined, cache.inputs.starts, strict=True))
+        if cache.inputs.hidden:
+            note["hidden"] = cache.inputs.hidden
     return {"format": "pt", "kvpack.unpacked": json.dumps(note)}
 
 
@@ -149,7 +153,11 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
     tensors, (note, layers) = tensor_files.read(path, check)
     starts = [note.start] * layers if note.starts is None else note.starts
     states: list[dict[str, torch.Tensor]] = [{} for _ in starts]
-    inputs = _inputs(path, tensors.pop(IDS, None), note.undetermined)
+    ids = tensors.pop(IDS, None)
+    batch = min(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
+    if ids is not None and ids.dim() == 2 and len(ids) not in (1, batch):
+        raise InvalidParameter(f"{path}: {IDS} has the shape {list(ids.shape)}, and the layers have {batch} sequences: give a row for each")
+    inputs = _inputs(path, ids, note)
     for name, tensor in tensors.items():
         number, _, state = name.partition(".state.")
         if state:
@@ -162,17 +170,20 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
     )
 
 
-def _inputs(path: str, ids: torch.Tensor | None, undetermined: list[tuple[str, int]] | None) -> Inputs | None:
-    """The inputs of a dense file; None if it has none. Raises InvalidParameter for ids that are not integers ``[1, token]``."""
+def _inputs(path: str, ids: torch.Tensor | None, note: _Note) -> Inputs | None:
+    """The inputs of a dense file; None if it has none. Raises InvalidParameter for ids that are not integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
-    if ids is None and undetermined is None:
+    if ids is None and note.undetermined is None:
         return None
     try:
-        data = b"" if ids is None else token_bytes(ids)
+        if ids is not None and ids.dim() == 2 and len(ids) > 1:
+            rows = [token_bytes(row) for row in ids]
+        else:
+            rows = [b"" if ids is None else token_bytes(ids)]
+        return Inputs.of_rows(rows, note.undetermined or (), note.hidden, note.start)
     except InvalidParameter as error:
         raise InvalidParameter(f"{path}: {error}") from None
-    return Inputs(data, tuple(text for text, _ in undetermined or ()), tuple(position for _, position in undetermined or ()))
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:
@@ -206,6 +217,8 @@ class _Note(NamedTuple):
     undetermined: list[tuple[str, int]] | None
     """The inputs that token ids do not determine, with the first position of each; None if the file says nothing of inputs."""
     offsets: tuple[int, ...] | None
+    hidden: tuple[Hidden, ...]
+    """The tokens that an attention mask hid."""
 
 
 def _note(path: str, text: str) -> _Note:
@@ -223,11 +236,12 @@ def _note(path: str, text: str) -> _Note:
                 raise InvalidParameter(f"{path}: kvpack.unpacked: {error}") from None
             undetermined = _undetermined(path, note.get("undetermined"))
             offsets = _offsets(path, note.get("position_offsets"))
+            hidden = _hidden(path, note.get("hidden", []))
             match start:
                 case int() if type(start) is int:
-                    return _Note(model, start, None, kept, undetermined, offsets)
+                    return _Note(model, start, None, kept, undetermined, offsets, hidden)
                 case {"range": first, "layers": [*starts]} if all(type(position) is int for position in (first, *starts)):
-                    return _Note(model, first, starts, kept, undetermined, offsets)
+                    return _Note(model, first, starts, kept, undetermined, offsets, hidden)
     expected = '{"start": integer, "model": {name: text}}, where start may also be {"range": integer, "layers": [integer, ...]}'
     raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")
 
@@ -253,3 +267,14 @@ def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
             case _:
                 raise InvalidParameter(f"{path}: kvpack.unpacked: undetermined holds {pair!r:.80}, expected [text, position]")
     return pairs
+
+
+def _hidden(path: str, listed: Any) -> tuple[Hidden, ...]:
+    """The stretches of hidden tokens in the metadata. Raises InvalidParameter for anything else."""
+    for stretch in listed if isinstance(listed, list) else [listed]:
+        match stretch:
+            case [int(), int(), int()] if all(type(number) is int and 0 <= number <= MAX_TOKENS for number in stretch):
+                pass
+            case _:
+                raise InvalidParameter(f"{path}: kvpack.unpacked: hidden holds {stretch!r:.80}, expected [row, start, stop]")
+    return tuple(Hidden(*stretch) for stretch in listed)

@@ -74,10 +74,22 @@ class Inputs:
             raise InvalidParameter("token_ids are the ids that all rows begin with; found a row that begins with others")
         object.__setattr__(self, "hidden", tuple(Hidden(*stretch) for stretch in self.hidden))
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[Hidden, ...], first: int) -> Inputs:
+        """The inputs of a cache from position ``first`` on whose ``rows`` have these ids, as many for each.
+
+        ``undetermined`` has texts with the positions of their first tokens; that rows differ is added where it is not among them.
+        """
+        token_ids, known, found = _rows(rows, first)
+        items = list(undetermined)
+        if found and not any(text.endswith(ROWS_DIFFER) for text, _ in items):
+            items += found
+        return _of(token_ids, items, known, hidden, first)
+
     @property
     def tokens(self) -> int:
-        """The number of known ids."""
-        return len(self.token_ids) // ID_BYTES
+        """The number of known ids of each row."""
+        return len(self.known[0]) // ID_BYTES
 
     @property
     def known(self) -> tuple[bytes, ...]:
@@ -149,7 +161,7 @@ class Inputs:
             ids = (row[len(kept) : len(kept) + count * ID_BYTES] for row in self.rows)
             rows = len(self.rows).to_bytes(4, "little") + count.to_bytes(8, "little") + b"".join(ids)
         stored = self._without_ids_after(len(kept) // ID_BYTES + count).to_bytes()
-        more = kept if Inputs.from_bytes(stored).tokens < self.tokens else b""
+        more = kept if len(Inputs.from_bytes(stored).token_ids) < len(self.token_ids) else b""
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **ignorable}
 
     def _without_ids_after(self, count: int) -> Inputs:
@@ -157,7 +169,7 @@ class Inputs:
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
-        start = differ - self.tokens + count
+        start = differ - len(self.token_ids) // ID_BYTES + count
         return replace(self, undetermined=(*self.undetermined, f"tokens from {start} on {IDS_LEFT_OUT}"), starts=(*self.starts, start))
 
     @classmethod
@@ -211,7 +223,7 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
         inputs = inputs or Inputs()
         if known:
             ids += inputs.token_ids
-            known = inputs.tokens == tokens
+            known = len(inputs.token_ids) == tokens * ID_BYTES
         if rows_known:
             # Where rows are the same, each has the ids of all.
             own = inputs.rows or (inputs.token_ids,) * count

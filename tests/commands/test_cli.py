@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import kvpack
 from kvpack import cli
+from kvpack.file.inputs import Inputs
 from kvpack.formats import errors
 from kvpack.output import printable, progress
 
@@ -365,7 +366,8 @@ def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, 
     [
         (torch.zeros(1, 9, dtype=torch.int64), "token_ids has 9 ids, and the layers have 5 tokens"),
         (torch.zeros(1, 5), r"token_ids are float32 \[5\], expected integers"),
-        (torch.zeros(3, 5, dtype=torch.int64), r"token_ids are int64 \[3, 5\], expected integers \[token\] or \[1, token\]"),
+        (torch.zeros(3, 5, dtype=torch.int64), r"token_ids has the shape \[3, 5\], and the layers have 1 sequences: give a row for each"),
+        (torch.zeros(1, 1, 5, dtype=torch.int64), r"token_ids are int64 \[1, 1, 5\], expected integers \[token\] or \[1, token\]"),
         (torch.tensor([-1]), "token_ids are from -1 to -1"),
     ],
 )
@@ -376,6 +378,31 @@ def test_token_ids_of_a_dense_file_that_are_refused(
     assert run("pack", tmp_path / "dense", tmp_path / "out", "--recipe", "raw") == 2
     assert re.match(rf"kvpack: .*dense: {message}", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_file_keeps_the_ids_of_each_row_and_hidden_tokens(tmp_path: Path) -> None:
+    rows = [torch.arange(5), torch.arange(2, 7)]
+    told = (("tokens 0 to 4 were computed with an attention mask that hides padding", 0),)
+    inputs = Inputs.of_rows([row.numpy().astype("<u4").tobytes() for row in rows], told, ((1, 0, 2),), 0)
+    kvpack.save(kvpack.pack([(torch.randn(2, 2, 5, 64),) * 2], "raw", inputs=inputs), tmp_path / "file")
+    assert run("unpack", tmp_path / "file", tmp_path / "dense") == 0
+    assert torch.equal(load_file(tmp_path / "dense")["token_ids"], torch.stack(rows))
+    assert run("pack", tmp_path / "dense", tmp_path / "again", "--recipe", "raw") == 0
+    assert kvpack.load(tmp_path / "again").inputs == inputs
+    save_file({"0.k": torch.randn(2, 2, 5, 64), "token_ids": torch.stack(rows)}, tmp_path / "dense")
+    assert run("pack", tmp_path / "dense", tmp_path / "again", "--recipe", "raw", "--force") == 0
+    found = kvpack.load(tmp_path / "again").inputs
+    assert found is not None
+    assert found.rows == inputs.rows
+    assert not found.hidden
+
+
+@pytest.mark.parametrize("hidden", [[[0, 1]], [[0, 1, "2"]], 5, [[0, -1, 2]]])
+def test_hidden_tokens_of_another_form_are_refused(hidden: Any, tmp_path: Path, capsys: Any) -> None:
+    note = json.dumps({"start": 0, "model": {}, "undetermined": [], "hidden": hidden})
+    save_file({"0.k": torch.randn(2, 2, 5, 64)}, tmp_path / "dense", {"kvpack.unpacked": note})
+    assert run("pack", tmp_path / "dense", tmp_path / "file", "--recipe", "raw") == 2
+    assert "kvpack.unpacked: hidden holds" in capsys.readouterr().err
 
 
 def test_token_ids_of_a_dense_file_written_by_hand(tmp_path: Path) -> None:

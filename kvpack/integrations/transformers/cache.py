@@ -27,7 +27,7 @@ from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
-from .prompts import common_tokens, other_frequencies
+from .prompts import check_rows_known, common_tokens, other_frequencies
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
@@ -63,7 +63,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model
     computes the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one
     attends to, or the model's RoPE turns keys of either by the frequencies of long sequences (dynamic, longrope), none are, and a
-    KvpackWarning tells so. The cache must hold its token ids, and depend on nothing else.
+    KvpackWarning tells so. The cache must hold its token ids, those of each row of a batch, and depend on nothing else but padding.
+
+    Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused,
+    and told which mask to give. ``packed.inputs.hidden`` lists them.
 
     With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
     token for each sequence, with token ids, positions and a mask of padding on the left at most, after a few that run as they are. Every
@@ -75,8 +78,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     else a forward of the model's own reads on the host, or counts there, must then stay as it is.
 
     Raises InvalidDtype for what is neither a model nor a packed cache; InvalidRecipe; InvalidParameter, naming what differs, for a cache
-    of another model and for one that does not start at position 0; NotConsecutive when a layer ends before the others; InvalidShape
-    when one lacks tokens of the model's window.
+    of another model, for one that does not start at position 0, and without ``prompt`` for a batch of which the ids of rows are unknown;
+    NotConsecutive when a layer ends before the others; InvalidShape when one lacks tokens of the model's window.
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             if known is not None:
                 known.check(contents)
                 identity = check_identity(contents, model)
+                if prompt is None:
+                    check_rows_known(contents)
             inputs = contents.inputs
             present = [bool(layer.sides) for layer in contents]
             windows = [None] * len(present) if known is None else known.windows(len(present))
@@ -142,7 +147,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
             decoding.tell(known.name)
-        self.passes = Tracking(Record(inputs, tokens, adapters), positions, known, not self._dense, model if inside else None, identity)
+        record = Record(inputs, tokens, adapters, _rows(self.live) or 1)
+        self.passes = Tracking(record, positions, known, not self._dense, model if inside else None, identity)
         self.passes.states = any(states)
         self.passes.rows = partial(_rows, self.live)
         self._careful = positions is not None or any(states)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.cache_names import NAMES
+from kvpack.file.inputs import MASKED
 from kvpack.store.rope import same_up_to
 
 from .changes import adapters_in_effect, chosen_by_row
@@ -63,7 +64,10 @@ class Pass:
         config = getattr(module, "config", None)
         self._longest = None if config is None else same_up_to(config.get_text_config(decoder=True))
         self._found: list[str] = []
-        self._expected: list[tuple[torch.Tensor | bool, str]] = []
+        self.visible: torch.Tensor | None = None
+        """Which tokens, those of the cache first, a mask of two dimensions lets queries see, bool ``[batch, token]``; None without one."""
+        self._all_visible: torch.Tensor | None = None
+        self._positions: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None
         if encoder:
             self._found.append("depend on what an encoder was given")
@@ -93,7 +97,7 @@ class Pass:
             if isinstance(positions, torch.Tensor) and positions.numel():
                 stop = self.start + positions.shape[-1]
                 expected = torch.arange(self.start, stop, device=positions.device)
-                self._expected.append(((positions == expected).all(), "have other positions than those that follow the cache"))
+                self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
     def undetermined(self, tokens: int) -> list[str]:
         """The inputs that the ids of this pass, which made ``tokens`` tokens, do not determine."""
@@ -104,16 +108,36 @@ class Pass:
             found.insert(0, f"came from a forward pass over {self.ids.shape[1]} token ids, not {tokens}")
         if self._longest is not None and self.start + tokens > self._longest:
             found.append(f"{OTHER_FREQUENCIES} {self._longest} tokens")
-        found += [text for holds, text in self._expected if not bool(holds)]
+        if not all(bool(plain) or self._counts_visible(positions) for plain, positions in self._positions):
+            found.append("have other positions than those that follow the cache")
         return list(dict.fromkeys(found))
 
+    @property
+    def hides(self) -> bool:
+        """Whether ``visible`` lacks a token."""
+        return self._all_visible is not None and not bool(self._all_visible)
+
+    @property
+    def counts_visible(self) -> bool:
+        """Whether the pass was given positions, and they count the visible tokens, as ``generate`` counts them."""
+        return bool(self._positions) and all(self._counts_visible(positions) for _, positions in self._positions)
+
+    def _counts_visible(self, positions: torch.Tensor) -> bool:
+        if self.visible is None or not self.hides:
+            return False
+        own = self.visible[:, self.start :]
+        if positions.shape[-1] != own.shape[1] or (positions.dim() > 1 and positions.shape[-2] not in (1, own.shape[0])):
+            return False
+        counted = self.visible.cumsum(1)[:, self.start :] - 1
+        return bool(((positions.to(own.device) == counted) | ~own).all())
+
     def _check_mask(self, mask: Any) -> None:
-        text = "were computed with an attention mask that hides tokens"
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            tokens = self.start + (self.ids.shape[1] if self.ids is not None else mask.shape[1] - self.start)
-            self._expected.append(((mask != 0).all() if mask.shape[1] == tokens else False, text))
+        plain = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        if plain and mask.shape[1] == (mask.shape[1] if self.ids is None else self.start + self.ids.shape[1]):
+            self.visible = mask != 0
+            self._all_visible = self.visible.all()
         elif mask is not None and any(part is not None for part in _parts(mask)):
-            self._found.append(text)
+            self._found.append(MASKED)
 
 
 def _parts(mask: Any) -> Iterable[Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 
-from kvpack.file.inputs import Inputs
+from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 from kvpack.store.rope import same_up_to
 
 from .passes import OTHER_FREQUENCIES
+from .record import ids_of, visible_of
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
@@ -38,13 +38,31 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
             "the cache does not hold the token ids that it was computed from, so no prompt can be compared with it: "
             "save a KvpackCache of the model, or pack with inputs="
         )
-    if 0 in inputs.starts:
-        text = inputs.undetermined[inputs.starts.index(0)]
-        raise InvalidParameter(f"{text}: token ids do not determine the cache, so no prompt can be compared with it")
-    known = numpy.frombuffer(inputs.token_ids, "<u4").astype(numpy.int64)
-    most = min([len(known), cache.tokens, ids.shape[1] - 1, *inputs.starts])
-    differing = (ids[:, :most] != torch.from_numpy(known[:most])).any(0).nonzero()
+    # The ids of each row are compared, as far as they are known, and the mask that hid padding is demanded of the next pass.
+    told = zip(inputs.undetermined, inputs.starts, strict=True)
+    others = {start: text for text, start in told if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
+    if 0 in others:
+        raise InvalidParameter(f"{others[0]}: token ids do not determine the cache, so no prompt can be compared with it")
+    known = ids_of(inputs)
+    most = min([known.shape[1], cache.tokens, ids.shape[1] - 1, *others])
+    different = ids[:, :most] != known[:, :most]
+    visible = visible_of(inputs, ids.shape[0], cache.tokens)
+    if visible is not None:
+        different &= visible[:, :most]
+    differing = different.any(0).nonzero()
     return int(differing[0]) if len(differing) else most
+
+
+def check_rows_known(cache: Cache) -> None:
+    """Raise InvalidParameter for a batch whose rows have different ids, of which the file says no more."""
+    inputs = cache.inputs
+    if inputs is not None and inputs.rows_are_unknown:
+        text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
+        raise InvalidParameter(
+            f"{text}, and the file does not hold the ids of each row, so that rows of other prompts could go on from it: give prompt= with "
+            "the ids of each row, and the tokens that are known to be theirs are kept, or write "
+            "KvpackCache(dataclasses.replace(cache, inputs=None), model), which compares no ids"
+        )
 
 
 def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy
 import torch
 
-from kvpack.file.inputs import Inputs
+from kvpack.file.hidden_tokens import Hidden
+from kvpack.file.inputs import MASKED, PADDED, ROWS_DIFFER, Inputs, rows_differ
 
 if TYPE_CHECKING:
     from .passes import Pass
 
 _PENDING = 64
 """The number of passes collected before they are read: reading waits for the device."""
+
+_PENDING_BYTES = 1 << 24
+"""The most bytes of masks that such passes keep."""
+
+_SHOWN = 4
+"""The most stretches of hidden tokens that a message lists."""
 
 _OTHER_ADAPTERS = "were computed with other adapters than the first token"
 
@@ -38,18 +45,27 @@ class _Finding:
 class Record:
     """What the tokens of a cache came from: ``inputs`` for those there already, then one pass after the other.
 
-    Ids are kept for each row of the batch until they are asked for: rows differ while beams are searched. ``adapters`` is
+    Ids are kept for each row of the batch, which has ``batch`` of them: rows differ while beams are searched. ``adapters`` is
     ``adapters_in_effect`` on the model of the tokens that are there already, None where it is not known.
     """
 
-    def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None) -> None:
+    def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:
         self.tokens = tokens
         self._adapters = adapters
         self._known = inputs is not None
-        known = inputs.token_ids if inputs is not None else b""
-        self._ids = torch.from_numpy(numpy.frombuffer(known, "<u4").astype(numpy.int64))[None]
-        self._older = list(zip(inputs.undetermined, inputs.starts, strict=True)) if inputs is not None else []
-        self._findings: list[_Finding] = []
+        inputs = inputs or Inputs()
+        self._ids = ids_of(inputs)
+        self._visible = visible_of(inputs, batch, tokens)
+        # What is said of rows whose ids are known follows from these.
+        self._older = [
+            (text, start)
+            for text, start in zip(inputs.undetermined, inputs.starts, strict=True)
+            if not (text.endswith(ROWS_DIFFER) and inputs.rows) and not (text.endswith(PADDED) and inputs.hidden)
+        ]
+        padded = ((text, start) for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if text.endswith(PADDED))
+        self._findings = [_Finding(start, tokens, PADDED) for text, start in padded if inputs.hidden]
+        masked = (pair for pair in self._older if pair[0].endswith((MASKED, PADDED)))
+        self._unknown_mask = None if inputs.hidden else next(masked, None)
         self._pending: list[tuple[int, int, Pass | None]] = []
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -62,7 +78,8 @@ class Record:
         """``tokens`` more, which one forward pass made; None for one that was not recorded."""
         self._pending.append((self.tokens, self.tokens + tokens, seen))
         self.tokens += tokens
-        if len(self._pending) >= _PENDING:
+        masks = sum(seen.visible.numel() for _, _, seen in self._pending if seen is not None and seen.visible is not None)
+        if len(self._pending) >= _PENDING or masks > _PENDING_BYTES:
             self._settle()
 
     def select(self, indices: torch.Tensor) -> None:
@@ -70,6 +87,9 @@ class Record:
         self._settle()
         if self._ids.shape[0] > 1:
             self._ids = self._ids[indices.cpu()]
+        if self._visible is not None:
+            self._visible = self._visible[indices.cpu()]
+            self._forget_visible()
 
     def crop(self, tokens: int) -> None:
         """Keep the first ``tokens``."""
@@ -77,6 +97,11 @@ class Record:
         self.tokens = tokens
         # Without tokens, any number of rows begins.
         self._ids = self._ids[:, :tokens] if tokens else self._ids[:1, :0]
+        if self._visible is not None:
+            self._visible = self._visible[:, :tokens]
+            self._forget_visible()
+        if self._unknown_mask is not None and self._unknown_mask[1] >= tokens:
+            self._unknown_mask = None
         self._older = [(text, start) for text, start in self._older if start < tokens]
         self._findings = [_Finding(found.start, min(found.stop, tokens), found.what) for found in self._findings if found.start < tokens]
 
@@ -107,21 +132,99 @@ class Record:
         self._settle()
         if not self._known:
             return None
-        rows_differ = (self._ids != self._ids[:1]).any(0)
-        same = int(rows_differ.nonzero()[0]) if bool(rows_differ.any()) else self._ids.shape[1]
-        findings = list(self._findings)
+        different = (self._ids != self._ids[:1]).any(0)
+        same = int(different.nonzero()[0]) if bool(different.any()) else self._ids.shape[1]
+        texts = [*self._older, *((str(found), found.start) for found in self._findings)]
+        rows: list[bytes] = []
         if same < self._ids.shape[1]:
-            findings.append(_Finding(same, self._ids.shape[1], "differ from row to row of the batch"))
-        texts = [*self._older, *((str(found), found.start) for found in findings)]
+            texts.append((rows_differ(same, self._ids.shape[1]), same))
+            rows = [row.tobytes() for row in self._ids.numpy().astype("<u4")]
         token_ids = self._ids[0, :same].numpy().astype("<u4").tobytes()
-        return Inputs(token_ids, tuple(text for text, _ in texts), tuple(start for _, start in texts))
+        told, starts = tuple(text for text, _ in texts), tuple(start for _, start in texts)
+        return Inputs(token_ids, told, starts, tuple(rows), tuple(self._hidden()), first=0, count=self.tokens)
+
+    def shown(self, mask: Any, tokens: int) -> str | None:
+        """What a pass of ``tokens`` tokens with this attention mask would see of hidden tokens, and what to do; None if it sees none.
+
+        What masks of single tokens hide is known once they are read.
+        """
+        if mask is None or tokens != 1:
+            self._settle()
+        columns = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        if mask is not None and columns is None:
+            return None
+        if self._unknown_mask is not None and (columns is None or bool((columns != 0).all())):
+            return (
+                f"{self._unknown_mask[0]}, and which is not known: give attention_mask= as they were given it, with a column for each "
+                "token of the cache and each that follows, 0 for those that it hides; if later tokens may see all, write "
+                "KvpackCache(dataclasses.replace(cache, inputs=None), model)"
+            )
+        if self._visible is None:
+            return None
+        rows, held = self._visible.shape
+        if columns is None:
+            seen = torch.ones_like(self._visible)
+        elif columns.shape[0] in (1, rows):
+            seen = (columns[:, :held] != 0).cpu().expand(rows, -1)
+        else:
+            return None
+        found = (seen & ~self._visible[:, : seen.shape[1]]).nonzero()
+        if not len(found):
+            return None
+        row, token = found[0].tolist()
+        stretches = self._hidden()
+        zeros = "; ".join(f"attention_mask[{row}, {start}:{stop}] = 0" for row, start, stop in stretches[:_SHOWN])
+        more = f", and 0 for the others of the {len(stretches)} stretches in cache.packed.inputs.hidden" if len(stretches) > _SHOWN else ""
+        return (
+            f"token {token} of row {row} was hidden by the attention mask when it was computed, as padding is, and this pass would see it: "
+            f"give a mask with a column for each of the cache's {self.tokens} tokens and each that follows, "
+            f"attention_mask = torch.ones({rows}, {self.tokens} + new); {zeros}{more}"
+        )
+
+    def _hidden(self) -> list[Hidden]:
+        """The stretches of hidden tokens, by rows."""
+        if self._visible is None:
+            return []
+        edges = torch.nn.functional.pad(~self._visible, (1, 1)).to(torch.int8).diff(dim=1)
+        return [
+            Hidden(row, start, stop)
+            for row, line in enumerate(edges)
+            for start, stop in zip((line > 0).nonzero()[:, 0].tolist(), (line < 0).nonzero()[:, 0].tolist(), strict=True)
+        ]
+
+    def _forget_visible(self) -> None:
+        """Where no token is hidden any more, a mask that hid padding is as none."""
+        if self._visible is not None and bool(self._visible.all()):
+            self._visible = None
+            self._findings = [found for found in self._findings if found.what != PADDED]
+
+    def _see(self, start: int, stop: int, seen: Pass) -> list[str]:
+        """Note which of the tokens ``[start, stop)`` the mask of their pass hid, and return what it says of them."""
+        mask = seen.visible
+        if mask is not None and mask.shape[1] != stop:
+            return [MASKED]
+        if self._visible is None and (mask is None or not seen.hides):
+            return []
+        if mask is None:
+            assert self._visible is not None
+            mask = torch.ones(1, stop, dtype=torch.bool, device="cpu")
+        mask = mask.cpu()
+        before = torch.ones(1, start, dtype=torch.bool, device="cpu") if self._visible is None else self._visible
+        rows = max(mask.shape[0], before.shape[0], 1 if seen.ids is None else seen.ids.shape[0])
+        if rows % mask.shape[0] or rows % before.shape[0]:
+            return [MASKED]
+        mask, before = mask.expand(rows, -1), before.expand(rows, -1)
+        self._visible = torch.cat([before, mask[:, start:]], 1)
+        return [PADDED if seen.counts_visible and torch.equal(mask[:, :start], before) else MASKED]
 
     def _settle(self) -> None:
         """Read the pending passes."""
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True
-            found = [NOT_RECORDED] if seen is None else seen.undetermined(stop - start)
+            found = [NOT_RECORDED] if seen is None else [*seen.undetermined(stop - start), *self._see(start, stop, seen)]
+            if self._visible is not None and self._visible.shape[1] < stop:
+                self._visible = torch.nn.functional.pad(self._visible, (0, stop - self._visible.shape[1]), value=True)
             if seen is not None and (not start or self._adapters is None):
                 self._adapters = seen.adapters
             elif seen is not None and seen.adapters != self._adapters:
@@ -137,3 +240,18 @@ class Record:
             ids = seen.ids.cpu().to(torch.int64)
             rows = max(ids.shape[0], self._ids.shape[0])
             self._ids = torch.cat([self._ids.expand(rows, -1), ids.expand(rows, -1)], 1)
+
+
+def ids_of(inputs: Inputs) -> torch.Tensor:
+    """The known ids of each row, int64 ``[row, token]``; one row where all have the same."""
+    return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known])
+
+
+def visible_of(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
+    """Which of the ``tokens`` from position 0 on are not hidden, bool ``[batch, token]``; None where none is."""
+    if not inputs.hidden:
+        return None
+    visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")
+    for row, start, stop in inputs.hidden:
+        visible[row, start:stop] = False
+    return visible

@@ -116,6 +116,7 @@ class Tracking:
         self.check_states()
         if self._passes.outermost:
             self._check_left()
+            self._check_visible(arguments)
         self._running = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -187,6 +188,15 @@ class Tracking:
         self._failed = True
         if self.record.tokens > failed.start:
             self._left = failed.start, self.record.tokens
+
+    def _check_visible(self, arguments: dict[str, Any]) -> None:
+        """Raise InvalidParameter where the pass would see tokens that were hidden when they were computed."""
+        if not self.record.tokens or self._passes.has_encoder:
+            return
+        given = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
+        shown = self.record.shown(arguments.get("attention_mask"), 0 if given is None else given.shape[1])
+        if shown is not None:
+            raise InvalidParameter(shown)
 
     def _check_left(self) -> None:
         """Raise InvalidParameter where a pass failed after it added tokens, and nobody has said what becomes of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -15,10 +16,11 @@ from kvpack.file.basis import FEATURE, FREQUENCIES, ROPE, VALUES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.layer_states import StateEntry, features_of
 from kvpack.file.payload import as_array
-from kvpack.file.user_files import path_text, read_bytes
+from kvpack.file.sources import OnDisk
+from kvpack.file.user_files import open_regular, path_text
 from kvpack.formats.arguments import shown
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, OutOfBounds
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables
 from kvpack.formats.klt import HEAD_RUN_COLUMNS, Klt, default_gain
 from kvpack.formats.lazy import functional, numpy, torch
@@ -28,6 +30,7 @@ from kvpack.formats.transform import MAX_STEP, default_chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from kvpack.file.sources import Source
     from kvpack.formats.base import Codec
 
     Numbers = numpy.ndarray[Any, Any]
@@ -64,6 +67,7 @@ _GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 
 _STEPS = 100
 _MOST_DIGITS = 18
+_PIECE_BYTES = 1 << 20
 
 
 class Basis:
@@ -72,15 +76,13 @@ class Basis:
     ``model`` is the identity of the model for which it was calibrated, ``layers`` the number of its layers, ``data`` the file's bytes.
     """
 
-    def __init__(self, data: bytes, where: str) -> None:
+    def __init__(self, data: bytearray, where: str) -> None:
         self.where = where
         self.digest = hashlib.sha256(data).digest()
+        self.data = memoryview(data).toreadonly()
         # torch warns of memory that cannot be written.
-        held = bytearray(data)
-        self.data = memoryview(held).toreadonly()
-        with container.open_bytes(held, where=where) as file:
-            if not file.header.is_basis:
-                raise InvalidParameter(f"{where}: is a cache, expected a basis: kvpack calibrate makes one")
+        with container.open_bytes(data, where=where) as file:
+            _check_is_basis(file)
             self.model: Mapping[str, str] = dict(file.header.model)
             self.layers = len(file.header.layers)
             self._rows = {
@@ -91,14 +93,15 @@ class Basis:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read and check the basis file ``path``. Raises what ``kvpack.load`` raises of a file, and InvalidParameter for a cache."""
-        return cls(read_bytes(path, MAX_FILE_BYTES, "a basis"), path_text(path))
+        with opened(path) as source:
+            return cls(source.whole(), source.where)
 
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
         """The basis whose file has the bytes ``data``. Raises as ``load``, naming ``where``."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidParameter(f"data is {shown(data)}, expected the bytes of a basis file; Basis.load takes its path")
-        return cls(bytes(data), where)
+        return cls(bytearray(data), where)
 
     def __repr__(self) -> str:
         return f"Basis({self.digest.hex()[:16]}, {self.layers} layers, model {dict(self.model)})"
@@ -146,8 +149,7 @@ class Basis:
         Errors of all layers and sides are in one unit, so that one step is the best for all. Raises InvalidParameter for bits out of
         range, and for fewer than files of the basis take at the coarsest step.
         """
-        if not LEAST_TRANSFORM_BITS <= bits <= MOST_BITS:
-            raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_TRANSFORM_BITS:g} to {MOST_BITS:g} bits per value")
+        _check_bits(bits, LEAST_TRANSFORM_BITS)
         if bits not in self._steps:
             least = self.least_transform_bits
             if bits < least:
@@ -206,8 +208,7 @@ class Basis:
         "fp16"; None stands for what ``default_gain`` says), also where these are more than ``bits``, as at small head dims. Raises
         InvalidParameter for bits out of range.
         """
-        if not LEAST_BITS <= bits <= MOST_BITS:
-            raise InvalidParameter(f"bits is {bits:g}, expected {LEAST_BITS:g} to {MOST_BITS:g} bits per value")
+        _check_bits(bits, LEAST_BITS)
         key = bits, gain, own
         if key not in self._widths:
             low, high = -60.0, 60.0
@@ -273,6 +274,59 @@ class Basis:
                 f"{self.where}: is the basis of a model whose {name} is {expected!r}, and that of the cache is {found!r}; "
                 f"{note if unknown else 'kvpack calibrate makes a basis of the model of the cache'}"
             )
+
+
+def _check_bits(bits: float, least: float) -> None:
+    if not isinstance(bits, int | float) or not least <= bits <= MOST_BITS:
+        found = f"{bits:g}" if isinstance(bits, float) else shown(bits)
+        raise InvalidParameter(f"bits is {found}, expected {least:g} to {MOST_BITS:g} bits per value")
+
+
+class BasisFile:
+    """An open basis file at ``where``, of which the header alone was read."""
+
+    def __init__(self, source: Source, where: str) -> None:
+        self._source, self.where = source, where
+
+    def whole(self) -> bytearray:
+        """All bytes. Raises Truncated, MissingFile."""
+        data = bytearray(self._source.size)
+        self._read(0, memoryview(data))
+        return data
+
+    def digest(self) -> bytes:
+        """The SHA-256 of all bytes, which are read piece by piece. Raises Truncated, MissingFile."""
+        found, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
+        for begin in range(0, self._source.size, len(piece)):
+            part = piece[: self._source.size - begin]
+            self._read(begin, part)
+            found.update(part)
+        return found.digest()
+
+    def _read(self, begin: int, memory: memoryview) -> None:
+        try:
+            self._source.read_into(begin, memory)
+        except KvpackError as error:
+            raise type(error)(f"{self.where}: {error}") from None
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
+    """The basis file ``path``, once its size and header are found to be those of a basis: a file of another kind costs nothing more."""
+    where = path_text(path)
+    source = OnDisk(open_regular(where, "a basis"))
+    try:
+        if source.size > MAX_FILE_BYTES:
+            raise LimitExceeded(f"{where}: has more than {MAX_FILE_BYTES} bytes, the most that a basis may have")
+        _check_is_basis(container.File(source, where, None))
+        yield BasisFile(source, where)
+    finally:
+        source.close()
+
+
+def _check_is_basis(file: container.File) -> None:
+    if not file.header.is_basis:
+        raise InvalidParameter(f"{file.where}: is a cache, expected a basis: kvpack calibrate makes one")
 
 
 def weights_key(dtype: str) -> str:

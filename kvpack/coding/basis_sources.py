@@ -6,18 +6,18 @@ No file is opened because another file names it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.basis import SUFFIX
-from kvpack.file.user_files import path_text, read_bytes
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingBasis, OutOfBounds
+from kvpack.file.user_files import could_not_open, path_text
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt
 from kvpack.formats.transform import Transform
 
-from .bases import MAX_FILE_BYTES, Basis
+from .bases import Basis, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,8 @@ def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
     """The basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
 
-    Raises MissingBasis, which names the digest, and what reading a file raises.
+    Of files in a folder, the smallest first, a KvpackWarning names those that are no bases or cannot be read. Raises MissingBasis, which
+    names the digest, and what reading a file or listing a folder raises.
     """
     for one in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidates(one, digest):
@@ -56,12 +57,33 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
     if not os.path.isdir(path):
         yield Basis.load(path)
         return
-    for name in sorted(os.listdir(path)):
-        file = os.path.join(path, name)
-        if name.endswith(SUFFIX) and os.path.isfile(file):
-            data = read_bytes(file, MAX_FILE_BYTES, "a basis")
-            if hashlib.sha256(data).digest() == digest:
-                yield Basis.of_bytes(data, where=file)
+    for file in _files(path):
+        try:
+            with opened(file) as found:
+                basis = Basis(found.whole(), file) if found.digest() == digest else None
+        except KvpackError as error:
+            warnings.warn(f"{file} is skipped, in which the basis {digest.hex()} was looked for: {error}", KvpackWarning, stacklevel=2)
+            continue
+        if basis is not None:
+            yield basis
+
+
+def _files(folder: str) -> list[str]:
+    """The paths in a folder that are named as bases are, the smallest file first. Raises MissingFile."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
+    except OSError as error:
+        raise could_not_open(folder, error, "a folder of bases") from None
+    return [path for _, path in sorted(found)]
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:
+        # Opening it tells why.
+        return 0
 
 
 def bound(header: Header, source: Any = None) -> Header:

@@ -20,7 +20,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.basis import RUN_COLUMNS, not_given
-from kvpack.formats.klt import columns_of
+from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_of
 from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
 from kvpack.kernels.words.columns import constant_at
 from kvpack.kernels.words.row_registers import (
@@ -40,6 +40,7 @@ from kvpack.kernels.words.streams import Stream
 from kvpack.kernels.words.tile_layout import of_columns, of_tokens
 from kvpack.kernels.words.token_factors import load_factor, read_factor
 
+from . import klt_heads
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -118,19 +119,18 @@ def unit_of(codec: Klt) -> float:
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """The loader of ``codec``, which has its basis; None where binary16 does not hold its tables, or queries in its frame, and where each
-    head has its own widths.
+    """The loader of ``codec``, which has its basis; None where binary16 does not hold its tables, or queries in its frame.
 
     Raises MissingBasis.
     """
-    if codec.fixed_heads is not None:
-        return None
     source, unit = _source(codec), unit_of(codec)
-    tables = {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
+    own = codec.fixed_heads is not None
+    tables = {} if own else {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
+    every = [source.tables_of(part.heads, part.runs, part.width) * unit for part in codec.runs] if own else [*tables.values()]
     longest = source.matrix[:, :, _kept(codec)].norm(dim=-1).max() / unit
-    if not (longest <= LARGEST and all(table.abs().max() <= LARGEST for table in tables.values())):
+    if not (longest <= LARGEST and all(table.abs().max() <= LARGEST for table in every)):
         return None
-    return replace(_tiles(codec, tables, True), values=_tiles(codec, tables, False))
+    return klt_heads.tiles(codec, source, unit) if own else replace(_tiles(codec, tables, True), values=_tiles(codec, tables, False))
 
 
 def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
@@ -171,8 +171,11 @@ def _source(codec: Klt) -> BasisRows:
 
 
 def _kept(codec: Klt) -> list[int]:
-    """The columns that have codes."""
-    return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
+    """The columns that have codes, in any head."""
+    if codec.fixed_heads is None:
+        return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
+    runs = {run for part in codec.runs for run in part.runs}
+    return [column for column in range(codec.dim) if column // HEAD_RUN_COLUMNS in runs]
 
 
 class _Plan:

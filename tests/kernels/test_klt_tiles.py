@@ -15,7 +15,7 @@ from kvpack.formats.errors import MissingBasis
 from kvpack.formats.klt import Klt
 
 from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from klt_bases import random_rows  # isort: skip
+from klt_bases import random_rows, with_widths_of_heads  # isort: skip
 from random_sides import check, codecs, exact, random_side  # isort: skip
 
 if TYPE_CHECKING:
@@ -52,6 +52,46 @@ WIDTHS = {
 def test_widths(name: str) -> None:
     dim, k, v = WIDTHS[name]
     check(Layer(*sides(klt(dim, k), klt(dim, v, "v", gain="none"))), 4)
+
+
+OF_HEADS = {
+    "every width": (64, bytes(range(1, 9)) + bytes(range(8, 0, -1)), bytes([0, 1, 0, 2, 0, 3, 0, 4, 5, 0, 0, 0, 0, 0, 0, 8])),
+    "a head without codes": (32, bytes([0, 0, 0, 0, 3, 1, 0, 0]), bytes([1, 0, 0, 0, 0, 0, 0, 0])),
+    "partial runs": (13, bytes([1, 8, 7, 3]), bytes([2, 0, 0, 5])),
+    "few channels": (5, bytes([3, 1]), bytes([0, 1])),
+    "wide heads": (128, bytes([7, 5, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0, 0]) + bytes([4, 2, 1, 1] + 12 * [0]), bytes(32 * [2])),
+}
+
+
+def of_heads(name: str) -> tuple[Klt, Klt]:
+    """Codecs of two heads with widths of their own."""
+    dim, k, v = OF_HEADS[name]
+    sides = klt(dim, bytes(-(-dim // 16) * [1])), klt(dim, bytes(-(-dim // 16) * [1]), "v", gain="none")
+    return with_widths_of_heads(sides[0], k), with_widths_of_heads(sides[1], v)
+
+
+@pytest.mark.parametrize("name", OF_HEADS)
+def test_widths_of_heads(name: str) -> None:
+    k, v = of_heads(name)
+    check(Layer(*sides(k, v)), 4)
+
+
+def test_widths_of_heads_over_pages_and_a_tail() -> None:
+    k, v = of_heads("every width")
+    check(Layer(*sides(k, v, (50, 33), 9, 2)), 4, q_len=3)
+    check(Layer(*sides(replace(v, gain="fp16"), k, (21, 64))), 2)
+    check(Layer(sides(k, v)[0], random_side(codecs("group:b=2,g=32", "scalar:b=2", (64, 64))[0], 2, (40,), 0, 3)), 4)
+
+
+def test_widths_of_heads_by_rows_in_the_cache() -> None:
+    layer = []
+    for name, codec in zip("kv", of_heads("every width"), strict=True):
+        side = random_side(replace(codec, source=None, rows="fp16"), 2, (40, 35), 5, 4, 2)
+        for number, page in enumerate(side.pages):
+            stored = torch.stack([random_rows(2, 64, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
+            page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
+        layer.append(side)
+    check(Layer(*layer), 4)
 
 
 @pytest.mark.parametrize("fields", [1, 3, 16, 40])
@@ -140,13 +180,18 @@ def test_many_queries() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["every width", "partial runs", "few channels"])
+@pytest.mark.parametrize("name", ["every width", "partial runs", "few channels", "of heads"])
 def test_unpacking(name: str, dtype: torch.dtype) -> None:
     from kvpack.kernels.decode import klt as decode_klt
     from kvpack.kernels.decode import sides as decode_sides
 
-    dim, k, v = WIDTHS[name]
-    for codec in (klt(dim, k), klt(dim, v, "v", gain="none")):
+    if name == "of heads":
+        pair = of_heads("partial runs")
+    else:
+        dim, k, v = WIDTHS[name]
+        pair = klt(dim, k), klt(dim, v, "v", gain="none")
+    dim = pair[0].dim
+    for codec in pair:
         side = random_side(codec, 2, (150, 33), 9, 1, 2)
         there = side.to(DEVICE)
         out = torch.full((2, 2, 192, dim), torch.nan, dtype=dtype, device=DEVICE)

@@ -13,6 +13,7 @@ from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
@@ -67,6 +68,8 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
             values[..., 1] -= 0.75
         elif name == "values":
             values = torch.randn(layout.shape, generator=generator)
+        elif isinstance(codec, Klt) and name == "codes":
+            values = torch.randint(0, 256, layout.shape, generator=generator) & torch.tensor(codec.code_bits)
         if name in ("scale", "global_scale"):
             values = values * (1 / largest(codec) if codec.id == "minifloat" else 1)
         streams[name] = values.to(TORCH_DTYPES[layout.dtype])

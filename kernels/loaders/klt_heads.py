@@ -1,0 +1,160 @@
+"""klt as tiles where each head has its own widths (spec/codecs/klt.md): the codes of all heads of a token are one row of bytes.
+
+A head's columns lie at other bits of the row than those of the next head, with other widths. So that one launch takes all heads, these
+are not constants of the compiled kernel but numbers behind each head's table: for each column the bit where its code begins, its mask
+and the first entry of its table. A column without codes has a mask of zeros and an entry that is zero. Each column of a token loads the
+two bytes that hold its code, and its entry.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS
+from kvpack.kernels.words.streams import Stream
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens
+from kvpack.kernels.words.token_factors import load_factor, read_factor
+
+from .tiles import Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.basis import BasisRows
+    from kvpack.formats.klt import Klt
+
+COLUMNS = tl.constexpr(16)
+"""Columns of a tile: the step of the matrix units."""
+
+_MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
+"""Bits of the mask of a code, above which a number holds the first entry of its table, and those bits."""
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec: the bytes of a row, the ``entries`` of a head's table and its tiles.
+
+    Behind the entries are, for each tile, the bits where the codes of its columns begin, then their masks and first entries.
+    """
+
+    row_bytes: int
+    entries: int
+    steps: int
+    gain: bool
+
+
+def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
+    """The loader of ``codec``, whose tables, of ``source``, are multiplied by ``unit``."""
+    tables, numbers, steps = _tables(codec, source, unit)
+    entries = tables.shape[1]
+    constants = Constants(codec.row_bytes, entries, len(steps), codec.gain != "none")
+    streams = (Stream(CODES, 8, codec.row_bytes), *((Stream("gain", 16, 1),) if constants.gain else ()))
+    table = torch.cat([tables, numbers], 1).contiguous().view(torch.float16).view(len(tables), -1, 2)
+    channels = tuple(
+        tuple(c if c < codec.dim else -1 for c in range(COLUMNS.value * step, COLUMNS.value * (step + 1))) for step in steps
+    )
+    return Tiles(
+        load, decode, factor if constants.gain else None, constants, len(steps), channels, streams, table, entries=entries,
+        load_columns=load_columns, offset=True,
+    )  # fmt: skip
+
+
+def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """The entries of each sequence's heads, then the numbers of their columns, int32 ``[head, number]`` each; the tiles with codes."""
+    heads, places = codec.fixed_heads or 1, {}
+    for part in codec.runs:
+        for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
+            places[head, run] = own[0], part.width
+    steps = sorted({run * HEAD_RUN_COLUMNS // COLUMNS.value for _, run in places})
+    tables, numbers = [], []
+    for sequence, head in product(range(len(source.rows)), range(heads)):
+        # A column without codes has entry 0.
+        entries, at = [torch.zeros(1)], 1
+        first: dict[tuple[int, int], int] = {}
+        begins, masks = [], []
+        for step in steps:
+            for run in range(COLUMNS.value // HEAD_RUN_COLUMNS * step, COLUMNS.value // HEAD_RUN_COLUMNS * (step + 1)):
+                byte, width = places.get((head, run), (0, 0))
+                if width and (run // 2, width) not in first:
+                    entries.append(source.tables_of((head,), (run,), width)[sequence, 0] * unit)
+                    first[run // 2, width], at = at, at + (1 << width)
+                mask = first.get((run // 2, width), 0) << _MASK_BITS.value | (1 << width) - 1
+                begins += [8 * byte + width * column for column in range(HEAD_RUN_COLUMNS)]
+                masks += [mask] * HEAD_RUN_COLUMNS
+        tables.append(torch.cat(entries))
+        numbers.append([*begins, *masks])
+    most = max(map(len, tables))
+    padded = torch.stack([torch.nn.functional.pad(table, (0, most - len(table))) for table in tables])
+    bits = padded.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
+    return bits | bits << 16, torch.tensor(numbers, dtype=torch.int32), steps
+
+
+@triton.jit
+def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    """Where the codes of each tile begin, and their masks and first entries, int32 ``[1, column]`` each."""
+    STEPS: tl.constexpr = CONSTANTS.steps
+    begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
+    found = ()
+    for number in tl.static_range(2 * STEPS):
+        found = found + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
+    return found
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Pointers to tokens' rows ``[warp, token]``, those of a token that there is for others; then the gains (``token_factors``)."""
+    row = token
+    if MASKED:
+        row = tl.where(valid, token, 0)
+    loaded = (pointers[0] + (first + row).to(tl.int64) * CONSTANTS.row_bytes,)
+    if CONSTANTS.gain:
+        loaded = loaded + load_factor(pointers[1], first, token, valid, 16, MASKED, FAST)
+    return loaded
+
+
+@triton.jit
+def decode(
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    STEPS: tl.constexpr = CONSTANTS.steps
+    LAST: tl.constexpr = CONSTANTS.row_bytes - 1
+    begin = of_columns(column_fields[STEP], TRANSPOSED)
+    mask = of_columns(column_fields[STEPS + STEP], TRANSPOSED)
+    row = of_tokens(loaded[0], TRANSPOSED)
+    byte = begin // 8
+    # The next byte may be that of another token, or of none; a code in one byte does not need it.
+    low = tl.load(row + byte).to(tl.int32) & 0xFF
+    high = tl.load(row + tl.minimum(byte + 1, LAST)).to(tl.int32) & 0xFF
+    code = ((low | high << 8) >> begin % 8) & (mask & _MASK)
+    return (tl.load(table + 2 * ((mask >> _MASK_BITS) + code)),)
+
+
+@triton.jit
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The gain, float32 ``[warp, token]``."""
+    return read_factor(loaded, 1, 16, FAST)

@@ -48,8 +48,8 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
         samples = torch.cat(found.samples[name], 1).to(torch.float64)
         heads = []
         for head in range(len(sums)):
-            mean = (sums[head] / found.tokens).numpy()
-            covariance = (found.products[name][head] / found.tokens).numpy() - numpy.outer(mean, mean)
+            mean = (sums[head] / found.counts[name]).numpy()
+            covariance = (found.products[name][head] / found.counts[name]).numpy() - numpy.outer(mean, mean)
             heads.append(_of_head(mean, covariance, cost[head].numpy(), samples[head].numpy()))
         fitted[int(layer), side] = heads
         step()
@@ -83,8 +83,8 @@ def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> 
     """What is added to the cost of every channel ``[part, channel]``, by layer and side."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
-        mean = found.sums[name] / found.tokens
-        covariance = found.products[name] / found.tokens - mean[:, :, None] * mean[:, None, :]
+        mean = found.sums[name] / found.counts[name]
+        covariance = found.products[name] / found.counts[name] - mean[:, :, None] * mean[:, None, :]
         shapes[name] = channel_costs(cost)
         sizes[name] = float((shapes[name] * covariance.diagonal(dim1=-2, dim2=-1)).sum())
         losses[name] = float((cost * covariance).sum())

@@ -50,8 +50,8 @@ def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None])
         layer, side, _ = name.split(".")
         frames = []
         for number in range(len(found.sums[name])):
-            mean = (found.sums[name][number] / found.tokens).numpy()
-            covariance = (found.products[name][number] / found.tokens).numpy() - numpy.outer(mean, mean)
+            mean = (found.sums[name][number] / found.counts[name]).numpy()
+            covariance = (found.products[name][number] / found.counts[name]).numpy() - numpy.outer(mean, mean)
             frames.append((mean, *transform_of(covariance, cost[number].numpy())))
         fitted[int(layer), side] = frames
         step()

@@ -20,6 +20,7 @@ from kvpack import cache_names
 from kvpack.cache import tensor_files
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.raw_positions import RawPositions, norms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,13 +32,14 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 TEMPERATURES = (1.0, 3.0, 10.0)
 """Temperatures of the predictions that next tokens are drawn from; each has the same share in the cost."""
 
-SKIPPED = 4
-"""The first tokens, which carry attention that needs no value: they are unlike all others, and not counted."""
+RAW = RawPositions(1, "bf16", 4, 0.6)
+"""Which tokens recipes such as klt-1.75 keep raw: attention sinks, whose values need not tell anything. Unlike all others, they are not
+counted."""
 
 SAMPLED_OF_FRAMES = 8
 """One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""
 
-_FORMAT = "kvpack calibration"
+_FORMAT = "kvpack calibration by counted tokens"
 
 _MAX_HEADER_BYTES = 2**26
 """The most bytes of a header: there are samples of every window, layer and side."""
@@ -61,13 +63,14 @@ class Framing:
 class Statistics:
     """Sums over tokens, by layer and side ("3.k"), of a model and a text that ``of`` names; those of frames are named like "3.k.frames".
 
-    ``sums`` float64 ``[kv_head, dim]`` and ``products`` ``[kv_head, dim, dim]`` are of keys or values, ``costs``
-    ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32 ``[kv_head, token, dim]`` per window.
+    ``counts``, float64 ``[]``, are the tokens that were counted. ``sums`` float64 ``[kv_head, dim]`` and ``products``
+    ``[kv_head, dim, dim]`` are of keys or values, ``costs`` ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32
+    ``[kv_head, token, dim]`` per window.
     """
 
     of: str
     windows: int = 0
-    tokens: int = 0
+    counts: dict[str, torch.Tensor] = field(default_factory=dict)
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     products: dict[str, torch.Tensor] = field(default_factory=dict)
     costs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -82,31 +85,35 @@ class Statistics:
         gradients = list(_gradients(model, tokens, pairs, generator))
         count = pairs[0][0].shape[2]
         _check_gradients(gradients, tokens.shape[1] - count)
-        chosen = SKIPPED + torch.randperm(count - SKIPPED, generator=generator, device="cpu")[:sampled]
+        order = torch.randperm(count, generator=generator, device="cpu")
         for number, pair in enumerate(pairs):
+            counted = _counted(pair[0])
+            chosen = order[counted[order]][:sampled]
             for side, values in zip("kv", pair, strict=True):
                 own = [found[number]["kv".index(side)] for found in gradients]
-                self._count(f"{number}.{side}", values, own, chosen)
+                self._count(f"{number}.{side}", values, own, counted, chosen)
                 if framing is not None:
                     view = partial(framing.view, number, side)
                     few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
-                    self._count(f"{number}.{side}.frames", view(values), [view(one) for one in own], few)
+                    self._count(f"{number}.{side}.frames", view(values), [view(one) for one in own], counted, few)
         self.windows += 1
-        self.tokens += count - SKIPPED
 
-    def _count(self, name: str, values: torch.Tensor, gradients: Sequence[torch.Tensor], chosen: torch.Tensor) -> None:
-        x = values[0].to(torch.float64)[:, SKIPPED:]
+    def _count(
+        self, name: str, values: torch.Tensor, gradients: Sequence[torch.Tensor], counted: torch.Tensor, chosen: torch.Tensor
+    ) -> None:
+        x = values[0].to(torch.float64)[:, counted]
+        _add(self.counts, name, counted.sum().to(torch.float64))
         _add(self.sums, name, x.sum(1))
         _add(self.products, name, x.transpose(1, 2) @ x)
-        _add(self.costs, name, torch.stack([_squares(gradient) for gradient in gradients]))
+        _add(self.costs, name, torch.stack([_squares(gradient, counted) for gradient in gradients]))
         self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
 
     def write(self, path: str) -> None:
         """Replace the file ``path`` by these statistics. Raises WriteFailed."""
         tensors = {f"samples.{name}.{n}": one for name, parts in self.samples.items() for n, one in enumerate(parts)}
-        for kind in ("sums", "products", "costs"):
+        for kind in ("counts", "sums", "products", "costs"):
             tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}
-        metadata = {"format": _FORMAT, "of": self.of, "windows": str(self.windows), "tokens": str(self.tokens)}
+        metadata = {"format": _FORMAT, "of": self.of, "windows": str(self.windows)}
         write_file(path, [memoryview(save(tensors, metadata))])
 
     @classmethod
@@ -116,20 +123,20 @@ class Statistics:
         if not os.path.lexists(path):
             return found
 
-        def counted(_: list[str], metadata: dict[str, str]) -> tuple[int, int]:
+        def counted(_: list[str], metadata: dict[str, str]) -> int:
             if metadata.get("format") != _FORMAT or metadata.get("of") != of:
                 raise InvalidParameter(f"{path}: is not of this calibration, but of another model, text or size: remove it")
             try:
-                return int(metadata["windows"]), int(metadata["tokens"])
+                return int(metadata["windows"])
             except (KeyError, ValueError) as error:
                 raise InvalidParameter(f"{path}: could not be read as the progress of a calibration: {error!r}") from None
 
-        tensors, (found.windows, found.tokens) = tensor_files.read(path, counted, _MAX_HEADER_BYTES)
+        tensors, found.windows = tensor_files.read(path, counted, _MAX_HEADER_BYTES)
         for key, tensor in tensors.items():
             kind, _, name = key.partition(".")
             if kind == "samples":
                 found.samples.setdefault(name.rpartition(".")[0], []).append(tensor)
-            elif kind in ("sums", "products", "costs"):
+            elif kind in ("counts", "sums", "products", "costs"):
                 getattr(found, kind)[name] = tensor
         return found
 
@@ -147,9 +154,15 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
     sums[name] = values if name not in sums else sums[name] + values
 
 
-def _squares(gradient: torch.Tensor) -> torch.Tensor:
-    """The sum over tokens of g gT, float64 ``[kv_head, dim, dim]``."""
-    g = gradient[0].to(torch.float64)[:, SKIPPED:]
+def _counted(k: torch.Tensor) -> torch.Tensor:
+    """Which tokens of keys ``[1, kv_head, token, dim]`` are counted, bool ``[token]``: those that caches do not keep raw."""
+    raw = RAW.choose(norms_of(k), 0)[0]
+    return ~raw if not raw.all() else torch.ones_like(raw)
+
+
+def _squares(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The sum over the ``counted`` tokens of g gT, float64 ``[kv_head, dim, dim]``."""
+    g = gradient[0].to(torch.float64)[:, counted]
     return g.transpose(1, 2) @ g
 
 

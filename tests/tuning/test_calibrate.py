@@ -16,7 +16,7 @@ from kvpack.bench import decode, quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
-from kvpack.tuning import basis_fit, calibrate, frames_fit, rope
+from kvpack.tuning import basis_fit, calibrate, frames_fit, rope, statistics
 from kvpack.tuning.statistics import Statistics
 
 from small_models import small_llama  # isort: skip
@@ -25,6 +25,7 @@ from zoo_models import model_of  # isort: skip
 if TYPE_CHECKING:
     from pathlib import Path
 
+HUNDRED = torch.tensor(100.0, dtype=torch.float64)
 SIZES = calibrate.Settings(tokens=64, score=16, windows=2)
 
 
@@ -250,9 +251,10 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
 def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
     """Of the rows and of the frames, though one layer's gradients are next to nothing."""
     generator = torch.Generator().manual_seed(0)
-    found = Statistics("x", 1, 100)
+    found = Statistics("x", 1)
     for name, size in (("0.k", 1.0), ("1.k", 1e-9), ("0.v", 1.0), ("1.v", 0.01)):
         roots = torch.randn(2, 2, 8, 8, generator=generator, dtype=torch.float64)
+        found.counts[name + suffix] = HUNDRED
         found.sums[name + suffix] = torch.randn(2, 8, generator=generator, dtype=torch.float64)
         found.products[name + suffix] = 100 * (roots[0] @ roots[0].transpose(-1, -2))
         found.costs[name + suffix] = size * (roots[1] @ roots[1].transpose(-1, -2))[None].expand(3, -1, -1, -1)
@@ -276,10 +278,11 @@ def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
 def test_larger_keys_and_smaller_queries_change_nothing() -> None:
     """Scores are the same, so errors of the coded frame are, too: what is added to costs is so for every channel by itself."""
     generator = torch.Generator().manual_seed(0)
-    found, scaled = Statistics("x", 1, 100), Statistics("x", 1, 100)
+    found, scaled = Statistics("x", 1), Statistics("x", 1)
     sizes = torch.tensor([1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     for name in ("0.k", "1.k"):
         roots = torch.randn(2, 2, 8, 8, generator=generator, dtype=torch.float64)
+        found.counts[name] = scaled.counts[name] = HUNDRED
         found.sums[name] = scaled.sums[name] = torch.zeros(2, 8, dtype=torch.float64)
         found.products[name] = 100 * (roots[0] @ roots[0].transpose(-1, -2))
         found.costs[name] = (roots[1] @ roots[1].transpose(-1, -2))[None].expand(3, -1, -1, -1)
@@ -297,8 +300,9 @@ def test_larger_keys_and_smaller_queries_change_nothing() -> None:
 
 
 def test_a_side_without_cost_is_coded() -> None:
-    found = Statistics("x", 1, 100)
+    found = Statistics("x", 1)
     for name in ("0.v", "1.v"):
+        found.counts[name] = HUNDRED
         found.sums[name] = torch.zeros(1, 4, dtype=torch.float64)
         found.products[name] = 100 * torch.eye(4, dtype=torch.float64)[None]
         found.costs[name] = (name == "0.v") * torch.eye(4, dtype=torch.float64).expand(3, 1, -1, -1)
@@ -315,6 +319,30 @@ def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
     for bits in (1.5, 3.0):
         cache = kvpack.pack(pairs, f"klt-{bits:g}", basis=found)
         assert bits - 0.2 < cache.bits_per_value <= bits + 0.01
+
+
+def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones, and those of low norm of each layer's keys, on both sides; all others have their share."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = [tuple(torch.randn(2, 1, 2, 200, 8, generator=generator) + 3) for _ in range(2)]
+    low = {0: [60, 150], 1: [170]}
+    for layer, tokens in low.items():
+        pairs[layer][0][:, :, tokens] /= 16
+    gradients = [tuple(torch.randn(2, 1, 2, 200, 8, generator=generator)) for _ in range(2)]
+    monkeypatch.setattr(statistics, "_gradients", lambda *_: iter([gradients]))
+    found = Statistics("x")
+    found.add(None, torch.zeros(1, 220, dtype=torch.int64), pairs, 0, 50)
+    for layer, tokens in low.items():
+        counted = [token for token in range(4, 200) if token not in tokens]
+        for number, side in enumerate("kv"):
+            name, x, g = f"{layer}.{side}", pairs[layer][number][0].double(), gradients[layer][number][0].double()
+            assert float(found.counts[name]) == len(counted)
+            torch.testing.assert_close(found.sums[name], x[:, counted].sum(1))
+            torch.testing.assert_close(found.costs[name][0], g[:, counted].transpose(1, 2) @ g[:, counted])
+            kept = found.samples[name][0]
+            assert kept.shape == (2, 50, 8)
+            assert all((kept[:, token, None].double() == x[:, counted]).all(-1).all(0).any() for token in range(50))
+    assert calibrate._raw_share(found, 200) == pytest.approx(1 - (194 + 195) / 400)
 
 
 def test_tables_are_lloyd_max() -> None:

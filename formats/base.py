@@ -129,6 +129,11 @@ class Codec(ABC):
         """The codec without its side-cars."""
         return self
 
+    @property
+    def without_raw(self) -> Codec:
+        """The codec of all tokens but those that are raw by their positions."""
+        return self
+
     def with_family(self, family: Codec) -> Codec:
         """``family`` with the side-cars of this codec."""
         return family

@@ -53,7 +53,7 @@ class RawPositions(KeptTokens):
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        dtype = options.choice("raw_dtype", "", tuple(DTYPES))
+        dtype = options.choice("raw_dtype", "", tuple(DTYPES), omitted="bf16")
         first = options.integer("raw_first", 0, 1, _MOST_FIRST)
         low_norm = options.share("raw_low_norm", 0.0)
         if not (first or low_norm):

@@ -11,6 +11,7 @@ from .batch import rows_of
 from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
+from .raw_positions import RawPositions
 from .side_car import FramePart, KeptTokens, ResidualSketch, SideCar, ValueMap
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class WithSideCars(Codec):
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
         return next((side_car for side_car in self.side_cars if isinstance(side_car, wanted)), None)
 
-    def without(self, side_car: SideCar) -> Codec:
-        """The codec without one of its side-cars."""
-        others = tuple(one for one in self.side_cars if one is not side_car)
+    @cached_property
+    def without_raw(self) -> Codec:
+        others = tuple(one for one in self.side_cars if one.name != RawPositions.name)
         return WithSideCars(self.codec, others) if others else self.codec
 
     @cached_property

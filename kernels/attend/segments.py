@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
-"""Tokens that are decoded together where one of them is raw, and of a page at most (or a sixteenth of it)."""
+"""Tokens that are decoded together where one of them is raw, and of a page at most (or half of it)."""
 
 HALF_ERROR = 2**-11
 """Relative error of binary16 values in the 2-norm, if none overflows or underflows."""
@@ -115,7 +115,8 @@ def _segments_of(page: Page, first: int) -> list[SideSegment]:
         return [_part(page, first, 0, page.tokens, frame)]
     size = math.lcm(RAW_TOKENS, codec.token_group)
     flagged = sorted({token // size for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()})
-    if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 16):
+    # Columns of a basis that have no codes have no place in tiles, and raw tokens have values there.
+    if (flagged and type(codec.codec) is Klt) or len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 2):
         return [SideSegment(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})
     found = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}

@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvpack.formats.raw import Raw
+from kvpack.formats.raw import Raw as RawCodec
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.kernels.attend.plan import uses_assembly
 
 from . import decode, klt, unpack
@@ -16,6 +17,7 @@ from .rows import Packed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvpack.formats.base import Codec
     from kvpack.kernels.attend.layers import Page, Side
 
     from .rows import Prepared
@@ -37,14 +39,27 @@ class Part(NamedTuple):
         return Packed(streams, self.stop - self.start, self.first + self.start - start)
 
 
+class Raw(NamedTuple):
+    """Raw tokens: their places in an output, int64 ``[entry]`` each, and their values ``[entry, kv_head, dim]``."""
+
+    token: torch.Tensor
+    sequence: torch.Tensor
+    values: torch.Tensor
+
+    def put(self, out: torch.Tensor) -> None:
+        """Write the tokens over what kernels decoded in their places."""
+        if len(self.token):
+            out.permute(2, 0, 1, 3)[self.token, self.sequence] = self.values.to(out.dtype)
+
+
 class Kept:
     """What fills outputs of one dtype and strides with the pages of a side: its tables are made once, on the stream of the first call.
 
     ``left`` are the ranges of tokens that are left to be written.
     """
 
-    def __init__(self, prepared: Prepared, left: Sequence[tuple[int, int]], device: torch.device) -> None:
-        self._prepared, self.left, self._device, self._stream, self._ready = prepared, left, device, 0, None
+    def __init__(self, prepared: Prepared, raw: Raw | None, left: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._prepared, self._raw, self.left, self._device, self._stream, self._ready = prepared, raw, left, device, 0, None
         if device.type == "cuda":
             self._stream = _current_stream(device)
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -55,6 +70,8 @@ class Kept:
         if self._ready is not None and _current_stream(self._device) != self._stream and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self._device).wait_event(self._ready)
         self._prepared.run(out)
+        if self._raw is not None:
+            self._raw.put(out)
 
 
 _kept: WeakKeyDictionary[Side, dict[Any, Kept]] = WeakKeyDictionary()
@@ -74,16 +91,19 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
         return list(kept.left)
     left: list[tuple[int, int]] = []
     parts = _parts(side, start, stop)
-    prepared = _prepared(parts, start, out)
+    prepared, raw = _prepared(parts, start, out), _raw_of(parts, start)
     if prepared is not None:
         prepared.run(out)
     elif parts and not _decoded(parts, start, out):
         left.append((parts[0].first + parts[0].start, parts[-1].first + parts[-1].stop))
+        raw = None
+    if raw is not None:
+        raw.put(out)
     tail = side.tokens - side.tail.shape[2]
     if stop > max(start, tail):
         left.append((max(start, tail), stop))
     if whole and prepared is not None and prepared.lasting:
-        _kept.setdefault(side, {})[asked] = Kept(prepared, tuple(left), out.device)
+        _kept.setdefault(side, {})[asked] = Kept(prepared, raw, tuple(left), out.device)
     return left
 
 
@@ -91,7 +111,7 @@ def _prepared(parts: Sequence[Part], start: int, out: torch.Tensor) -> Prepared 
     """What decodes ``parts`` in one launch into outputs like ``out``, whose first token is token ``start`` of the side; None for others."""
     if not parts:
         return None
-    codec, packed = parts[0].page.codec, [part.packed(start) for part in parts]
+    codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if unpack.takes(codec, out):
         return unpack.prepare(codec, packed, out)
     return None if parts[0].start % codec.token_group else decode.prepare(codec, packed, out, True)
@@ -99,8 +119,8 @@ def _prepared(parts: Sequence[Part], start: int, out: torch.Tensor) -> Prepared 
 
 def _decoded(parts: Sequence[Part], start: int, out: torch.Tensor) -> bool:
     """Decode ``parts``, as ``_prepared``, by other means; whether that was done."""
-    codec, packed = parts[0].page.codec, [part.packed(start) for part in parts]
-    if type(codec) is Raw:
+    codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
+    if type(codec) is RawCodec:
         for part in parts:
             begin = part.first + part.start - start
             out[:, :, begin : begin + part.stop - part.start] = part.page.streams["values"][:, :, part.start : part.stop]
@@ -109,6 +129,29 @@ def _decoded(parts: Sequence[Part], start: int, out: torch.Tensor) -> bool:
         klt.unpack(codec, packed, out)
         return True
     return parts[0].start % codec.token_group == 0 and decode.decode_into(codec, packed, out, True)
+
+
+def _beside_raw(codec: Codec) -> Codec:
+    """The codec that decodes all but raw tokens, if it has no other side-cars."""
+    return codec.family if codec.side_car(RawPositions) is not None and codec.without_raw is codec.family else codec
+
+
+def _raw_of(parts: Sequence[Part], start: int) -> Raw | None:
+    """The raw tokens of ``parts``, whose codec has no other side-cars, in an output whose first token is token ``start`` of the side."""
+    if not parts:
+        return None
+    codec = parts[0].page.codec
+    raw = codec.side_car(RawPositions)
+    if raw is None or codec.without_raw is not codec.family:
+        return None
+    tokens, sequences, values = [], [], []
+    for part in parts:
+        packed = part.packed(start)
+        token, sequence = raw.places(packed.streams)
+        tokens.append(token + packed.first)
+        sequences.append(sequence)
+        values.append(raw.kept(packed.streams))
+    return Raw(torch.cat(tokens), torch.cat(sequences), torch.cat(values))
 
 
 def _current_stream(device: torch.device) -> int:

@@ -69,7 +69,6 @@ def encode(
     """
     raw = codec.side_car(RawPositions)
     if raw is not None:
-        assert isinstance(codec, WithSideCars)
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
     with own_modes(x.device):
         streams = dispatch.encode(codec, x, before)
@@ -83,7 +82,7 @@ def encode(
 
 
 def _encode_beside_raw(
-    codec: WithSideCars,
+    codec: Codec,
     raw: RawPositions,
     x: torch.Tensor,
     where: str,
@@ -98,7 +97,7 @@ def _encode_beside_raw(
             rest, own = raw.encode(x, chosen, codec.token_group)
         if not torch.isfinite(own[VALUES]).all():
             check_finite(x, 0, where)
-    streams = encode(codec.without(raw), rest, where, before, position) | own
+    streams = encode(codec.without_raw, rest, where, before, position) | own
     return {name: streams[name] for name in codec.layout(1, 1, 0)}
 
 

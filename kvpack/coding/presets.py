@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+RAW_WORDS = "raw_first=4,raw_low_norm=0.6"
+"""The tokens that presets with a basis keep raw: the first of a sequence, and those whose keys have a low norm (attention sinks)."""
+
 
 @dataclass(frozen=True)
 class Preset:

@@ -8,8 +8,9 @@
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
-The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads", 1.75 bits per
-value on average, and "transform-0.6" for "kv=transform:bits=0.6".
+The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
+"transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw_first=4,raw_low_norm=0.6": tokens that
+they keep raw besides, attention sinks among them.
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
@@ -36,7 +37,7 @@ from kvpack.formats.raw import DTYPES, HOLDS
 from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS
 from .basis_sources import basis_of
 from .canonical import canonical_text
-from .presets import ADDITIONS, PUBLISHED
+from .presets import ADDITIONS, PUBLISHED, RAW_WORDS
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
 
@@ -62,7 +63,7 @@ _CHECKED_DIM = 128
 
 CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
-_ALIAS_WORDS = {"klt": ",widths=heads", "transform": ""}
+_ALIAS_WORDS = {"klt": f",widths=heads,{RAW_WORDS}", "transform": f",{RAW_WORDS}"}
 """What ``klt-<bits>`` has besides its bits: a clause written out keeps its meaning, which stores name their entries by."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -134,13 +134,13 @@ def _row(name: str, asked: dict[str, int], basis: Basis | None, *, listed: bool)
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
     """Nominal bits per value, and bits per value in a file of one sequence, computed from the layout without encoding.
 
-    The number of outliers of a cache depends on its values; here it is 0. What `lossless` takes depends on them too; here they are
-    normally distributed.
+    The number of outliers of a cache depends on its values; here it is 0, and so is that of raw tokens of low norm. What `lossless` takes
+    depends on them too; here they are normally distributed.
     Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec does not support ``dim``,
     InvalidHeader or LimitExceeded for sizes that no file can hold.
     """
     from kvpack.file.container import file_size
-    from kvpack.file.header import Contents, LayerEntry, SideEntry
+    from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 
     recipe.check_layers(layers)
     codecs: dict[Any, int] = {}
@@ -155,5 +155,5 @@ def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tup
             sides.append(SideEntry(codecs.setdefault(codec, len(codecs)), 1, heads, runs, tail, "bf16", recipe.window, rows))
             nominal += codec.nominal_bits / (2 * layers)
         entries.append(LayerEntry(*sides))
-    contents = Contents(codecs=tuple(codecs), layers=tuple(entries), model={}, recipe=recipe.text, start=0)
+    contents = Contents(codecs=tuple(codecs), layers=tuple(entries), recipe=recipe.text, required=features_of(codecs))
     return nominal, 8 * file_size(contents) / (2 * layers * heads * tokens * dim)

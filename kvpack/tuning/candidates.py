@@ -10,8 +10,10 @@ import torch
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
+from kvpack.coding.presets import RAW_WORDS
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds, OutOfRange
+from kvpack.formats.raw_positions import norms_of
 
 from .allocation import Allocation, Place, recipe_text
 
@@ -46,10 +48,10 @@ RUNGS = (
 Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
 """
 
-CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
+CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
 """The candidates that a basis adds, of both sides: each place then has what so many bits per value on average would give it."""
 
-FRAMED = tuple(f"transform:bits={bits:g}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
+FRAMED = tuple(f"transform:bits={bits:g},{RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
 """The candidates that a basis with frames adds besides."""
 
 DECODED = ("transform", "lossless")
@@ -123,13 +125,15 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}
     for layer, pair in enumerate(exact.pairs):
+        # The keys choose raw tokens for both sides.
+        norms = norms_of(pair[0].to(torch.bfloat16))
         for side, x in zip(SIDES, pair, strict=True):
             place = layer, side
             packed[place], left_out[place] = {}, {}
             for codec in candidates[side]:
                 try:
                     own = _recipe(side, codec, basis)
-                    packed[place][codec] = _pack(x.to(torch.bfloat16), exact.prefix, own, place, len(exact.pairs))
+                    packed[place][codec] = _pack(x.to(torch.bfloat16), norms, exact.prefix, own, place, len(exact.pairs))
                 except (InvalidParameter, OutOfRange, OutOfBounds) as error:
                     left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:
@@ -142,10 +146,8 @@ def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
     return parse_recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
 
 
-def _pack(x: torch.Tensor, prefix: int, recipe: Recipe, place: Place, layers: int) -> Side:
+def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, place: Place, layers: int) -> Side:
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
-    first = packed_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}")
-    rest = x[:, :, prefix:]
-    layer = Layer(first, None).append(rest, None) if side == "k" else Layer(None, first).append(None, rest)
-    return layer.sides[side]
+    first = packed_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
+    return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, start:stop])

@@ -42,7 +42,11 @@ DIGEST = "ab" * 32
         ("kv=raw", ["raw", "k=raw;v=raw"]),
         ("kv=raw:dtype=bf16", ["bf16"]),
         ("kv=klt:bits=2", ["kv=klt", "kv=klt:gain=fp16", "kv=klt:bits=02.000,rows=basis,widths=shared"]),
-        ("kv=klt:bits=2,widths=heads", ["kv=klt:widths=heads", "klt-2", "klt-2.0"]),
+        ("kv=klt:bits=2,widths=heads", ["kv=klt:widths=heads"]),
+        (
+            "kv=klt:bits=2,raw_first=4,raw_low_norm=0.6,widths=heads",
+            ["klt-2", "klt-2.0", "kv=klt:raw_low_norm=.60,raw_first=4,raw_dtype=bf16,widths=heads"],
+        ),
         (
             f"kv=klt:basis={DIGEST},bits=1.75",
             [f"kv=klt:bits=1.750,basis={DIGEST}", f"k=klt:basis={DIGEST},bits=1.75;v=klt:basis={DIGEST},bits=1.75"],
@@ -93,8 +97,9 @@ def test_every_spelling_has_one_text(canonical: str, spellings: list[str]) -> No
         ("kv=lossless", "kv=lossless:dtype=bf16"),
         ("kv=lossless", "kv=lossless:chunk=256"),
         ("kv=transform", "kv=transform:chunk=256"),
-        ("klt-2", "kv=klt:gain=fp16,widths=heads"),
-        ("klt-2", "kv=klt:gain=none,widths=heads"),
+        ("kv=klt:widths=heads", "kv=klt:gain=fp16,widths=heads"),
+        ("kv=klt:widths=heads", "kv=klt:gain=none,widths=heads"),
+        ("klt-2", "kv=klt:widths=heads"),
         ("kv=klt", "klt-2"),
         ("kv=group:b=2;tail=32", "kv=group:b=2;tail=64"),
         ("klt-2", f"kv=klt:basis={DIGEST}"),
@@ -127,7 +132,7 @@ WORDS = {
     ),
     "octahedral": ("b=2", "b=3", "b_dir=4", "b_norm=2", "rounding=scalar", "rounding=local3x3", "channel_scale=fp16", "outliers=3"),
     "polar": ("b=3", "b=3.3.2", "rotation=none", "rotation=signed-hadamard"),
-    "klt": ("bits=2", "bits=2.50", "gain=fp16", "gain=none", "rows=fp16", "widths=heads"),
+    "klt": ("bits=2", "bits=2.50", "raw_first=4", "raw_low_norm=0.6", "gain=fp16", "gain=none", "rows=fp16", "widths=heads"),
     "transform": ("bits=0.6", "bits=1", "chunk=256"),
 }  # fmt: skip
 

@@ -508,6 +508,9 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         pytest.param("kv=scalar:b=4,channel_scale=fp16", True, id="channel scales"),
         pytest.param("k=group:b=4,g=32,channel_order=u8,block_rotation=32,sinks=4;v=octahedral:b=3,sinks=2", True, id="raw tokens"),
         pytest.param("kv=group:b=4,g=32,axis=token,low_norm_tokens=1,channel_scale=fp32;tail=32", True, id="a raw token in the middle"),
+        pytest.param(
+            "k=octahedral:b=3,raw_first=4,raw_low_norm=0.95;v=group:b=3,g=32,raw_first=4,raw_low_norm=0.95", True, id="raw positions"
+        ),
         pytest.param("octopus-qjl-3", True, id="signs of what is lost"),
         pytest.param("kv=quaternion:s=24,r=4,outliers=3", True, id="outliers"),
     ],

@@ -295,6 +295,9 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
         pytest.param("kv=polar:b=3.2.2.2.1", {"table", "columns.unpack"}, id="polar with an unequal pair"),
         pytest.param("bf16", set(), id="raw"),
         pytest.param(
+            "k=octahedral:b=3,raw_first=2,raw_low_norm=0.9;v=group:b=4,raw_first=2,raw_dtype=fp32", {"table", "group"}, id="raw positions"
+        ),
+        pytest.param(
             "k=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=16,outliers=3,qjl=fp16,sinks=2;"
             "v=octahedral:b=3,outliers=3,qjl=fp16,sinks=1",
             {"table", "group"},

@@ -19,7 +19,6 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions
-from kvpack.formats.side_cars import WithSideCars
 
 from golden_files import side_car_packings  # isort: skip
 from lossless_streams import lossless_streams  # isort: skip
@@ -127,8 +126,7 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
     """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
     if raw := codec.side_car(RawPositions):
-        assert isinstance(codec, WithSideCars)
-        page, digits = random_page(codec.without(raw), batch, heads, tokens, source)
+        page, digits = random_page(codec.without_raw, batch, heads, tokens, source)
         return Page(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
     if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
         return Page(codec, tokens, coded), {name: codec.unpack(name, coded) for name in codec.packings()}

@@ -317,8 +317,12 @@ def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = [tuple(torch.randn(2, 1, heads, 4096, dim, generator=generator).to(torch.bfloat16)) for heads, dim in shapes]
     for bits in (1.5, 3.0):
-        cache = kvpack.pack(pairs, f"klt-{bits:g}", basis=found)
-        assert bits - 0.2 < cache.bits_per_value <= bits + 0.01
+        plain = kvpack.pack(pairs, f"kv=klt:bits={bits:g},widths=heads", basis=found)
+        assert bits - 0.2 < plain.bits_per_value <= bits + 0.01
+        # Raw tokens come on top: the first four of these, and their tensors in the header.
+        cache, (heads, dim) = kvpack.pack(pairs, f"klt-{bits:g}", basis=found), shapes[0]
+        raw = 4 * (16 + 8 * 8 / (heads * dim)) / 4096
+        assert raw < cache.bits_per_value - plain.bits_per_value < raw + 0.01
 
 
 def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def _layer(layer: Any, where: str) -> DenseLayer:
     """What a cache layer holds: the filled part of a static layer, the newest tokens of a sliding one."""
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_more(layer, where, _LAYERS, _LAYER_COUNTS | (set(_STATES.values()) if linear else set()))
-    held = _without_states(layer, where)
+    held = keys_and_values(layer, where)
     return held._replace(states=states_of(layer, where)) if linear else held
 
 
@@ -143,7 +143,8 @@ def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _without_states(layer: Any, where: str) -> DenseLayer:
+def keys_and_values(layer: Any, where: str) -> DenseLayer:
+    """The keys and values that a layer of a transformers cache holds. Raises InvalidShape where they are not all that it has seen."""
     if not hasattr(layer, "keys"):
         return DenseLayer(None, None)
     k, v = layer.keys, layer.values

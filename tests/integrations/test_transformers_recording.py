@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -19,6 +20,7 @@ from kvpack.cache.packing import pack
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache, recording
+from kvpack.integrations.transformers.record import CHANGED
 
 FP32 = "kv=raw:dtype=fp32"
 PROMPT = torch.arange(3, 23)[None]
@@ -463,3 +465,175 @@ def test_adapters_chosen_by_an_argument_are_named() -> None:
 
 def undetermined(cache: Any) -> tuple[str, ...]:
     return tuple(cache.packed.inputs.undetermined)
+
+
+def _evicted(layer: Any) -> None:
+    keep = [0, 1, 2, *range(4, layer.keys.shape[2], 2)]
+    layer.keys, layer.values = layer.keys[:, :, keep].contiguous(), layer.values[:, :, keep].contiguous()
+
+
+def _without_the_first(layer: Any) -> None:
+    layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
+
+
+def _without_another_token_in_one_head(layer: Any) -> None:
+    keep = torch.arange(19).expand(layer.keys.shape[1], -1).clone()
+    keep[-1, 7:] += 1
+    index = keep[None, :, :, None].expand(layer.keys.shape[0], -1, -1, layer.keys.shape[3])
+    layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+
+
+def _with_another_value(layer: Any) -> None:
+    layer.keys = layer.keys.clone()
+    layer.keys[0, -1, 11, -1] += 1
+
+
+def _with_another_value_in_place(layer: Any) -> None:
+    layer.values[0, 0, 4, 1] *= 2
+
+
+def _rounded(layer: Any) -> None:
+    layer.keys = layer.keys.bfloat16().float()
+
+
+def _turned(layer: Any) -> None:
+    layer.keys, layer.values = layer.keys.flip(2), layer.values.flip(2)
+
+
+def _with_heads_turned(layer: Any) -> None:
+    layer.keys, layer.values = layer.keys.flip(1), layer.values.flip(1)
+
+
+CHANGES = [
+    _evicted,
+    _without_the_first,
+    _without_another_token_in_one_head,
+    _with_another_value,
+    _with_another_value_in_place,
+    _rounded,
+    _turned,
+    _with_heads_turned,
+]
+
+
+@pytest.mark.parametrize("layers", [slice(None), slice(1)], ids=["all layers", "the first layer"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_ids_do_not_stay_with_values_that_were_changed(change: Any, layers: slice) -> None:
+    model = model_of()
+    with recording(model) as record:
+        past = model(PROMPT, use_cache=True).past_key_values
+        for layer in past.layers[layers]:
+            change(layer)
+        inputs = record.inputs(past)
+        assert inputs.tokens == 0
+        assert inputs.undetermined[0].endswith(CHANGED)
+        assert inputs.starts[0] == 0
+        held = past.layers[0].keys.shape[2]
+        if all(layer.keys.shape[2] == held for layer in past.layers):
+            # Nor do ids of later passes follow those of the prompt, and a cache that was changed once is not forgotten.
+            model(FOLLOWING, past_key_values=past)
+            again = record.inputs(past)
+            assert (again.tokens, again.starts[0]) == (0, 0)
+            packed = pack(past, FP32, inputs=again)
+            with pytest.warns(match="no tokens of the cache are kept for the prompt"):
+                assert KvpackCache(packed, model, prompt=PROMPT).get_seq_length() == 0
+            with pytest.raises(InvalidParameter, match="recorded for the tokens 0 to"):
+                pack(past, FP32, inputs=replace(inputs, count=inputs.count + 5))
+
+
+@pytest.mark.parametrize("change", [_evicted, _without_the_first, _with_another_value])
+def test_ids_do_not_stay_with_values_that_were_changed_between_passes(change: Any) -> None:
+    model = model_of()
+    with recording(model) as record:
+        past = model(PROMPT, use_cache=True).past_key_values
+        for layer in past.layers:
+            change(layer)
+        model(FOLLOWING, past_key_values=past)
+    inputs = record.inputs(past)
+    assert (inputs.tokens, inputs.starts[0]) == (0, 0)
+
+
+def test_ids_do_not_stay_with_values_that_a_hook_drops_while_decoding() -> None:
+    """As presses do that compress once in some steps."""
+    model = model_of()
+
+    def press(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        past = kwargs["past_key_values"]
+        if past.get_seq_length() > PROMPT.shape[1] + 2:
+            for layer in past.layers:
+                _evicted(layer)
+
+    with recording(model) as record:
+        past = model(PROMPT, use_cache=True).past_key_values
+        handle = model.register_forward_hook(press, with_kwargs=True)
+        for token in FOLLOWING.split(1, 1):
+            model(token, past_key_values=past)
+        handle.remove()
+    inputs = record.inputs(past)
+    assert (inputs.tokens, inputs.starts[0]) == (0, 0)
+
+
+ROWS = torch.arange(3, 63).reshape(3, 20)
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 1], [1], [0, 0, 2, 2], [1, 2]])
+def test_ids_follow_rows_that_are_selected(rows: list[int]) -> None:
+    model = model_of()
+    with recording(model) as record:
+        past = model(ROWS, use_cache=True).past_key_values
+        past.batch_select_indices(torch.tensor(rows))
+        chosen = record.inputs(past)
+        assert chosen.known == tuple(ids_of(ROWS[row]) for row in rows)
+        following = FOLLOWING.repeat(len(rows), 1) + torch.arange(len(rows))[:, None]
+        model(following, past_key_values=past)
+        past.crop(-1)
+        assert record.inputs(past).known == tuple(ids_of(torch.cat([ROWS[row], following[n, :-1]])) for n, row in enumerate(rows))
+
+
+def test_ids_follow_the_rows_of_beams() -> None:
+    model = model_of()
+    with recording(model) as record:
+        past = DynamicCache(config=model.config)
+        found = model.generate(
+            ROWS[:2], past_key_values=past, num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+    known = {bytes(row) for row in record.inputs(past).known}
+    assert len(record.inputs(past).known) == 6
+    # The cache holds the last beams before the last token.
+    assert any(ids_of(row[:-1]) in known for row in found)
+    cache = pack(past, FP32, inputs=record.inputs(past))
+    for number in range(6):
+        one = cache.select([number])
+        assert one.inputs is not None
+        ids = torch.from_numpy(numpy.frombuffer(one.inputs.token_ids, "<u4").astype("int64"))[None]
+        expected = pack(model(ids, use_cache=True).past_key_values, FP32)
+        for mine, theirs in zip(one.unpack(torch.float32), expected.unpack(torch.float32), strict=True):
+            torch.testing.assert_close(mine[0], theirs[0], rtol=1e-4, atol=1e-4)
+
+
+def test_newest_tokens_that_were_dropped_leave_the_ids_of_the_others() -> None:
+    model = model_of()
+    with recording(model) as record:
+        past = model(PROMPT, use_cache=True).past_key_values
+        past.crop(-5)
+        assert record.inputs(past) == Inputs(ids_of(PROMPT[:, :15]))
+        model(FOLLOWING, past_key_values=past)
+        assert record.inputs(past) == Inputs(ids_of(torch.cat([PROMPT[:, :15], FOLLOWING], 1)))
+        past.reset()
+        model(FOLLOWING, past_key_values=past)
+        assert record.inputs(past) == Inputs(ids_of(FOLLOWING))
+
+
+@pytest.mark.parametrize("name", ["Gemma-2", "Mistral"])
+def test_sliding_layers_have_the_ids_of_all_tokens(name: str) -> None:
+    model = model_of(name)
+    prompt = torch.randint(2, 50, (2, 90), generator=torch.Generator().manual_seed(0))
+    with recording(model) as record:
+        past = DynamicCache(config=model.config)
+        for part in prompt.split([70, 1, 1, 18], 1):
+            model(part, past_key_values=past)
+        assert record.inputs(past).known == tuple(ids_of(row) for row in prompt)
+        past.batch_select_indices(torch.tensor([1, 0]))
+        assert record.inputs(past).known == tuple(ids_of(row) for row in prompt.flip(0))
+        past.layers[-1].keys = past.layers[-1].keys.flip(2)
+        assert record.inputs(past).tokens == 0

@@ -27,7 +27,7 @@ from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_of
 from .positions import RotaryPositions
-from .prompts import check_rows_known, common_tokens, other_frequencies
+from .prompts import changed_since, check_rows_known, common_tokens, other_frequencies
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
@@ -441,7 +441,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """Keep the tokens with which ``prompt`` and a packed cache begin; none where a layer lacks some, or they have other keys."""
         tokens = 0
         if isinstance(contents, Cache):
-            other = "" if self._model is None else other_frequencies(contents, prompt, self._model.config)
+            other = changed_since(contents)
+            if not other and self._model is not None:
+                other = other_frequencies(contents, prompt, self._model.config)
             if other:
                 warnings.warn(f"no tokens of the cache are kept for the prompt: {other}", KvpackWarning, stacklevel=4)
             else:

@@ -17,6 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
 from .changes import modules_of
+from .computed import Computed
 from .passes import Pass, arguments_of
 from .plain import remember_copies
 from .record import Record
@@ -138,10 +139,15 @@ class Recording:
 
     def __init__(self) -> None:
         self._passes = Passes()
-        self._records: weakref.WeakKeyDictionary[TransformersCache, Record] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[TransformersCache, tuple[Record, Computed]] = weakref.WeakKeyDictionary()
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        self._passes.enter(module, arguments, _tokens(cache_in(arguments)))
+        past = cache_in(arguments)
+        for cache in _parts(past) if self._passes.idle else ():
+            record, computed = self._of(cache)
+            if record.tokens and not (computed.is_as_it_was(cache) and _tokens(cache) == record.tokens):
+                _follow(record, computed, cache, _tokens(cache))
+        self._passes.enter(module, arguments, _tokens(past))
 
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         ended = self._passes.leave(module)
@@ -151,21 +157,33 @@ class Recording:
         if ended is None:
             return
         for cache in _parts(past):
-            record = self._records.get(cache)
-            if record is None:
-                record = self._records[cache] = Record(None, 0)
-            _match(record, ended.start)
-            record.add(max(0, _tokens(cache) - record.tokens), None if output is None else ended)
+            record, computed = self._of(cache)
+            tokens = _tokens(cache)
+            if tokens < record.tokens:
+                # A hook has dropped tokens during the pass.
+                _follow(record, computed, cache, tokens)
+                continue
+            if ended.start > record.tokens:
+                record.add(ended.start - record.tokens, None)
+            record.add(tokens - record.tokens, None if output is None else ended)
+            computed.add(cache, tokens)
+
+    def _of(self, cache: TransformersCache) -> tuple[Record, Computed]:
+        if cache not in self._records:
+            self._records[cache] = Record(None, 0), Computed()
+        return self._records[cache]
 
     def inputs(self, past_key_values: TransformersCache) -> Inputs:
         """The inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
 
-        Raises InvalidParameter for a cache that no recorded pass was over.
+        They are those of the keys and values that passes computed: of a cache that was changed since, but for its newest tokens dropped or
+        its rows selected, they determine nothing. Raises InvalidParameter for a cache that no recorded pass was over.
         """
-        record = self._records.get(past_key_values) if isinstance(past_key_values, TransformersCache) else None
-        if record is None:
+        known = self._records.get(past_key_values) if isinstance(past_key_values, TransformersCache) else None
+        if known is None:
             raise InvalidParameter(f"no recorded forward pass was over this {type(past_key_values).__name__}")
-        _match(record, _tokens(past_key_values))
+        record, computed = known
+        _follow(record, computed, past_key_values, _tokens(past_key_values))
         inputs = record.inputs
         assert inputs is not None
         return inputs
@@ -226,12 +244,28 @@ def _tokens(past: Any) -> int:
     return int(past.get_seq_length()) if isinstance(past, TransformersCache) else 0
 
 
-def _match(record: Record, tokens: int) -> None:
-    """Bring a record to the length of its cache, which may have been cropped, or grown by passes outside the recording."""
-    if tokens < record.tokens:
-        record.crop(tokens)
-    elif tokens > record.tokens:
-        record.add(tokens - record.tokens, None)
+def _follow(record: Record, computed: Computed, cache: TransformersCache, tokens: int) -> None:
+    """Bring a record to its cache of ``tokens`` tokens as it is now.
+
+    Newest tokens may be gone, rows selected, or tokens added by passes outside the recording. Where values are no longer those of
+    the passes, as after tokens in between were dropped, the record forgets what these were computed from.
+    """
+    kept = min(tokens, record.tokens)
+    rows = computed.rows(cache, kept) if kept else []
+    if rows is None:
+        record.forget(tokens)
+        computed.crop(0)
+    else:
+        if rows and rows != list(range(computed.batch)):
+            record.select(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+            computed.select(rows)
+        if tokens < record.tokens:
+            record.crop(tokens)
+            computed.crop(tokens)
+        elif tokens > record.tokens:
+            record.add(tokens - record.tokens, None)
+    if computed.tokens < tokens:
+        computed.add(cache, tokens)
 
 
 def _watch_generate(model: PreTrainedModel) -> bool:

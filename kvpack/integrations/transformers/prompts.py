@@ -11,7 +11,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 from kvpack.store.rope import same_up_to
 
 from .passes import OTHER_FREQUENCIES
-from .record import ids_of, visible_of
+from .record import CHANGED, ids_of, visible_of
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
@@ -63,6 +63,12 @@ def check_rows_known(cache: Cache) -> None:
             "the ids of each row, and the tokens that are known to be theirs are kept, or write "
             "KvpackCache(dataclasses.replace(cache, inputs=None), model), which compares no ids"
         )
+
+
+def changed_since(cache: Cache) -> str:
+    """What is said of a cache whose values are not those that passes computed: no prompt begins with its tokens. Or nothing."""
+    texts = cache.inputs.undetermined if cache.inputs is not None else ()
+    return next((text for text in texts if text.endswith(CHANGED)), "")
 
 
 def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:

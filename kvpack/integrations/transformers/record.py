@@ -26,6 +26,7 @@ _SHOWN = 4
 
 _OTHER_ADAPTERS = "were computed with other adapters than the first token"
 
+CHANGED = "are no longer those that forward passes computed: tokens were dropped before them, or values changed"
 NOT_RECORDED = "came from forward passes that were not recorded: give KvpackCache the model"
 
 
@@ -104,6 +105,20 @@ class Record:
             self._unknown_mask = None
         self._older = [(text, start) for text, start in self._older if start < tokens]
         self._findings = [_Finding(found.start, min(found.stop, tokens), found.what) for found in self._findings if found.start < tokens]
+
+    def forget(self, tokens: int) -> None:
+        """Of a cache that now has ``tokens`` tokens, whose values are others than those that passes computed, nothing is known."""
+        masked = self.hides
+        self.crop(0)
+        self.tokens, self._known = tokens, True
+        self._findings = [_Finding(0, tokens, what) for what in (CHANGED, *([MASKED] if masked else []))] if tokens else []
+
+    @property
+    def hides(self) -> bool:
+        """Whether a token was hidden when it was computed, or may have been."""
+        self._settle()
+        told = [*(text for text, _ in self._older), *(found.what for found in self._findings)]
+        return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in told)
 
     def differing(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
         """The first token whose id in ``[batch, token]`` is not the one known, its row, the known id and the given one."""

@@ -1,0 +1,146 @@
+"""Checksums of the keys and values of a plain cache, which tell whether they are still those that recorded passes computed."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.cache.dense_states import keys_and_values
+from kvpack.formats.errors import KvpackError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers.cache_utils import Cache as TransformersCache
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""The integers of as many bytes as a number, whose bits are summed: equal numbers have equal bits, NaN too."""
+
+_VALUES_AT_ONCE = 1 << 22
+"""The values that are summed at once: each takes eight bytes meanwhile."""
+
+_FACTOR = 0x9E3779B1
+"""An odd number, whose products with the numbers of heads and channels are the weights of their values."""
+
+
+@dataclass
+class _Line:
+    """The checksums of one side, int64 ``[batch, token]`` in parts, from position ``first`` on."""
+
+    first: int
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        if len(self.parts) > 1:
+            self.parts = [torch.cat(self.parts, 1)]
+        return self.parts[0]
+
+
+class Computed:
+    """The checksums of the first ``tokens`` tokens of a cache, for each layer's keys and values."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._lines: dict[tuple[int, str], _Line] = {}
+        self._seen: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def batch(self) -> int:
+        """The number of noted rows."""
+        return next((line.sums.shape[0] for line in self._lines.values()), 0)
+
+    def add(self, past: TransformersCache, tokens: int) -> None:
+        """Note the tokens of ``past`` from ``self.tokens`` up to ``tokens``, as they are now."""
+        sides = list(_sides(past))
+        self._seen = [weakref.ref(x) for _, _, x in sides]
+        sums = _all_checksums([x[:, :, max(first, self.tokens) - first : tokens - first] for _, first, x in sides])
+        for (place, first, x), own in zip(sides, sums, strict=True):
+            held = max(first, self.tokens)
+            line = self._lines.get(place)
+            if line is None or line.first + line.sums.shape[1] != held or line.sums.shape[0] != x.shape[0]:
+                line = self._lines[place] = _Line(held)
+            line.parts.append(own)
+        self.tokens = tokens
+
+    def is_as_it_was(self, past: TransformersCache) -> bool:
+        """Whether ``past`` has the tensors that it had when tokens were last noted, if not what they held."""
+        now = [x for _, _, x in _sides(past)]
+        return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
+
+    def rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
+        """For each row of ``past`` the noted row whose first ``tokens`` tokens it has; None where there is none for one."""
+        noted: list[list[bytes]] = []
+        found: list[list[bytes]] = []
+        for place, first, x in _sides(past):
+            line = self._lines.get(place)
+            if line is None:
+                return None
+            start, stop = max(first, line.first), min(tokens, line.first + line.sums.shape[1], first + x.shape[2])
+            if start >= stop:
+                continue
+            noted.append(_by_row(line.sums[:, start - line.first : stop - line.first]))
+            found.append(_by_row(checksums(x[:, :, start - first : stop - first])))
+        before, now = list(zip(*noted, strict=True)), list(zip(*found, strict=True))
+        rows = []
+        for number, row in enumerate(now):
+            # Rows that have the same values were computed from the same inputs.
+            same = number if number < len(before) and before[number] == row else None
+            rows.append(before.index(row) if same is None and row in before else same)
+        return None if None in rows else [row for row in rows if row is not None]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep the checksums of these rows."""
+        for line in self._lines.values():
+            line.parts = [line.sums[list(rows)]]
+
+    def crop(self, tokens: int) -> None:
+        """Keep the checksums of the first ``tokens`` tokens."""
+        self.tokens = min(self.tokens, tokens)
+        for line in self._lines.values():
+            line.parts = [line.sums[:, : max(0, tokens - line.first)]]
+
+
+def checksums(x: torch.Tensor) -> torch.Tensor:
+    """Sums of the bits of ``x`` ``[batch, kv_head, token, dim]``, weighted by head and channel: int64 ``[batch, token]``."""
+    heads, channels = (torch.arange(x.shape[axis], device=x.device) for axis in (1, 3))
+    weights = ((heads[:, None] * x.shape[3] + channels) * 2 + 1) * _FACTOR % 2**31
+    step = max(1, _VALUES_AT_ONCE // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    sums = []
+    for start in range(0, max(1, x.shape[2]), step):
+        bits = x.detach()[:, :, start : start + step].contiguous().view(_INTEGERS[x.element_size()])
+        sums.append((bits.to(torch.int64) * weights[:, None]).sum((1, 3)))
+    return torch.cat(sums, 1)
+
+
+def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``checksums`` of each; of a few tokens of equal layers together, so that a step does not wait for many launches."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, x in enumerate(given):
+        alike.setdefault((x.shape, x.dtype, x.device), []).append(number)
+    found: dict[int, torch.Tensor] = {}
+    for numbers in alike.values():
+        if sum(given[number].numel() for number in numbers) > _VALUES_AT_ONCE:
+            found |= {number: checksums(given[number]) for number in numbers}
+        else:
+            found |= dict(zip(numbers, checksums(torch.cat([given[number] for number in numbers])).chunk(len(numbers)), strict=True))
+    return [found[number] for number in range(len(given))]
+
+
+def _by_row(sums: torch.Tensor) -> list[bytes]:
+    return [row.tobytes() for row in sums.cpu().numpy()]
+
+
+def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
+    """Layer and name, the position of the first token, and the values of each side that can be read."""
+    for number, layer in enumerate(past.layers):
+        try:
+            held = keys_and_values(layer, f"layers[{number}]")
+        except KvpackError:
+            continue
+        for name, x in (("k", held.k), ("v", held.v)):
+            if isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point() and x.element_size() in _INTEGERS:
+                yield (number, name), held.skipped, x

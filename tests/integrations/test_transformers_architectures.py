@@ -163,7 +163,7 @@ def test_a_file_is_loaded_for_a_model_whose_weights_are_elsewhere(offload: str, 
     assert model.generate(ids, past_key_values=past, **GREEDY).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("model_type", ["diffllama", "doge", "jetmoe", "inkling_text"])
+@pytest.mark.parametrize("model_type", ["diffllama", "doge", "jetmoe", "inkling_text", "inkling2_text", "moshi"])
 def test_layers_are_decoded_for_attention_that_reads_them(model_type: str) -> None:
     model = tiny(model_type)
     with pytest.warns(KvpackWarning, match="each call decodes the keys and values of its layer"):
@@ -174,6 +174,20 @@ def test_layers_are_decoded_for_attention_that_reads_them(model_type: str) -> No
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen2", "phi3", "mistral"])
 def test_attention_that_passes_states_on_takes_packed_layers(model_type: str) -> None:
     assert Model(tiny(model_type)).takes_packed_layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("minimax", "MiniMaxForCausalLM takes no cache but its own, a MiniMaxCache"),
+        ("xlm", "XLMWithLMHeadModel takes no cache of keys and values"),
+        ("openai-gpt", "takes no cache of keys and values: it keeps other states, or none"),
+        ("mamba", "takes no cache of keys and values"),
+    ],
+)
+def test_models_without_such_a_cache_are_refused(model_type: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        KvpackCache(tiny(model_type), "raw")
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -12,13 +12,13 @@ WINDOW = 12
 
 _SIZES = [
     (r"vocab", VOCABULARY),
+    (r"head_?dim$|^d_kv$|^d_head$|kv_channels$|head_size$|_rank$|rotary_dim$", 8),
     # Encoders have more layers than decoders, so that no code takes the number of one for that of the other.
     (r"(^|_)encoder_(layers|num_layers|num_hidden_layers|depth)$|^num_encoder_layers$", 3),
     (r"(^|_)(num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks)$", 2),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads)$", 2),
     (r"(^|_)(n_heads?|num_heads|attention_heads|num_attention_heads|num_\w*_heads|linear_num_\w*heads)$", 4),
     (r"(^|_)(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|embedding_size|emb_dim|lru_width)$|hidden_size_", 32),
-    (r"head_dim$|^d_kv$|^d_head$|kv_channels$|head_size$|_rank$", 8),
     (r"intermediate_size|ffn|^d_ff$|^n_inner$|inner_dim$", 32),
     (r"experts$", 4),
     (r"(experts_per_tok(en)?|top_?k|moe_k)$", 2),
@@ -34,20 +34,31 @@ _LARGEST = 32
 _LAYERS = re.compile(_SIZES[2][0])
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 
+_SHARED_ATTENTION = {"attention_hidden_size": 64, "attention_head_dim": 16}
+
 _OTHERS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_expert_group": 1},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 32}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 32},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "topk_method": "greedy"},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    "helium": {"head_dim": 8, "num_key_value_heads": 4},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"qk_head_dim": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 16},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -56,8 +67,8 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
-    "zamba": {"layer_types": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"]},
+    "zamba": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
 }
 """What the rules do not find, by model type."""
 
@@ -75,6 +86,8 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
         part = getattr(config, name, None)
         if part is not None:
             small[name] = {"model_type": part.model_type, **_shrunk(part, part.model_type)}
+    if "num_decoder_layers" in small and "num_layers" in small:
+        small["num_layers"] = small["num_decoder_layers"] + 1
     types = defaults.get("layer_types")
     if isinstance(types, list) and types:
         # One layer of each type, but at least two.

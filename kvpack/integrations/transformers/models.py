@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
@@ -10,7 +11,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
@@ -30,7 +31,7 @@ from kvpack.store.modules import parts
 from .changes import modules_of
 from .hooks import models_in, outermost
 from .plain import NAMES
-from .reads import reads_states
+from .reads import reads_states, tells_no_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,7 @@ _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 class Model:
     """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
 
-    ``takes_packed_layers`` says whether its attention is given keys and values as the cache hands them out. ``inside`` is
-    ``models_in(model)``, where the caller has walked it.
+    ``inside`` is ``models_in(model)``, where the caller has walked it.
     Raises InvalidParameter for anything but a model.
     """
 
@@ -65,18 +65,25 @@ class Model:
         decoder = outer.get_decoder()
         decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
         self.name = type(outer).__name__
-        self._takes_cache = any(not inspect.signature(module.forward).parameters.keys().isdisjoint(cache_names.NAMES) for module in inside)
+        self._takes_cache = any(map(_takes_cache, inside))
+        self._own_cache = next((own for module in inside if (own := _own_cache(module))), "")
         self.config: Any = outer.config.get_text_config(decoder=True)
         self.has_encoder = bool(outer.config.is_encoder_decoder)
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
-        self.takes_packed_layers = settable and not reads_states(decoder)
+        self._tells_no_window = tells_no_window(decoder)
+        self._may_take_packed_layers = settable and not reads_states(decoder)
         self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
         self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
         self._decoder_config: Any = decoder.config
 
     def __deepcopy__(self, memo: object) -> Model:
         return self
+
+    @cached_property
+    def takes_packed_layers(self) -> bool:
+        """Whether the model's attention is given keys and values as the cache hands them out, with the window of its layer."""
+        return self._may_take_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
 
     @property
     def attention(self) -> str:
@@ -130,8 +137,10 @@ class Model:
     def _check_takes_cache(self) -> None:
         if not self._takes_cache:
             raise InvalidParameter(
-                f"{self.name} takes no cache of keys and values: it keeps other states, and a packed layer holds only keys and values"
+                f"{self.name} takes no cache of keys and values: it keeps other states, or none, and packed layers hold keys and values"
             )
+        if self._own_cache:
+            raise InvalidParameter(f"{self.name} takes no cache but its own, a {self._own_cache}")
         if not any(self._held):
             raise InvalidParameter(
                 f"{self.name} has no layer with keys and values: only its states grow with no token, and nothing is packed"
@@ -221,6 +230,20 @@ def identity_of(model: Any) -> dict[str, str]:
         return Identity.of_parts(found, "raw", weights=weights).header_model
     except InvalidParameter:
         return {}
+
+
+def _takes_cache(module: torch.nn.Module) -> bool:
+    """Whether a call takes a transformers cache. XLM calls a dict of its own ``cache``."""
+    given = inspect.signature(module.forward).parameters
+    return any(name in given and not (name == "cache" and "dict[" in str(given[name].annotation)) for name in cache_names.NAMES)
+
+
+def _own_cache(module: torch.nn.Module) -> str:
+    """The class of cache that a call takes and no other, where its signature names one of the model's own."""
+    given = inspect.signature(module.forward).parameters
+    annotations = [str(given[name].annotation) for name in cache_names.NAMES if name in given]
+    kinds = [kind for text in annotations for kind in re.findall(r"\w*Cache\b", text)]
+    return next((kind for kind in kinds if not hasattr(cache_utils, kind)), "") if kinds else ""
 
 
 def execution_device(model: torch.nn.Module) -> torch.device:

@@ -8,7 +8,7 @@ import linecache
 import textwrap
 from functools import lru_cache
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -38,8 +38,24 @@ def reads_states(model: torch.nn.Module) -> bool:
 
     So does one that gives that attention an option of ``WITHOUT_COUNTERPART``.
     """
+    return any(found.states for found in _found(model))
+
+
+def tells_no_window(model: torch.nn.Module) -> bool:
+    """Whether a module of ``model`` calls the attention that is set without the option ``sliding_window``: only its mask has one."""
+    return any(found.no_window for found in _found(model))
+
+
+class _Reading(NamedTuple):
+    """Whether one function reads ``states``, and whether it gives attention ``no_window``."""
+
+    states: bool
+    no_window: bool
+
+
+def _found(model: torch.nn.Module) -> Iterator[_Reading]:
     classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
-    return any(_function_reads(function) for kind in classes for function in _functions(kind))
+    return (_reading(function) for kind in classes for function in _functions(kind))
 
 
 def _functions(kind: type) -> Iterable[FunctionType]:
@@ -50,23 +66,22 @@ def _functions(kind: type) -> Iterable[FunctionType]:
 
 
 @lru_cache(maxsize=4096)
-def _function_reads(function: Any) -> bool:
+def _reading(function: Any) -> _Reading:
     if "update" not in function.__code__.co_names:
-        return False
+        return _Reading(False, False)
     # inspect.getsource looks through all modules first.
     lines = linecache.getlines(function.__code__.co_filename)[function.__code__.co_firstlineno - 1 :]
     try:
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (SyntaxError, IndexError):
         # Without its source a function counts as transformers' own usually are.
-        return False
+        return _Reading(False, False)
     updates = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _is_update(node)]
     names = {name.id for update in updates for name in ast.walk(update.targets[0]) if isinstance(name, ast.Name)}
     first = min((update.lineno for update in updates), default=0)
-    if updates and any(_is_attention(node) and _has_biases(node) for node in ast.walk(tree)):
-        return True
+    given = [{keyword.arg for keyword in node.keywords} for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_attention(node)]
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    return any(
+    read = (
         isinstance(node, ast.Name)
         and node.id in names
         and isinstance(node.ctx, ast.Load)
@@ -74,6 +89,8 @@ def _function_reads(function: Any) -> bool:
         and not _passes_on(list(_above(node, parents)), updates)
         for node in ast.walk(tree)
     )
+    biased = any(not options.isdisjoint(WITHOUT_COUNTERPART) for options in given)
+    return _Reading(bool(updates) and (biased or any(read)), any("sliding_window" not in options for options in given))
 
 
 def _is_update(node: ast.Assign) -> bool:
@@ -95,10 +112,6 @@ def _passes_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
     # A branch that another attention takes: the other one calls the attention that is set.
     branches = (node for node in above if isinstance(node, ast.If) and node.orelse)
     return any(_is_attention(node) for branch in branches for other in branch.orelse for node in ast.walk(other))
-
-
-def _has_biases(call: Any) -> bool:
-    return any(keyword.arg in WITHOUT_COUNTERPART for keyword in call.keywords)
 
 
 def _is_attention(node: ast.AST) -> bool:

@@ -9,7 +9,8 @@ CONSTRAINTS := .ci/constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
 
-# The language model that `kvpack bench quality` measures by default, 98 MB, in kvpack's cache folder or that of KVPACK_REAL_MODEL.
+# The language model that `kvpack bench quality` measures by default, 98 MB, in kvpack's cache folder or that of KVPACK_REAL_MODEL,
+# and its basis beside it.
 real-model: $(INSTALLED)
 	$(BIN)/python -m kvpack.bench.real_model
 

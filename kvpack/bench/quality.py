@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from kvpack.models import load_model, model_folder
 
 from . import generated, needles, picture
 from .models import Text, own_text, read_text, vocabulary
+from .quality_peers import Peer, PeerMeasured, installed, measure_peer
 from .sizes import check_size, positions, starts, window, window_ids, window_tokens
 from .summary import Asked, along_summary, part_summary, recall, show, summary
 from .twins import OUTLIER_PAIRS, make_twin, offset_keys
@@ -57,6 +58,9 @@ RECIPES = (
 )
 """The baseline, what engines keep, and the papers' configurations, from most bits to fewest."""
 
+CALIBRATED = ("klt-2.5", "klt-1.75", "klt-1.25", "transform-1.5", "transform-1", "transform-0.6")
+"""What is measured by default where there is a basis."""
+
 DEFAULT_TOKENS = 1024
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 8
@@ -83,6 +87,7 @@ class Settings:
     ``tokens`` of a window, of which the last ``score`` are scored, at most ``step`` at once; ``windows`` of the text; ``needles`` are
     prompts of each length; ``twin`` is the factor of the outlier-heavy twin and ``offset`` that of keys with a constant per channel, None
     for the model as it is; ``generated`` tokens follow a prompt, None for none. ``device`` is "cpu", in float32, or "cuda", in bfloat16.
+    With ``peers``, transformers' own quantized caches are measured in the windows of the text, too.
     """
 
     tokens: int | None = None
@@ -95,6 +100,7 @@ class Settings:
     offset: float | None = None
     generated: int | None = None
     device: str = "cpu"
+    peers: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,9 @@ def run(
         raise InvalidParameter("--offset moves keys that the basis was not calibrated for: leave out --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to measure on the CPU")
+    if settings.peers and settings.offset is not None:
+        raise InvalidParameter("--offset moves the keys of kvpack's caches alone: leave out --offset or --peers")
+    peers = installed() if settings.peers else []
     if out is not None:
         picture.library()
         _make_folder(out)
@@ -171,7 +180,7 @@ def run(
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
         "precision": _precision(network),
-        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), reference, settings.seed, progress).run(),
+        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), peers, reference, settings.seed, progress).run(),
     }
     if out is not None:
         _write(report, Path(out))
@@ -232,10 +241,12 @@ class _Measurement:
     long: Text
     names: tuple[str, ...]
     recipes: tuple[Recipe, ...]
+    peers: Sequence[Peer]
     reference: str | None
     seed: int
     progress: Progress | None
     done: int = 0
+    of_peers: list[list[PeerMeasured]] = field(default_factory=list)
 
     @property
     def sizes(self) -> _Sizes:
@@ -244,6 +255,7 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
+            self.of_peers = [[] for _ in self.peers]
             read = [self._windows(part, path) for part in self.parts]
             exact_answers, answers = self._needles(path)
             written = self._generated(path)
@@ -251,7 +263,8 @@ class _Measurement:
         recalls = [None if not self.sizes.needles else recall(found) for found in answers]
         recipes = list(zip(self.names, measured, recalls, strict=True))
         recalled = recall(exact_answers) if exact_answers else None
-        found = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference)
+        peers = list(zip([peer.name for peer in self.peers], self.of_peers, strict=True))
+        found = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference, peers)
         found["others"] = [
             {
                 "text": part.text.name,
@@ -277,6 +290,10 @@ class _Measurement:
             for recipe, rows in zip(self.recipes, measured, strict=True):
                 rows.append(measure(self.model, exact, recipe, path, part.sizes.step))
                 self._step()
+            if part is self.parts[0]:
+                for peer, found in zip(self.peers, self.of_peers, strict=True):
+                    found.append(measure_peer(self.model, exact, peer, part.sizes.step))
+                    self._step()
         return begun, exact_losses, forgotten, measured
 
     def _prompts(self) -> Iterator[needles.Prompt]:
@@ -329,7 +346,7 @@ class _Measurement:
         if self.progress:
             lengths = len(_lengths(self.sizes.tokens, self.long, positions(self.model)))
             read = sum(part.sizes.windows for part in self.parts) + self.sizes.needles * lengths + bool(self.sizes.generated)
-            self.progress(self.done, read * (1 + len(self.recipes)))
+            self.progress(self.done, read * (1 + len(self.recipes)) + self.sizes.windows * len(self.peers))
 
 
 def _copied(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

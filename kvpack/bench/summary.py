@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .generated import Along
+    from .quality_peers import PeerMeasured
     from .windows import Forgotten, Measured
 
 CHECKED_DIM = 128
@@ -48,15 +49,17 @@ def summary(
     exact_recall: dict[str, Any] | None,
     recipes: Sequence[tuple[str, Sequence[Measured], dict[str, Any] | None]],
     reference: str | None = None,
+    peers: Sequence[tuple[str, Sequence[PeerMeasured]]] = (),
 ) -> dict[str, Any]:
-    """The report's results as JSON values, the recipes from most bits in the file to fewest.
+    """The report's results as JSON values, the recipes and ``peers`` from most bits to fewest.
 
     Differences and ratios to the recipe ``reference`` are paired by window; intervals are Student's t over the windows.
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
     mark_front(rows)
-    compare(rows, reference)
+    others = [_short_row(name, measured, exact_losses) for name, measured in peers]
+    compare([*rows, *others], reference)
     return {
         "confidence": CONFIDENCE,
         "reference": reference,
@@ -67,6 +70,7 @@ def summary(
         },
         "forgotten": {"kept_tokens": KEPT, **_predicted(forgotten, exact_losses), "windows": [asdict(window) for window in forgotten]},
         "recipes": sorted(rows, key=lambda row: -row["bits_per_value"]),
+        "peers": sorted(others, key=lambda row: -row["bits_per_value"]),
     }
 
 
@@ -79,15 +83,7 @@ def part_summary(
     reference: str | None,
 ) -> dict[str, Any]:
     """The results on a further text as JSON values: what the predictions come to, without the errors of layers."""
-    rows: list[dict[str, Any]] = [
-        {
-            "recipe": name,
-            "bits_per_value": _bits(windows),
-            **_predicted(windows, exact_losses),
-            "windows": [{"kl_divergence": window.kl_divergence, "log_perplexity": window.log_perplexity} for window in windows],
-        }
-        for name, windows in zip(names, measured, strict=True)
-    ]
+    rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     compare(rows, reference)
     return {
         "uncompressed": {"perplexity": math.exp(fmean(exact_losses)), "starts": list(starts)},
@@ -96,12 +92,21 @@ def part_summary(
     }
 
 
+def _short_row(name: str, measured: Sequence[Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
+    return {
+        "recipe": name,
+        "bits_per_value": _bits(measured),
+        **_predicted(measured, exact_losses),
+        "windows": [{"kl_divergence": window.kl_divergence, "log_perplexity": window.log_perplexity} for window in measured],
+    }
+
+
 def along_summary(names: Sequence[str], written: Sequence[Along]) -> dict[str, dict[str, Any]]:
     """What each recipe does to a generated text, as JSON values."""
     return {name: asdict(along) for name, along in zip(names, written, strict=True)}
 
 
-def _bits(measured: Sequence[Measured]) -> float:
+def _bits(measured: Sequence[Measured | PeerMeasured]) -> float:
     return 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured)
 
 
@@ -138,7 +143,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
     return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
-def _predicted(windows: Sequence[Forgotten | Measured], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _predicted(windows: Sequence[Forgotten | Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
     """What the predictions in ``windows`` come to."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
@@ -221,6 +226,8 @@ def show(report: dict[str, Any]) -> None:
                 f"{1000 * row['load_seconds']:.1f}",
             ]
         )
+    for row in report["peers"]:
+        rows.append([row["recipe"], f"{row['bits_per_value']:.2f}", "", *_predicted_cells(row), *[""] * 5])
     rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 5])
     empty = [column for column, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
     columns, *rows = ([cell for column, cell in enumerate(cells) if column not in empty] for cells in (columns, *rows))
@@ -231,6 +238,8 @@ def show(report: dict[str, Any]) -> None:
     print("KL is KL(uncompressed || packed) of the next token, in nats. Same choice: of the most probable token.")
     if reference is not None:
         print(f"x {reference}: KL as a multiple of that of {reference}, the geometric mean over the windows.")
+    if report["peers"]:
+        print("Peers are transformers' QuantizedCache, with its residual window of 128 tokens; their bits are those in memory.")
     print(f"Past forgotten: the scored tokens are read over the first {report['forgotten']['kept_tokens']} tokens alone.")
     print("Attention error is the relative error of a layer with exact input, averaged over layers.")
     print("Encode and load are the median times for the tokens before the scored ones.")

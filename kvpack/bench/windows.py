@@ -173,7 +173,7 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(tokens, **cache_names.over(model, cache), position_ids=positions).logits[0]
-    return Forgotten(*_compared(exact, functional.log_softmax(logits.float(), -1)))
+    return Forgotten(*compared(exact, functional.log_softmax(logits.float(), -1)))
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
@@ -234,14 +234,19 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
     """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at once; they are appended and packed."""
     over = Bf16Cache(model, cache)
+    found = read_over(model, exact, over, step)
+    return Predicted(*compared(exact, found), found, over.packed)
+
+
+def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
+    """The log-probabilities ``[score, vocabulary]`` of reading the scored tokens over ``cache``, at most ``step`` at once."""
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
         for tokens in torch.split(exact.tokens[:, exact.prefix : -1], step, 1):
-            logits = model(tokens, **cache_names.over(model, over)).logits[0]
+            logits = model(tokens, **cache_names.over(model, cache)).logits[0]
             read.append(functional.log_softmax(logits.float(), -1))
-    found = torch.cat(read)
-    return Predicted(*_compared(exact, found), found, over.packed)
+    return torch.cat(read)
 
 
 def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS) -> Measured:
@@ -294,7 +299,7 @@ def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
-def _compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
+def compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
     """The loss of log-probabilities ``[position, vocabulary]`` of the scored tokens, their divergence, and the share of same choices."""
     loss = functional.nll_loss(found, exact.tokens[0, exact.prefix + 1 :]).item()
     same = (found.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()

@@ -77,7 +77,11 @@ def _add_quality(kinds: Any) -> None:
         "text that come with kvpack, or the demo's)",
     )  # fmt: skip
     quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: the papers')")
-    quality.add_argument("--basis", metavar="FILE", help="the basis of recipes such as klt-1.75 (kvpack calibrate makes one)")
+    quality.add_argument(
+        "--basis",
+        metavar="FILE",
+        help="the basis of recipes such as klt-1.75; kvpack calibrate makes one (default: for the default model, the one beside it)",
+    )
     quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
     quality.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 256)")
     quality.add_argument(
@@ -107,6 +111,9 @@ def _add_quality(kinds: Any) -> None:
         type=float,
         metavar="C",
         help="add a constant to every key in an eighth of the channels, C times the channel's deviation: no score changes by it",
+    )
+    quality.add_argument(
+        "--peers", action="store_true", help="measure transformers' quantized caches, too, by quanto and HQQ where they are installed"
     )
     quality.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)"
@@ -357,18 +364,21 @@ def run_quality(arguments: argparse.Namespace) -> int:
     from kvpack.bench import norm_rules, quality, real_model
 
     model = None if arguments.model == DEMO else arguments.model or real_model.folder()
+    basis = arguments.basis
+    if basis is None and arguments.model is None and arguments.twin is None and arguments.offset is None:
+        basis = real_model.basis()
     settings = quality.Settings(
         arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
-        arguments.offset, arguments.generate, arguments.device,
+        arguments.offset, arguments.generate, arguments.device, arguments.peers,
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:
         if arguments.norm_rules:
             recipes = arguments.recipe or norm_rules.recipes()
             report = norm_rules.run(model, arguments.text, recipes, settings, out=arguments.out, progress=callback)
         else:
-            recipes = arguments.recipe or list(quality.RECIPES)
+            recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
             given = (model, arguments.text, recipes, settings)
-            report = quality.run(*given, basis=arguments.basis, reference=arguments.reference, out=arguments.out, progress=callback)
+            report = quality.run(*given, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
     print_report(report, norm_rules.show if arguments.norm_rules else quality.show, arguments)
     return 0
 

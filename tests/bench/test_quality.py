@@ -150,8 +150,8 @@ def test_same_choices_are_those_of_the_most_probable_token(exact: windows.Exact)
     found = exact.log_probabilities.clone()
     # The first choice becomes the last in 24 of 96 positions.
     found[torch.arange(24), found[:24].argmax(-1)] = -1e3
-    assert windows._compared(exact, found)[2] == 0.75
-    assert windows._compared(exact, exact.log_probabilities)[1:] == (0.0, 1.0)
+    assert windows.compared(exact, found)[2] == 0.75
+    assert windows.compared(exact, exact.log_probabilities)[1:] == (0.0, 1.0)
 
 
 def test_ratios_to_the_reference_are_paired_by_window() -> None:
@@ -596,7 +596,7 @@ def cluttered(spread: float) -> Any:
         for number, (x, y) in enumerate(values.tolist())
     ]
     settings = {"windows": 3, "score": 10, "tokens": 100}
-    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None}
+    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None, "peers": []}
     return {**kind, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
 
 

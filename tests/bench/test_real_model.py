@@ -42,6 +42,22 @@ def test_it_is_found_in_the_cache_or_by_the_variable(cache: Path, tmp_path: Path
     assert real_model.folder() == tmp_path / "other"
 
 
+def test_the_basis_is_made_beside_the_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
+    assert real_model.basis() is None
+    real_model.calibrate()
+    ((*words,),) = calls
+    assert words[words.index("--out") + 1] == str(cache / "calibrated.kvbasis")
+    assert words[words.index("--text") + 1].endswith("texts/calibration.txt")
+    assert "--model" in words
+    cache.mkdir(parents=True)
+    (cache / "calibrated.kvbasis").touch()
+    assert real_model.basis() == str(cache / "calibrated.kvbasis")
+    real_model.calibrate()
+    assert len(calls) == 1
+
+
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"GGUF")
     with pytest.raises(InvalidParameter, match=f"expected {real_model._SHA256}"):

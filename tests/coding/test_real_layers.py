@@ -15,7 +15,7 @@ from real_layers import TOKENS, basis, layers
 from torch.nn import functional
 
 import kvpack
-from kvpack.bench.quality import RECIPES as MEASURED
+from kvpack.bench.quality import CALIBRATED, RECIPES
 
 BOUNDS = {
     "fp8": 0.1,
@@ -51,15 +51,8 @@ BOUNDS = {
 }
 """By recipe, the largest relative error of the attention output of a layer that is allowed."""
 
-CALIBRATED = [recipe for recipe in BOUNDS if recipe.startswith(("klt", "transform"))]
-
 WITHOUT_SINK = 1.5
 """The largest error of the attention output, as a multiple of that with the sink alone exact, that is allowed."""
-
-RECIPES = [
-    pytest.param(recipe, marks=[pytest.mark.xfail(reason="codes sinks like other tokens")] if recipe in CALIBRATED else [])
-    for recipe in BOUNDS
-]
 
 
 class Sunk(NamedTuple):
@@ -140,8 +133,8 @@ def test_the_layers_have_a_sink_and_so_have_those_with_a_planted_one() -> None:
 
 
 def test_every_recipe_that_is_measured_is_bound() -> None:
-    assert set(MEASURED) - {"bf16"} <= BOUNDS.keys()
-    assert {"klt-1.25", "klt-1.75", "klt-2.5", "transform-0.6", "transform-1", "transform-1.5"} <= set(CALIBRATED)
+    assert set(RECIPES) - {"bf16"} <= BOUNDS.keys()
+    assert set(CALIBRATED) <= BOUNDS.keys()
 
 
 def error(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> float:
@@ -150,14 +143,14 @@ def error(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> float:
     return float((output(case, k, v) - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BOUNDS)
 def test_the_attention_output(recipe: str) -> None:
     errors = [error(case, k, v) for case, (k, v) in zip(cases()["real"], decoded(recipe, "real"), strict=True)]
     assert max(errors) < BOUNDS[recipe], errors
 
 
 @pytest.mark.parametrize("name", cases())
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BOUNDS)
 def test_a_sink_does_not_rule_the_error(recipe: str, name: str) -> None:
     place = sink_of(name)
     ratios = []
@@ -168,7 +161,7 @@ def test_a_sink_does_not_rule_the_error(recipe: str, name: str) -> None:
     assert max(ratios) < WITHOUT_SINK, ratios
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BOUNDS)
 def test_the_error_of_a_token_is_below_its_energy(recipe: str) -> None:
     for case, pair in zip(cases()["real"], decoded(recipe, "real"), strict=True):
         for exact, found in zip((case.k, case.v), pair, strict=True):

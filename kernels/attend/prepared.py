@@ -201,7 +201,9 @@ class Prepared:
         if not self._merges_originals:
             for frame in self._v_frames:
                 dims = shape.batch, shape.heads, shape.rows, plan.frame_dim(frame.codec)
-                given.append(torch.empty(dims, dtype=torch.float32, device=device))
+                # The merges write channels that have columns.
+                covered = len({*plan.columns(frame.codec, self._dual)} - {-1}) == dims[3]
+                given.append((torch.empty if covered else torch.zeros)(dims, dtype=torch.float32, device=device))
         elif not self._few_rows:
             columns = sum(len(plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
             given.append(torch.empty(shape.sequences * shape.rows, columns, dtype=torch.float32, device=device))

@@ -85,10 +85,10 @@ def test_widths_of_heads_over_pages_and_a_tail() -> None:
 
 def test_widths_of_heads_by_rows_in_the_cache() -> None:
     layer = []
-    for name, codec in zip("kv", of_heads("every width"), strict=True):
+    for name, codec in zip("kv", of_heads("a head without codes"), strict=True):
         side = random_side(replace(codec, source=None, rows="fp16"), 2, (40, 35), 5, 4, 2)
         for number, page in enumerate(side.pages):
-            stored = torch.stack([random_rows(2, 64, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
+            stored = torch.stack([random_rows(2, 32, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
             page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
         layer.append(side)
     check(Layer(*layer), 4)
@@ -128,11 +128,12 @@ def test_beside_another_codec() -> None:
 
 
 @pytest.mark.parametrize("rows", ["fp16", "fp32"])
-def test_rows_in_the_cache(rows: str) -> None:
-    """Each sequence and each page has rows of its own, all of which name the same basis."""
+@pytest.mark.parametrize("widths", [bytes([2, 3]), bytes([0, 2])])
+def test_rows_in_the_cache(widths: bytes, rows: str) -> None:
+    """Each sequence and each page has rows of its own, all of which name the same basis; columns without codes add nothing."""
     layer = []
     for name in "kv":
-        codec = klt(32, bytes([2, 3]), name, rows=rows)
+        codec = klt(32, widths, name, rows=rows)
         side = random_side(replace(codec, source=None), 2, (40, 35), 5, 4, 2)
         for number, page in enumerate(side.pages):
             stored = torch.stack([random_rows(2, 32, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]

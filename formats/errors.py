@@ -39,6 +39,12 @@ class MissingFile(KvpackError, FileNotFoundError):
         return _missing_file, (self.args[0], self.filename, self.errno)
 
 
+class MissingPackage(KvpackError, ImportError):
+    """An optional package is not installed, or too old; the message is the command that installs it."""
+
+    exit_code = 3
+
+
 class WriteFailed(KvpackError):
     """The file could not be written; the old file, if any, is untouched."""
 

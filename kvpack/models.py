@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile
+from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.integrations.transformers_version import installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
     """The causal language model in the folder ``path``, or the demo's, in float32 with the named transformers attention.
 
     A model without scaled dot-product attention (Gemma-2, GPT-OSS) has its eager one in place of "sdpa". Raises MissingFile,
-    InvalidParameter for a model with an encoder and for one that transformers does not load so, and KvpackError when it is not installed.
+    InvalidParameter for a model with an encoder and for one that transformers does not load so, and MissingPackage without transformers.
     """
     library, refusals = transformers_library(), []
     with model_folder(path) as folder:
@@ -60,10 +61,7 @@ def demo_text() -> bytes:
 
 
 def transformers_library() -> Any:
-    """The module transformers, its progress bars off. Raises KvpackError when it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise KvpackError("this needs transformers: pip install 'kvpack[transformers]'") from None
+    """The module transformers, its progress bars off. Raises MissingPackage when it is not installed, or too old."""
+    transformers = installed()
     transformers.utils.logging.disable_progress_bar()
     return transformers

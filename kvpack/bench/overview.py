@@ -43,7 +43,7 @@ _SIZE = (13.0, 4.8)
 def run(folder: str) -> str:
     """Draw ``overview.svg`` from ``quality.json`` and ``kernels.json`` in ``folder``, and return its path.
 
-    Raises MissingFile without them, InvalidParameter for other contents, WriteFailed, and KvpackError without matplotlib.
+    Raises MissingFile without them, InvalidParameter for other contents, WriteFailed, and MissingPackage without matplotlib.
     """
     picture.library()
     import matplotlib

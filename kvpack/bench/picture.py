@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import KvpackError
+from kvpack.formats.errors import MissingPackage
 
 from .summary import named
 
@@ -49,7 +49,7 @@ def library() -> Any:
     try:
         import matplotlib.figure
     except ImportError:
-        raise KvpackError("the picture needs matplotlib: pip install 'kvpack[bench]'") from None
+        raise MissingPackage("the picture needs matplotlib: pip install 'kvpack[bench]'") from None
     return matplotlib.figure
 
 

@@ -131,7 +131,7 @@ def run(
     folder that gets the picture and the report.
     Two runs with one seed differ in the times alone, and in rounding where torch has another number of threads. Raises
     InvalidRecipe, InvalidParameter for sizes that do not fit and for a device that is not there,
-    MissingFile, WriteFailed and, for ``out``, KvpackError when matplotlib is not installed.
+    MissingFile, WriteFailed and, for ``out``, MissingPackage when matplotlib is not installed.
     """
     given = None if basis is None else Basis.load(basis)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from kvpack.file.json_header import other_format
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.file.sources import OnDisk
 from kvpack.file.user_files import open_regular
@@ -99,7 +100,12 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
     """The tensors by name, in the order of their bytes, and the metadata. Raises InvalidParameter unless they fill the file."""
     if source.size < 8:
         raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes")
-    length = int.from_bytes(_read(path, source, 0, 8), "little")
+    first = bytes(_read(path, source, 0, 8))
+    length = int.from_bytes(first, "little")
+    # A length may begin like another format.
+    if 8 + length > source.size and (other := other_format(first)):
+        hint = ": safetensors.torch.save_file writes its tensors" if "PyTorch" in other or "pickle" in other else ""
+        raise InvalidParameter(f"{path}: is {other}, not a safetensors file{hint}")
     if 8 + length > source.size:
         raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, and its header would end at {8 + length}")
     if length > max_header_bytes:
@@ -117,9 +123,7 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
             raise InvalidParameter(f"{path}: is not a safetensors file: {what}, the end of the tensor before it")
         end = entry.end
     if 8 + length + end != source.size:
-        raise InvalidParameter(
-            f"{path}: is not a safetensors file: it has {source.size} bytes, and its tensors end at {8 + length + end}"
-        )
+        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, and its tensors end at {8 + length + end}")
     return {name: entry._replace(begin=8 + length + entry.begin, end=8 + length + entry.end) for name, entry in entries.items()}, metadata
 
 

@@ -344,6 +344,10 @@ class Recipe:
         if not equals or sides not in ("k", "v", "kv"):
             word = sides if equals else body
             expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers= or tail="
+            if word.startswith("@"):
+                expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
+            elif "," in word and word.partition(",")[0] in self._named:
+                expected = f"a semicolon between clauses, as in {clause.replace(',', ';')!r}"
             self._refuse(word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS])
         codec_id, _, options = codec.partition(":")
         if codec_id not in CODECS:

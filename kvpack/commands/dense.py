@@ -95,10 +95,9 @@ def pack(arguments: argparse.Namespace) -> int:
     recipe = recipe_of(arguments, reads_cache=False)
     with progress("encode", arguments) as callback:
         cache = kvpack.pack(layers, recipe, model=note.model, start=note.start, inputs=inputs, progress=callback)
-    if inputs is not None and inputs.tokens > cache.tokens:
-        raise InvalidParameter(
-            f"{arguments.input}: {IDS} has {inputs.tokens} ids, and the layers have {cache.tokens} tokens: leave out the rest"
-        )
+    known = 0 if inputs is None else len(inputs.known[0]) // ID_BYTES
+    if known > cache.tokens:
+        raise InvalidParameter(f"{arguments.input}: {IDS} has {known} ids, and the layers have {cache.tokens} tokens: leave out the rest")
     save(replace(cache, metadata=MappingProxyType(note.metadata), position_offsets=note.offsets), arguments)
     return 0
 
@@ -114,7 +113,7 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
         tensors.update({f"{number}.state.{name}": state for name, state in layer.states.items()})
         if callback:
             callback(number + 1, len(cache))
-    if cache.inputs is not None and cache.inputs.tokens:
+    if cache.inputs is not None and cache.inputs.known[0]:
         ids = torch.frombuffer(bytearray(b"".join(cache.inputs.known)), dtype=torch.uint8).view(len(cache.inputs.known), -1, ID_BYTES)
         tensors[IDS] = (ids.to(torch.int64) << torch.arange(0, 8 * ID_BYTES, 8, device="cpu")).sum(2)
     return tensors

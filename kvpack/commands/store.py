@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -10,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable, progress
 
+from .byte_counts import byte_count, positive_byte_count
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
+    import argparse
+
     from kvpack.store.catalog import Catalog, Prefix
 
 KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
@@ -32,8 +34,12 @@ def add(commands: Any) -> None:
     collect = _action(
         kinds, "gc", run_gc, "remove files of dead writers and older versions, and bases out of use, and evict what exceeds a limit"
     )
-    collect.add_argument("--max-bytes", type=int, metavar="N", help="evict until the entries take at most N bytes (default: no limit)")
-    collect.add_argument("--min-free", type=int, metavar="N", help="evict until N bytes of the disk are free, for a folder (default: 0)")
+    collect.add_argument(
+        "--max-bytes", type=byte_count, metavar="N", help="evict until the entries take at most N bytes, such as 10GB (default: no limit)"
+    )
+    collect.add_argument(
+        "--min-free", type=byte_count, metavar="N", help="evict until N bytes of the disk are free, such as 50GB, for a folder (default: 0)"
+    )
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="the first digits of a key that ls prints")
     export.add_argument("output", metavar="OUT")
@@ -67,19 +73,13 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
         )
         parser.add_argument(
             "--max-entry-bytes",
-            type=_positive,
+            type=positive_byte_count,
             metavar="N",
             help="do not read entries of more than N bytes (default: 512 MiB)",
         )
         parser.add_argument("--tenant", default="", metavar="NAME", help="the tenant that the entries belong to (default: none, shared)")
     parser.set_defaults(run=run)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
 
 
 def run_ls(arguments: argparse.Namespace) -> int:

@@ -68,6 +68,10 @@ class Inputs:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):
             raise InvalidParameter(f"starts has {len(self.starts)} positions, and undetermined {len(self.undetermined)} texts")
+        if not _is_tuple(self.rows, bytes):
+            raise InvalidParameter(f"rows is {shown(self.rows)}, expected a tuple of bytes, the ids of each row")
+        if not _is_tuple(self.hidden, tuple) or not all(len(one) == 3 and _is_tuple(one, int) for one in self.hidden):
+            raise InvalidParameter(f"hidden is {shown(self.hidden)}, expected a tuple of (row, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
             raise InvalidParameter(f"rows are bytes of one length, {ID_BYTES} for each id; found {', '.join(map(_described, self.rows))}")
         if not all(row.startswith(self.token_ids) for row in self.rows):

@@ -192,12 +192,16 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
     return f'"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
 
 
+def other_format(first: bytes) -> str:
+    """What a file is that begins with ``first``, as far as it is a known format; empty if it is not."""
+    return next((name for magic, name in _OTHERS.items() if first.startswith(magic)), "")
+
+
 def _not_kvpack(first: bytes, size: int, length: int) -> str:
     if size < LENGTH_BYTES:
         return f"is {f'only {size} bytes long' if size else 'empty'}, not a kvpack file"
     if first[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and LENGTH_BYTES + length <= size:
         return 'is another safetensors file, not a kvpack file: its metadata does not begin with "format":"kvpack"'
-    for magic, name in _OTHERS.items():
-        if first.startswith(magic):
-            return f"is {name}, not a kvpack file"
+    if other := other_format(first):
+        return f"is {other}, not a kvpack file"
     return f"is not a kvpack file: bytes 8 to {LENGTH_BYTES + len(_PREFIX) - 1} are not {_PREFIX.decode()}"

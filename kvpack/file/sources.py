@@ -116,7 +116,7 @@ class OnDisk:
                 # A private mapping never changes the file.
                 made = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_COPY) if now >= self.size else None
             except (OSError, ValueError) as error:
-                raise _failed("mapped", error) from None
+                raise _failed("mapped", error, "; kvpack.load(path, copy=True) reads a file into memory instead") from None
             if made is None:
                 raise self._cut(now)
             self._mapping = InMemory(made)
@@ -141,6 +141,6 @@ class OnDisk:
         return Truncated(f"had {self.size} bytes when it was opened, and ended at byte {size} when that was read: it was cut meanwhile")
 
 
-def _failed(what: str, error: OSError | ValueError) -> MissingFile:
+def _failed(what: str, error: OSError | ValueError, instead: str = "") -> MissingFile:
     reason = (error.strerror if isinstance(error, OSError) else None) or error
-    return MissingFile(f"could not be {what}: {reason}", number=getattr(error, "errno", None) or errno.EIO)
+    return MissingFile(f"could not be {what}: {reason}{instead}", number=getattr(error, "errno", None) or errno.EIO)

@@ -17,7 +17,7 @@ import xxhash
 
 from kvpack.file.header import DIGEST_BYTES
 from kvpack.file.json_header import check_digest
-from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
+from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
 
 from .forms import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_version, key_id, sealed_bytes
 from .identity import length_prefixed
@@ -55,7 +55,7 @@ class Cipher:
     """AES-GCM with the keys in ``keys`` by id, of 16, 24 or 32 bytes; the first one encrypts, all decrypt.
 
     To rotate keys, put a new key first and keep the old ones for as long as their entries are needed.
-    Raises InvalidParameter for invalid keys, and KvpackError without the package cryptography.
+    Raises InvalidParameter for invalid keys, and MissingPackage without the package cryptography.
     """
 
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
@@ -64,7 +64,7 @@ class Cipher:
             from cryptography.hazmat.primitives.ciphers import Cipher as Engine
             from cryptography.hazmat.primitives.ciphers import algorithms, modes
         except ImportError:
-            raise KvpackError("encrypted entries need the package cryptography: pip install 'kvpack[encryption]'") from None
+            raise MissingPackage("encrypted entries need the package cryptography: pip install 'kvpack[encryption]'") from None
         if not isinstance(keys, Mapping) or not keys:
             kind = "an empty map" if isinstance(keys, Mapping) else f"of type {type(keys).__name__}"
             raise InvalidParameter(f"encryption is {kind}, expected at least one key with its id")

@@ -6,7 +6,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import MissingPackage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,12 +52,12 @@ class Collector:
 def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
     """Have ``registry`` (default: prometheus_client's own) collect what ``store.prometheus()`` tells; unregister what is returned.
 
-    ``add`` of what is returned takes further stores, whose ``labels`` differ. Raises InvalidParameter without prometheus_client.
+    ``add`` of what is returned takes further stores, whose ``labels`` differ. Raises MissingPackage without prometheus_client.
     """
     try:
         from prometheus_client import REGISTRY
     except ImportError:
-        raise InvalidParameter("the metrics of a store are registered with prometheus_client, which is not installed") from None
+        raise MissingPackage("the metrics of a store are registered with prometheus_client: pip install prometheus-client") from None
     collector = Collector()
     collector.add(store, labels)
     (REGISTRY if registry is None else registry).register(collector)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
 from kvpack.file.parallel import in_parallel
-from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
+from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage
 
 from .forms import FRONT_BYTES, check_size
 
@@ -42,7 +42,7 @@ class Objects:
         try:
             import obstore
         except ImportError:
-            raise KvpackError("a store on an object store needs the package obstore: pip install 'kvpack[object-store]'") from None
+            raise MissingPackage("a store on an object store needs the package obstore: pip install 'kvpack[object-store]'") from None
         self._obstore: Any = obstore
         self._max_bytes = max_bytes
         known = obstore.exceptions

@@ -20,7 +20,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
-from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded
+from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage
 
 from .backend import MAX_ENTRY_BYTES, OneTier, Stored
 from .breaker import Breaker, Guard
@@ -95,7 +95,7 @@ class Redis(OneTier):
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError:
-            raise KvpackError("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
+            raise MissingPackage("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, ttl
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._lock = Lock()

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import kvpack
 from kvpack import cli
-from kvpack.file.inputs import Inputs
+from kvpack.file.hidden_tokens import Hidden
+from kvpack.file.inputs import PADDED, Inputs
 from kvpack.formats import errors
 from kvpack.output import printable, progress
 
@@ -341,18 +342,22 @@ IDS = [0, 5, 2**31, 2**32 - 1, 7]
     [
         (kvpack.Inputs(torch.tensor(IDS).to(torch.uint32).numpy().tobytes()), {}),
         (kvpack.Inputs(b"", ("tokens 2 to 5 came from embeddings", "an image"), (2, 40)), {"title": "a \u2603", "version": 3, "rate": 0.1}),
+        (kvpack.Inputs.of_rows([bytes([5, 0, 0, 0, 6, 0, 0, 0]), bytes([0, 0, 0, 0, 6, 0, 0, 0])], (), (), 256), {}),
+        (kvpack.Inputs.of_rows([b"\1\0\0\0" * 9], [(f"tokens from 256 on {PADDED}", 256)], (Hidden(1, 256, 260),), 256), {}),
         (kvpack.Inputs(), {}),
         (None, {"title": "x"}),
     ],
-    ids=["ids", "no ids", "nothing known", "nothing recorded"],
+    ids=["ids", "no ids", "rows of their own", "padding", "nothing known", "nothing recorded"],
 )
 def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, Any], tmp_path: Path) -> None:
     first, plain, again = tmp_path / "first", tmp_path / "plain", tmp_path / "again"
-    kvpack.save(kvpack.pack(random_pairs(2, 50), "raw", inputs=inputs), first, metadata=metadata)
+    kvpack.save(kvpack.pack(random_pairs(2, 50, batch=2), "raw", inputs=inputs, start=256), first, metadata=metadata)
     assert run("unpack", first, plain) == run("pack", plain, again, "--recipe", "raw") == 0
     tensors = load_file(plain)
-    if inputs is not None and inputs.tokens:
-        assert torch.equal(tensors["token_ids"], torch.tensor([IDS]))
+    if inputs is not None and inputs.known[0]:
+        rows = [memoryview(row).cast("I").tolist() for row in inputs.known]
+        assert tensors["token_ids"].tolist() == rows
+        assert rows in ([IDS], [[5, 6], [0, 6]], [[1] * 9])
     else:
         assert "token_ids" not in tensors
     packed = kvpack.load(again)
@@ -505,6 +510,23 @@ def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest
         message = capsys.readouterr().err
         assert message.startswith(f"kvpack: {plain}: is not a safetensors file")
         assert message.strip().isprintable(), "a terminal would obey it"
+
+
+@pytest.mark.parametrize("command", [["pack", "--recipe", "raw"], ["import"]])
+def test_a_checkpoint_of_pytorch_is_named(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"0.k": torch.zeros(1, 1, 4, 64)}, tmp_path / "x.pt")
+    assert run(command[0], tmp_path / "x.pt", tmp_path / "out", *command[1:]) == 2
+    assert "x.pt: is a zip archive, such as a PyTorch checkpoint, not a safetensors file: " in capsys.readouterr().err
+
+
+def test_a_header_whose_length_begins_like_a_pickle_is_read(tmp_path: Path) -> None:
+    for width in range(400, 640):
+        save_file({"0.k": torch.zeros(1, 1, 4, 64)}, tmp_path / "dense", {"note": "x" * width})
+        if (tmp_path / "dense").read_bytes()[:2] == b"\x80\x02":
+            break
+    else:
+        pytest.fail("no header has 640 bytes")
+    assert run("pack", tmp_path / "dense", tmp_path / "out", "--recipe", "raw") == 0
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

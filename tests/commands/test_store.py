@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 
 import kvpack
 from kvpack import cli
+from kvpack.commands.byte_counts import byte_count
 from kvpack.file.inputs import ID_BYTES
 from kvpack.file.limits import MAX_BINARY_BYTES
 from kvpack.store.keys import token_bytes
@@ -110,6 +112,7 @@ def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "unfinished" / ".kvpack-1-0-locked.tmp").write_bytes(b"part")
     found = printed(capsys, "gc", folder)
     assert (found["swept_files"], found["evicted_entries"], found["entries"]) == (1, 0, 5)
+    assert printed(capsys, "gc", folder, "--max-bytes", "1GB")["evicted_entries"] == 0
     found = printed(capsys, "gc", folder, "--max-bytes", 0)
     assert (found["evicted_entries"], found["entries"]) == (2, 3), "what is pinned stays"
     run("gc", folder)
@@ -355,12 +358,20 @@ def test_token_ids_that_cannot_be_read_are_said(folder: Path, tmp_path: Path, ca
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", ""])
+@pytest.mark.parametrize("number", ["0", "-1", "x", "0.5", "", "1XB", "1e9", "0.1KB 5"])
 def test_a_size_that_cannot_be_is_refused(number: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run("ls", folder, f"--max-entry-bytes={number}")
     assert stopped.value.code == 2
-    assert "is not an integer of at least 1" in capsys.readouterr().err
+    assert re.search("is not a number of bytes, such as 1000000000, 1GB or 512MiB|is no byte", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("0", 0), ("1000", 1000), ("10B", 10), ("1GB", 10**9), ("1.5 GiB", 3 * 2**29), ("512MiB", 2**29), ("2kb", 2000), ("0.0009KB", 0)],
+)
+def test_sizes_have_units(text: str, count: int) -> None:
+    assert byte_count(text) == count
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])

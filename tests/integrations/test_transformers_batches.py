@@ -293,7 +293,7 @@ def test_an_encoders_cache_goes_on_from_files(tmp_path: Path) -> None:
     assert cache.get_seq_length() == held
     assert generated(model, ROWS, cache, decoder_input_ids=begun) == generated(model, ROWS, decoder_input_ids=begun)
     assert cache.get_seq_length() == held + 8
-    with pytest.raises(InvalidParameter, match="generate was given 1 token ids, and the cache holds 16: give at least one that follows it"):
+    with pytest.raises(InvalidParameter, match="generate was given 1 token ids, and the cache holds 16: give those 16 ids"):
         generated(model, ROWS, cache, decoder_input_ids=begun[:, :1])
 
 
@@ -309,8 +309,8 @@ def test_a_prompt_in_chunks_goes_on_after_the_cache(name: str) -> None:
             cache.crop(8 - cache.get_seq_length())
             for wrong, reason in [
                 (REPEATED.roll(3, 1), "token 0 of row 0 has the id 10, and the cache was computed from the id 5 there"),
-                (REPEATED[:, :8], "generate was given 8 token ids, and the cache holds 8: give at least one that follows it"),
-                (REPEATED[:, :6], "generate was given 6 token ids, and the cache holds 8: give at least one that follows it"),
+                (REPEATED[:, :8], "generate was given 8 token ids, and the cache holds 8: give those 8 ids, then at least one"),
+                (REPEATED[:, :6], "generate was given 6 token ids, and the cache holds 8: give those 8 ids, then at least one"),
             ]:
                 mask = {name: torch.ones_like(wrong) for name in given}
                 with pytest.raises(InvalidParameter, match=reason):

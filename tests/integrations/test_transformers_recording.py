@@ -341,7 +341,7 @@ def test_other_ids_than_the_caches_are_refused() -> None:
     other[0, 7] = 60
     with pytest.raises(InvalidParameter, match="token 7 of row 0 has the id 60, and the cache was computed from the id 10 there"):
         model.generate(torch.cat([other, FOLLOWING], 1), past_key_values=KvpackCache(packed, model), max_new_tokens=2)
-    with pytest.raises(InvalidParameter, match="was given 20 token ids, and the cache holds 20: give at least one"):
+    with pytest.raises(InvalidParameter, match="was given 20 token ids, and the cache holds 20: give those 20 ids, then at least one"):
         model.generate(PROMPT, past_key_values=KvpackCache(packed, model), max_new_tokens=2)
 
 

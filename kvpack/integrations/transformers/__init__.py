@@ -10,13 +10,18 @@ else eager. With "kvpack|eager" they go to eager attention. With the model, a Kv
 a cache of another model, and decodes layers for models whose attention takes only tensors.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from kvpack.integrations.transformers_version import installed
 
-from .cache import KvpackCache
-from .functions import attention
-from .hooks import recording
-from .masks import mask
-from .plain import NAMES
+# The other imports would not say what to install.
+installed()
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+from .cache import KvpackCache  # noqa: E402
+from .functions import attention  # noqa: E402
+from .hooks import recording  # noqa: E402
+from .masks import mask  # noqa: E402
+from .plain import NAMES  # noqa: E402
 
 __all__ = ["KvpackCache", "attention", "mask", "recording"]
 

@@ -17,7 +17,8 @@ from kvpack.cache.files import load
 from kvpack.cache.given import check_packed
 from kvpack.coding.recipes import Recipe
 from kvpack.file.inputs import Inputs
-from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
+from kvpack.formats.arguments import check_flag, integer, shown
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
 from .changes import adapters_in_effect
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from kvpack.cache.files import Bases
     from kvpack.coding.bases import Basis
 
+MAX_ROWS = 2**20
+"""The most sequences that a cache is asked to hold."""
 _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) decodes them in eager code"
 
 
@@ -94,6 +97,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         graphs: bool | None = None,
     ) -> None:
         model, contents = _arguments(first, second)
+        for name, flag in (("dense", dense), ("graphs", graphs)):
+            if flag is not None:
+                check_flag(flag, name)
         if basis is not None and isinstance(contents, Cache):
             raise InvalidParameter("basis= is for recipes: a packed cache has its basis, which kvpack.load(path, basis=...) gives it")
         inside = models_in(model) if model is not None and hasattr(model, "modules") else []
@@ -186,15 +192,23 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         *,
         device: torch.device | str | None = None,
         basis: Bases | None = None,
+        copy: bool = False,
+        max_bytes: int | None = None,
         **options: Any,
     ) -> KvpackCache:
         """The cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
 
-        ``basis`` is that of ``kvpack.load``. Layers, shapes and identity are checked as by the constructor, which takes ``options``.
+        ``basis``, ``copy`` and ``max_bytes`` are those of ``kvpack.load``. Layers, shapes and identity are checked as by the constructor,
+        which takes ``options``.
         Raises what ``kvpack.load`` raises, too.
         """
+        given: Any = model
+        if not isinstance(given, torch.nn.Module):
+            swapped = isinstance(path, torch.nn.Module)
+            instead = "write KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
+            raise InvalidDtype(f"the second argument is {shown(given)}, expected a transformers model: {instead}")
         place = execution_device(model) if device is None else device
-        return cls(model, load(path, device=place, basis=basis), **options)
+        return cls(model, load(path, device=place, basis=basis, copy=copy, max_bytes=max_bytes), **options)
 
     def __enter__(self) -> Self:
         return self
@@ -231,8 +245,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         Raises OutOfBounds for a layer that the cache does not have, InvalidShape when the tensors do not continue it, or when an
         earlier pass failed between two layers.
         """
-        if layer_idx >= len(self.layers):
-            raise OutOfBounds(f"the model asks for layer {layer_idx}, the packed cache has {len(self.layers)} layers")
+        if type(layer_idx) is not int:
+            layer_idx = integer(layer_idx, "layer_idx")
+        if not 0 <= layer_idx < len(self.layers):
+            raise OutOfBounds(f"the model asks for layer {shown(layer_idx)}, the packed cache has {len(self.layers)} layers")
         if self._dense:
             return self._update_decoded(key_states, value_states, layer_idx)  # type: ignore[no-any-return]
         if torch.compiler.is_dynamo_compiling():
@@ -308,6 +324,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def _length(self, layer_idx: int) -> int:
         if self.graphs is not None and self.graphs.captured is not None:
             return CapturedLength(self.graphs.captured.tokens)
+        layer_idx = integer(layer_idx, "layer_idx")
+        if layer_idx < 0:
+            raise OutOfBounds(f"layer {shown(layer_idx)} is out of range: the cache has {len(self.layers)} layers")
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
@@ -366,6 +385,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
         They are counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
+        tokens_to_remove = integer(tokens_to_remove, "the number of tokens to remove")
         with self.passes.turns.taken():
             if tokens_to_remove > 0:
                 raise OutOfBounds(
@@ -400,6 +420,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        repeats = integer(repeats, "repeats")
+        if not 1 <= repeats <= MAX_ROWS:
+            raise InvalidParameter(f"repeats is {shown(repeats)}, expected the number of times that each sequence is to be there, from 1")
         self.batch_select_indices(torch.arange(_rows(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -460,6 +483,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor, number: int) -> None:
         """Raise InvalidShape unless these states continue layer ``number``, and it is the one that is due."""
+        for name, given in (("keys", key_states), ("values", value_states)):
+            if not isinstance(given, torch.Tensor) or given.dim() != 4:
+                raise InvalidDtype(f"layers[{number}]: {name} are {shown(given)}, expected a tensor [batch, kv_head, token, dim]")
         shapes = self.live.shapes(number)
         if not shapes and not isinstance(self.layers[number], AbsentLayer):
             return
@@ -490,7 +516,14 @@ def _arguments(first: Any, second: Any) -> tuple[torch.nn.Module | None, Any]:
         if not isinstance(second, (Cache, str, os.PathLike, Recipe)):
             check_packed(second, "KvpackCache(model, {})")
         return first, second
+    if isinstance(first, str | os.PathLike):
+        raise InvalidDtype(
+            f"{shown(first)} is neither a model nor a packed cache: AutoModelForCausalLM.from_pretrained(folder) loads a model, "
+            "and KvpackCache.load(path, model) continues a file"
+        )
     check_packed(first, "KvpackCache({})")
+    if second is not None and not isinstance(second, torch.nn.Module):
+        raise InvalidDtype(f"the second argument is {shown(second)}, expected the model that continues the cache")
     return second, first
 
 

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
@@ -40,33 +40,12 @@ class Hooks:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
         self.inside = [weakref.ref(module) for module in inside]
-        mine = weakref.ref(self)
-
-        def before(number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments = arguments_of(module, args, kwargs)
-            compiled = _compiled_calls(cache_in(arguments), arguments)
-            if compiled is not None:
-                compiled.compiled_begin(number, arguments)
-                return
-            hooks = mine()
-            for passes in [*passes_over(cache_in(arguments)), *(hooks.recordings if hooks is not None else ())]:
-                passes.enter(module, arguments)
-
-        def after(number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            arguments = arguments_of(module, args, kwargs)
-            compiled = _compiled_calls(cache_in(arguments), arguments)
-            if compiled is not None:
-                compiled.compiled_end(number)
-                return
-            hooks = mine()
-            for passes in [*passes_over(cache_in(arguments)), *(hooks.recordings if hooks is not None else ())]:
-                passes.leave(module, arguments, output)
-
+        mine = _Unpickled(self)
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
         handles: list[Any] = []
         for number, module in enumerate(inside):
-            handles.append(module.register_forward_pre_hook(partial(before, number), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(after, number), with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_pre_hook(partial(_before, mine, number), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_after, mine, number), with_kwargs=True, always_call=True))
         watched = [weakref.ref(module) for module in inside if _watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 
@@ -81,6 +60,52 @@ class Hooks:
             hooks = Hooks(model, models_in(model) if inside is None else inside)
             _HOOKS[id(model)] = hooks
         return hooks
+
+
+class _Unpickled:
+    """A weak reference to the hooks of a model, which says why the model cannot be pickled."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = weakref.ref(hooks)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickled_model()
+
+    def recordings(self) -> list[Recording]:
+        """The recordings of the model's passes."""
+        hooks = self._hooks()
+        return [] if hooks is None else hooks.recordings
+
+
+def refuse_pickled_model() -> NoReturn:
+    """Raise InvalidParameter: a KvpackCache has hooks on the model."""
+    raise InvalidParameter(
+        "the model is watched by a KvpackCache or recording(), which pickle cannot hold: call release() on the cache first, or end its "
+        "with block, then save the model; torch.save(model.state_dict(), path) works at any time"
+    )
+
+
+def _before(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    arguments = arguments_of(module, args, kwargs)
+    compiled = _compiled_calls(cache_in(arguments), arguments)
+    if compiled is not None:
+        compiled.compiled_begin(number, arguments)
+        return
+    for passes in [*passes_over(cache_in(arguments)), *mine.recordings()]:
+        passes.enter(module, arguments)
+
+
+def _after(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    arguments = arguments_of(module, args, kwargs)
+    compiled = _compiled_calls(cache_in(arguments), arguments)
+    if compiled is not None:
+        compiled.compiled_end(number)
+        return
+    for passes in [*passes_over(cache_in(arguments)), *mine.recordings()]:
+        passes.leave(module, arguments, output)
 
 
 class Passes:
@@ -294,6 +319,9 @@ class _Watched:
             return self
         remember_copies(memo)
         return type(self)(copied)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickled_model()
 
     def _alive(self) -> PreTrainedModel:
         alive = self._owner()

@@ -32,6 +32,13 @@ class Decoding:
             "each call with such a mask decodes the keys and values of its layer"
         )
 
+    def tell_read(self, number: int, name: str) -> None:
+        """Issue a KvpackWarning that dense ``name`` of layer ``number`` were read, unless one was issued."""
+        self._warn(
+            f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer, and "
+            "an attention that reads tensors gets them by KvpackCache(..., dense=True)"
+        )
+
     def _warn(self, text: str) -> None:
         if not self.told:
             self.told = True
@@ -78,14 +85,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> torch.Tensor | None:
         """Dense keys, as cross-attention reads them."""
-        self._decoding.tell("the model")
+        self._decoding.tell_read(self.number, "keys")
         k = self.packed.k
         return k.unpack(k.tail.dtype) if k is not None else None
 
     @property
     def values(self) -> torch.Tensor | None:
         """Dense values, as cross-attention reads them."""
-        self._decoding.tell("the model")
+        self._decoding.tell_read(self.number, "values")
         v = self.packed.v
         return v.unpack(v.tail.dtype) if v is not None else None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
+from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
 from kvpack.store.rope import same_up_to
 
@@ -87,7 +88,12 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
 
 
 def _ids(prompt: Any) -> torch.Tensor:
-    ids = torch.as_tensor(prompt, device="cpu").detach()
+    try:
+        ids = torch.as_tensor(prompt, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidDtype(f"prompt is {shown(prompt)}, expected token ids, which are integers: {error}") from None
+    if ids.is_meta or ids.layout != torch.strided or ids.is_quantized:
+        raise InvalidDtype(f"prompt is {shown(ids)} on {ids.device}, expected a dense tensor of token ids")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise InvalidDtype(f"prompt has dtype {ids.dtype}, expected token ids, which are integers")
     ids = ids.to(torch.int64)

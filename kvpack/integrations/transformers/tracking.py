@@ -33,6 +33,9 @@ _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
 """What ``identity_of`` may tell apart in one model, what a user changed before the digests that change with it."""
 
 
+_SHARED = "KvpackCache.load(path, model, prompt=ids) keeps what a file and other ids begin with"
+
+
 class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
@@ -322,17 +325,22 @@ class Tracking:
 
     def _check_ids(self, ids: torch.Tensor, following: int) -> None:
         """Raise InvalidParameter unless the last ``following`` of ``ids`` follow those of the cache."""
-        if following <= 0:
-            raise InvalidParameter(
-                f"generate was given {ids.shape[1]} token ids, and the cache holds {self.record.tokens}: give at least one that follows it"
-            )
-        differing = self.record.differing(ids[:, : ids.shape[1] - following])
-        if differing is None:
-            # The caller knows of the tokens that a failed pass left.
-            self._left = None
-        else:
+        held = self.record.tokens
+        differing = self.record.differing(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
+        if differing is not None:
             token, row, known, given = differing
-            raise InvalidParameter(f"token {token} of row {row} has the id {given}, and the cache was computed from the id {known} there")
+            raise InvalidParameter(
+                f"token {token} of row {row} has the id {given}, and the cache was computed from the id {known} there: give generate the "
+                f"{held} ids of the cache, then new ones. {_SHARED}"
+            )
+        if following <= 0:
+            instead = "crop(-1) drops the newest, which is then computed again" if ids.shape[1] == held else _SHARED
+            raise InvalidParameter(
+                f"generate was given {ids.shape[1]} token ids, and the cache holds {held}: give those {held} ids, then at least one that "
+                f"follows them. {instead[0].upper()}{instead[1:]}"
+            )
+        # The caller knows of the tokens that a failed pass left.
+        self._left = None
 
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
         """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with those of the cache's ids, where these tell all.

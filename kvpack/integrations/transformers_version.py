@@ -1,0 +1,26 @@
+"""The versions of transformers that kvpack works with."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvpack.formats.errors import MissingPackage
+
+OLDEST = (5, 23)
+"""The oldest version, as in pyproject.toml."""
+
+_INSTALL = "pip install -U 'kvpack[transformers]'"
+
+
+def installed() -> Any:
+    """The module transformers. Raises MissingPackage where it is not installed, or too old."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingPackage(f"this needs transformers, which is not installed: {_INSTALL}") from None
+    numbers = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2]))
+    if numbers < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise MissingPackage(f"this needs transformers {oldest} or newer, and {transformers.__version__} is installed: {_INSTALL}")
+    return transformers

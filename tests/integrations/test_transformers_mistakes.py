@@ -1,0 +1,246 @@
+"""Mistakes of people who use transformers: each ends in a KvpackError that says what to write instead, and what it says works."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+import kvpack
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackError, MissingFile, MissingPackage
+from kvpack.integrations import transformers_version
+from kvpack.integrations.transformers import KvpackCache, recording
+
+from foreign_values import FOREIGN, foreign_errors  # isort: skip
+
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+IDS = torch.arange(1, 41)[None]
+NEW = torch.tensor([[45, 46]])
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=50,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mistakes") / "prompt.kvpack"
+    with KvpackCache(model, "raw") as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        kvpack.save(cache.packed, path)
+    return path
+
+
+def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
+    for call in (
+        lambda: KvpackCache.load(file, "folder"),  # type: ignore[arg-type]
+        lambda: KvpackCache.load(file, None),  # type: ignore[arg-type]
+        lambda: KvpackCache("folder", "octopus-3"),  # type: ignore[arg-type]
+        lambda: kvpack.Identity.of("folder", "octopus-3"),
+    ):
+        with pytest.raises(KvpackError, match=r"AutoModelForCausalLM\.from_pretrained\(.*\) loads? (one|a model)|load the model first"):
+            call()
+    with pytest.raises(InvalidDtype, match=r"write KvpackCache\.load\(path, model\)"):
+        KvpackCache.load(model, file)  # type: ignore[arg-type]
+    with pytest.raises(InvalidDtype, match="expected the model that continues the cache"):
+        KvpackCache(kvpack.load(file), "octopus-3")
+    KvpackCache.load(file, model).release()
+
+
+def test_a_packed_cache_in_place_of_its_own(model: Any, file: Path) -> None:
+    packed = kvpack.load(file)
+    ids = torch.cat([IDS, NEW], 1)
+    for call in (lambda: model.generate(ids, past_key_values=packed, **OPTIONS), lambda: model(ids, past_key_values=packed)):
+        with pytest.raises(InvalidParameter, match=r"a packed Cache is not a transformers cache: .*KvpackCache\(model, cache\)"):
+            call()
+    with KvpackCache(model, packed) as cache:
+        assert model.generate(ids, past_key_values=cache, **OPTIONS).tolist() == model.generate(ids, **OPTIONS).tolist()
+
+
+@pytest.mark.parametrize("options", [{"copy": True}, {"max_bytes": 10**6}, {"copy": True, "max_bytes": 10**6, "device": "cpu"}])
+def test_a_file_is_loaded_as_kvpack_load_does(options: dict[str, Any], model: Any, file: Path) -> None:
+    with KvpackCache.load(file, model, **options) as cache:
+        assert cache.get_seq_length() == 40
+    with pytest.raises(kvpack.LimitExceeded):
+        KvpackCache.load(file, model, max_bytes=10)
+
+
+def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr("kvpack.file.sources.mmap.mmap", refused)
+    for call in (lambda: kvpack.load(file), lambda: KvpackCache.load(file, model)):
+        with pytest.raises(MissingFile, match=r"could not be mapped: No such device; kvpack\.load\(path, copy=True\) reads"):
+            call()
+    assert kvpack.load(file, copy=True).tokens == 40
+    KvpackCache.load(file, model, copy=True).release()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (IDS, r"given 40 token ids, and the cache holds 40: give those 40 ids, then at least one that follows them\. Crop\(-1\) drops"),
+        (IDS[:, :7], r"given 7 token ids, and the cache holds 40: .*\. KvpackCache\.load\(path, model, prompt=ids\) keeps"),
+        (NEW, r"token 0 of row 0 has the id 45, .* id 1 there: give generate the 40 ids of the cache, then new ones\. .*prompt=ids"),
+        (IDS.roll(1), r"token 0 of row 0 has the id 40, .*: give generate the 40 ids of the cache, then new ones\. .*prompt=ids"),
+        (torch.cat([IDS.roll(1), NEW], 1), r"token 0 of row 0 has the id 40, .*prompt=ids"),
+    ],
+    ids=["the same", "its beginning", "only the new message", "other ids", "longer other ids"],
+)
+def test_ids_that_do_not_continue_the_cache(ids: torch.Tensor, message: str, model: Any, file: Path) -> None:
+    with KvpackCache.load(file, model) as cache, pytest.raises(InvalidParameter, match=message):
+        model.generate(ids, past_key_values=cache, **OPTIONS)
+    with KvpackCache.load(file, model, prompt=ids) as cache:
+        assert model.generate(ids, past_key_values=cache, **OPTIONS).tolist() == model.generate(ids, **OPTIONS).tolist()
+    if torch.equal(ids, IDS):
+        with KvpackCache.load(file, model) as cache:
+            cache.crop(-1)
+            assert model.generate(ids, past_key_values=cache, **OPTIONS).tolist() == model.generate(ids, **OPTIONS).tolist()
+
+
+def test_beams_over_one_sequence(model: Any, file: Path) -> None:
+    ids = torch.cat([IDS, NEW], 1)
+    expected = model.generate(ids, num_beams=3, **OPTIONS)
+    with KvpackCache.load(file, model) as cache:
+        assert model.generate(ids, past_key_values=cache, num_beams=3, **OPTIONS).tolist() == expected.tolist()
+    with KvpackCache.load(file, model) as cache:
+        with pytest.raises(InvalidShape, match=r"the pass has 3 rows, .*cache\.batch_repeat_interleave\(3\)"):
+            model(NEW.repeat(3, 1), past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        assert model(NEW.repeat(3, 1), past_key_values=cache).logits.shape[0] == 3
+
+
+@pytest.mark.parametrize("save", [lambda model: torch.save(model, io.BytesIO()), pickle.dumps], ids=["torch.save", "pickle"])
+def test_a_watched_model_is_not_pickled(save: Callable[[Any], Any], model: Any, file: Path) -> None:
+    with KvpackCache.load(file, model) as cache:
+        with pytest.raises(InvalidParameter, match=r"call release\(\) on the cache first"):
+            save(model)
+        torch.save(model.state_dict(), io.BytesIO())
+        cache.release()
+        save(model)
+    with recording(model), pytest.raises(InvalidParameter, match="end its with block"):
+        save(model)
+    save(model)
+
+
+def test_reading_keys_warns_of_the_access(model: Any, file: Path) -> None:
+    with KvpackCache.load(file, model) as cache:
+        with pytest.warns(kvpack.KvpackWarning, match=r"layers\[1\]\.values was read"):
+            assert cache.layers[1].values.shape[2] == 40
+        # It is said once; warnings are errors here.
+        assert cache.layers[0].keys.shape[2] == 40
+
+
+def test_a_cache_of_an_older_transformers() -> None:
+    past = DynamicCache.__new__(DynamicCache)
+    k = torch.randn(1, 1, 5, 64)
+    past.__dict__.update(key_cache=[k], value_cache=[k], _seen_tokens=5)
+    with pytest.raises(InvalidDtype, match=r"of transformers before 4\.56: give its \(k, v\) as list\(zip\("):
+        kvpack.pack(past, "raw")
+    assert kvpack.pack(list(zip(past.key_cache, past.value_cache, strict=True)), "raw").tokens == 5
+
+
+@pytest.mark.parametrize("name", ["first", "second", "dense", "rope_deltas", "prompt", "basis", "graphs"])
+def test_foreign_arguments_of_the_constructor(name: str, model: Any) -> None:
+    given: dict[str, Any] = {"first": model, "second": "raw"}
+    check(lambda value: KvpackCache(**{**given, name: value}).release(), skipped="a module")
+
+
+@pytest.mark.parametrize("name", ["path", "model", "device", "basis", "copy", "max_bytes", "dense", "prompt", "graphs"])
+def test_foreign_arguments_of_load(name: str, model: Any, file: Path) -> None:
+    check(lambda value: KvpackCache.load(**{"path": file, "model": model, name: value}).release(), skipped="a module")
+
+
+CALLS: dict[str, Callable[[KvpackCache, Any], Any]] = {
+    "crop": lambda cache, value: cache.crop(value),
+    "batch_repeat_interleave": lambda cache, value: cache.batch_repeat_interleave(value),
+    "batch_select_indices": lambda cache, value: cache.batch_select_indices(value),
+    "reorder_cache": lambda cache, value: cache.reorder_cache(value),
+    "get_seq_length": lambda cache, value: cache.get_seq_length(value),
+    "keys of update": lambda cache, value: cache.update(value, value, 0),
+    "layer of update": lambda cache, value: cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), value),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_foreign_arguments_of_a_cache(call: Callable[[KvpackCache, Any], Any], model: Any, file: Path) -> None:
+    packed = kvpack.load(file)
+
+    def one(value: Any) -> None:
+        with KvpackCache(model, packed) as cache:
+            call(cache, value)
+
+    check(one)
+
+
+def check(call: Callable[[Any], Any], skipped: str = "") -> None:
+    found = foreign_errors(call, {what: value for what, value in FOREIGN.items() if what != skipped})
+    assert not found, "\n" + "\n".join(found)
+
+
+_WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+import kvpack
+try:
+    exec(sys.argv[2])
+except ImportError as error:
+    assert isinstance(error, kvpack.KvpackError), error
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "extra"),
+    [
+        ("transformers", "from kvpack.integrations.transformers import KvpackCache", "transformers"),
+        ("transformers", "import kvpack.models; kvpack.models.load_model()", "transformers"),
+        ("redis", "kvpack.Store('redis://localhost', kvpack.Identity('m', 'raw'))", "redis"),
+        ("obstore", "kvpack.Store('s3://bucket', kvpack.Identity('m', 'raw'))", "object-store"),
+        ("cryptography", "kvpack.Store('x', kvpack.Identity('m', 'raw'), encryption={'a': bytes(16)})", "encryption"),
+        ("matplotlib", "from kvpack.bench import picture; picture.library()", "bench"),
+    ],
+)
+def test_a_package_that_is_not_installed(package: str, code: str, extra: str, tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", _WITHOUT, package, code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert re.match(rf"MissingPackage .*pip install (-U )?'kvpack\[{extra}\]'", found.stdout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_version_of_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    for version in ("4.50.3", "5.22.0.dev0", "5.9"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        with pytest.raises(MissingPackage, match=rf"5\.23 or newer, and {re.escape(version)} is installed: pip install -U"):
+            transformers_version.installed()
+    for version in ("5.23.0", "5.24.0.dev0", "6.0"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        assert transformers_version.installed() is transformers
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    oldest = ".".join(map(str, transformers_version.OLDEST))
+    assert project["project"]["optional-dependencies"]["transformers"] == [f"transformers>={oldest}"]

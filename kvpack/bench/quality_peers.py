@@ -69,7 +69,7 @@ def _is_installed(module: str) -> bool:
 
 def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasured:
     """Quantize the window's first part as keys and values in bf16, and read the rest over it, at most ``step`` tokens at once."""
-    from transformers import QuantizedCache
+    from transformers.cache_utils import QuantizedCache
 
     axis = AXES[peer.backend]
     cache = QuantizedCache(peer.backend, model.config, nbits=peer.bits, axis_key=axis, axis_value=axis)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from transformers import cache_utils
 
 from kvpack import cli
 from kvpack.bench import quality, quality_peers
 from kvpack.bench.quality_peers import Peer
 
 
-class Rounded(transformers.cache_utils.QuantizedLayer):  # type: ignore[misc]
+class Rounded(cache_utils.QuantizedLayer):  # type: ignore[misc]
     """A backend whose codes are bytes: a scale and a zero point per token and head."""
 
     def _quantize(self, tensor: torch.Tensor, axis: int) -> Any:
@@ -26,14 +26,14 @@ class Rounded(transformers.cache_utils.QuantizedLayer):  # type: ignore[misc]
         return codes.to(torch.float32) * meta["scale"] + meta["zero"]
 
 
-class Cache(transformers.Cache):  # type: ignore[misc]
+class Cache(cache_utils.Cache):  # type: ignore[misc]
     def __init__(self, backend: str, config: Any, nbits: int, axis_key: int, axis_value: int) -> None:
         super().__init__(layers=[Rounded(nbits, axis_key, axis_value) for _ in range(config.num_hidden_layers)])
 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "QuantizedCache", Cache)
+    monkeypatch.setattr(cache_utils, "QuantizedCache", Cache)
     monkeypatch.setattr(quality, "installed", lambda: [Peer("hqq", 4), Peer("hqq", 2)])
 
 

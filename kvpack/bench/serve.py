@@ -112,7 +112,7 @@ def _measured(
     compiled: bool,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    model = _model(shape, layers, device, dtype)
+    model = random_model(shape, layers, device, dtype)
     recipes = recipes or RECIPES
     contexts = CONTEXTS[device] if contexts is None else contexts
     prefixes = PREFIXES[device] if prefixes is None else prefixes
@@ -142,7 +142,8 @@ def _measured(
     return report
 
 
-def _model(shape: str, layers: int | None, device: str, dtype: str | None) -> Any:
+def random_model(shape: str, layers: int | None, device: str, dtype: str | None) -> Any:
+    """A model of a known shape or of a configuration, with random weights. Raises InvalidParameter."""
     library = transformers_library()
     config = _config(shape, layers)
     config._attn_implementation = "sdpa"

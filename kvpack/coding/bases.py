@@ -28,7 +28,7 @@ from kvpack.formats.raw import Raw
 from kvpack.formats.transform import MAX_STEP, default_chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvpack.file.sources import Source
     from kvpack.formats.base import Codec
@@ -250,16 +250,19 @@ class Basis:
             values += rows.heads * rows.dim
         return bits / values
 
-    def check_model(self, model: Mapping[str, str]) -> None:
+    def check_model(self, model: Mapping[str, str], digests: Sequence[str] = ()) -> None:
         """Raise InvalidParameter where ``model``, the identity of a cache's model, is another than that of the basis.
 
         Where both know their weights in the same way, in the cache's dtype, these and the settings of RoPE are compared and the name is
-        not: the same model may lie in another folder.
+        not: the same model may lie in another folder. ``digests`` are the weights of the cache's model in other ways.
         """
         # The same weights are other bytes in another dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
         known = self.model if weights is None else {**self.model, "weights": weights}
         # A digest of all weights and one of a sample tell nothing of each other, nor do two texts of RoPE beside them.
+        kind = known.get("weights", "").partition(":")[0]
+        if same := [text for text in digests if text.partition(":")[0] == kind]:
+            model = {**model, "weights": same[0]}
         kinds = [one["weights"].partition(":")[0] for one in (model, known) if "weights" in one]
         for name in ("weights", "rope") if len(kinds) == 2 and kinds[0] == kinds[1] else ("name",):
             found, expected = model.get(name), known.get(name)

@@ -58,6 +58,7 @@ def add(commands: Any) -> None:
     _add_overview(kinds)
     _add_store(kinds)
     _add_serve(kinds)
+    _add_weights(kinds)
 
 
 def _add_quality(kinds: Any) -> None:
@@ -291,6 +292,35 @@ def run_serve(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype, compiled=arguments.compiled,
         )  # fmt: skip
     print_report(report, serve.show, arguments)
+    return 0
+
+
+def _add_weights(kinds: Any) -> None:
+    weights = kinds.add_parser(
+        "weights",
+        help="naming a model by all of its weights, compared with a decode step, and a checkpoint's first start",
+        description="Time the digest of all weights of a model, which names it in files and stores, compared with a decode step, and the "
+        "digest of its checkpoint, which an engine's first start computes.",
+    )
+    weights.add_argument("--model", metavar="DIR", help=MODEL_HELP)
+    weights.add_argument("--shape", metavar="SHAPE", help="a shape of bench serve, such as llama-3-8b, with random bf16 weights")
+    weights.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the weights are (default: cpu)")
+    weights.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
+    add_json(weights)
+    weights.set_defaults(run=run_weights)
+
+
+def run_weights(arguments: argparse.Namespace) -> int:
+    """Measure and print the tables."""
+    from kvpack.models import transformers_library
+
+    # Refuses with a message where transformers is missing: the next line imports it.
+    transformers_library()
+    from kvpack.bench import weights
+
+    with progress("bench weights", arguments) as callback:
+        report = weights.run(arguments.model, arguments.shape, arguments.device, repeats=arguments.repeats, progress=callback)
+    print_report(report, weights.show, arguments)
     return 0
 
 

@@ -11,14 +11,13 @@ import os
 from collections import deque
 from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
-    from typing import TypeVar
 
-    Item = TypeVar("Item")
-    Result = TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
@@ -49,6 +48,38 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
             job.cancel()
 
 
+class Begun(Generic[Item, Result]):
+    """``call(item)`` for every item, begun in up to ``at_once`` threads; whoever waits makes the calls that no thread has begun."""
+
+    def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
+        self._jobs = [_Job(item) for item in items]
+        self._call: Callable[[Item], Result] | None = call
+        queue: SimpleQueue[_Job | None] = SimpleQueue()
+        for job in self._jobs:
+            queue.put(job)
+        # Threads that have not ended yet keep this object, and nothing that the calls needed.
+        for _ in range(_start(self._made, queue, min(len(self._jobs), at_once))):
+            queue.put(None)
+
+    def _made(self, item: Item) -> Result:
+        assert self._call is not None
+        return self._call(item)
+
+    def wait(self) -> None:
+        """Wait for all calls; raises none of their errors. What only the calls need is not kept."""
+        if self._call is not None:
+            for job in self._jobs:
+                job.run(self._made)
+            for job in self._jobs:
+                job.wait()
+            self._call = None
+
+    def results(self) -> list[Result]:
+        """The results in the order of the items; raises the error of the first call that failed."""
+        self.wait()
+        return [job.result() for job in self._jobs]
+
+
 class _Job:
     """One call: the thread that takes the lock ``_begun`` makes it, and then releases ``_done``."""
 
@@ -71,9 +102,14 @@ class _Job:
             finally:
                 self._done.release()
 
+    def wait(self) -> None:
+        """Wait for the end of the call, which somebody makes."""
+        with self._done:
+            pass
+
     def result(self) -> Any:
         """Wait for the call and return its result; raises the error of the call."""
-        self._done.acquire()
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._result
@@ -81,7 +117,7 @@ class _Job:
     def cancel(self) -> None:
         """Prevent the call, or wait for its end if it has begun."""
         if not self._begun.acquire(blocking=False):
-            self._done.acquire()
+            self.wait()
 
 
 def _start(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:

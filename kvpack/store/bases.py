@@ -35,7 +35,7 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
 
 
 class StoredBasis:
-    """The basis with SHA-256 ``digest``, of the model ``model``, in a store; ``given`` is the caller's.
+    """The basis with SHA-256 ``digest``, of the model ``model``, in a store; ``given`` is the caller's, ``digests`` are as of an identity.
 
     ``keys`` begin every chain of chunks that need it. No method raises for a fault: it is counted, and a miss.
     """
@@ -49,11 +49,12 @@ class StoredBasis:
         counters: Counters,
         max_entry_bytes: int,
         given: Basis | None = None,
+        digests: Sequence[str] = (),
     ) -> None:
         if given is not None:
-            given.check_model(model)
+            given.check_model(model, digests)
         self.keys: Sequence[bytes] = basis_keys(digest, cipher)
-        self._digest, self._model, self._backend, self._cipher = digest, model, backend, cipher
+        self._digest, self._model, self._digests, self._backend, self._cipher = digest, model, digests, backend, cipher
         self._counters, self._max_entry_bytes = counters, max_entry_bytes
         self._basis = given
         self._whole: set[int] = set()
@@ -116,7 +117,7 @@ class StoredBasis:
         while entries := self._backend.find([key], beyond=beyond):
             try:
                 basis = basis_in(key, entries[0].data, self._digest, self._cipher)
-                basis.check_model(self._model)
+                basis.check_model(self._model, self._digests)
             except FAULTS as error:
                 refuse(self._backend, self._counters, key, entries[0], error)
                 beyond = entries[0].tier

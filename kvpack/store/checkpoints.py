@@ -17,7 +17,7 @@ import xxhash
 from kvpack.file.parallel import in_parallel, usable_cores
 from kvpack.formats.errors import InvalidParameter
 
-from .described import FILES
+from .described import FILES, json_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,8 +43,7 @@ def checkpoint_digest(folder: Path) -> str:
     """
     paths = sorted(folder.glob("*.safetensors"))
     digests = [(path.name, _file_digest(os.path.realpath(path))) for path in paths]
-    text = json.dumps(digests)
-    return f"{FILES}:{hashlib.sha256(text.encode()).hexdigest()}" if paths else ""
+    return f"{FILES}:{hashlib.sha256(json_text(digests).encode('utf-8', 'surrogatepass')).hexdigest()}" if paths else ""
 
 
 def _file_digest(path: str) -> str:

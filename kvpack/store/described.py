@@ -27,6 +27,12 @@ BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and v
 """The advice for a caller whose model cannot be digested."""
 
 
+def weights_kind(weights: str) -> str:
+    """The kind of ``Identity.weights``: ``ALL``, ``SAMPLE``, ``FILES``, or "" for a revision or nothing."""
+    kind = weights.partition(":")[0]
+    return kind if kind in (ALL, SAMPLE, FILES) else ""
+
+
 def text_digest(value: Any) -> str:
     """The SHA-256, as text, of ``value`` as ``plain`` returns it."""
     return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
@@ -96,7 +102,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
         )
     if kind.endswith(".DTensor"):
         raise InvalidParameter(f"{where} is a DTensor, of which this process holds a part: give weights= (a revision), or {BY_HAND}")
-    described = f"{tensor.dtype} {list(tensor.shape)}"
+    described = tensor_text(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name), most)] for name in names]
@@ -111,6 +117,11 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
             f"give weights= (a revision) where it is a weight, or {BY_HAND}"
         ) from None
     return f"{described} {xxhash.xxh3_128_hexdigest(data.data)}"
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """``tensor_digest`` of a plain tensor but for its digest."""
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .described import SCALARS, class_name, json_text, plain, sampled, tensor_digest, text_digest
+from .described import SAMPLE, SCALARS, class_name, json_text, plain, sampled, tensor_digest, text_digest
+from .weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,8 +36,6 @@ _INCIDENTAL_SETTINGS = {
 """Settings of a transformers configuration that change no key and no value, or that have a field of their own."""
 _INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
 """Attributes of modules that change no key and no value."""
-SAMPLE = "sample-sha256:"
-"""How ``Identity.weights`` begins where only a sample of the weights was read."""
 SAMPLED_VALUES = 64
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that decide what a module's state is."""
@@ -48,18 +47,15 @@ _FREQUENCIES = "inv_freq"
 """The ending of buffers with the frequencies of a rotary embedding."""
 
 
-def weights_digest(found: Iterable[Part]) -> str:
-    """A digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
-    total = hashlib.sha256()
-    for name, value in _states(found):
-        total.update(f"{json_text([name, plain(name, value)])}\n".encode())
-    return f"sha256:{total.hexdigest()}"
+def weights_of(found: Iterable[Part]) -> Weights:
+    """The digest, begun, of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
+    return Weights(_states(found))
 
 
 def weights_sample(found: Iterable[Part]) -> str:
     """What tells models of the same modules apart without reading all weights: ``SAMPLE`` and a digest of some values of each.
 
-    They are those of ``weights_digest``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
+    Files of earlier versions name it. They are those of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
     """
     named = _states(found)
     lines = [
@@ -67,7 +63,7 @@ def weights_sample(found: Iterable[Part]) -> str:
         f"[{encoded(name)},{encoded(value)}]\n" if type(value) is str else f"{json_text([name, value])}\n"
         for (name, _), value in zip(named, sampled(named, SAMPLED_VALUES), strict=True)
     ]
-    return f"{SAMPLE}{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
+    return f"{SAMPLE}:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
 
 def config_digest(config: Any, found: Iterable[Part]) -> str:

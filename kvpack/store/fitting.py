@@ -8,7 +8,7 @@ from kvpack.coding.recipes import parse_recipe, recorded_text
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 
-from .fingerprint import SAMPLE
+from .described import weights_kind
 from .keys import ID_BYTES
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def check_cache(cache: Any, identity: Identity) -> None:
         raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, the store's identity says {identity.recipe!r}")
     for name, value in cache.model.items():
         other = model.get(name, value)
-        # A sample of the weights is not to be compared with a digest of all, or with a revision.
-        if name == "weights" and value.startswith(SAMPLE) != other.startswith(SAMPLE):
-            other = (identity.sample if value.startswith(SAMPLE) else "") or value
+        if name == "weights" and weights_kind(value):
+            # A digest of one kind tells nothing of one of another, or of a revision.
+            other = identity.weights_of_kind(weights_kind(value)) or value
         if other != value:
             raise InvalidParameter(f"the cache's model has {name} {value!r}, the store's identity says {other!r}")
     for number, layer in enumerate(cache):

@@ -15,6 +15,8 @@ from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import check_text, shown
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
+from .described import weights_kind
+
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
@@ -33,8 +35,9 @@ class Identity:
 
     ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
     configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
-    and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one. ``sample`` is
-    ``weights_sample``, where ``of`` could read the weights; it is in no key and no entry, and serves to refuse caches of other weights.
+    and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one. ``digests`` are those
+    of all weights and of a sample of them, where ``of`` could read them; they are in no key and no entry, and serve to refuse caches
+    that name other weights in another way.
     Raises InvalidParameter, naming the field, for anything except text that a header can hold (a tenant may be any text), and
     InvalidRecipe.
     """
@@ -48,7 +51,7 @@ class Identity:
     tenant: str = ""
     config: str = ""
     extra: str = ""
-    sample: str = dataclasses.field(default="", compare=False, repr=False)
+    digests: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -76,9 +79,10 @@ class Identity:
         """The identity of a transformers ``model``, as it is now, whose caches are packed with ``recipe``.
 
         ``model`` may have PEFT adapters in it or around it. Unless given, ``name`` is where the model was loaded from,
-        ``adapter`` the names of the adapters in effect, and ``weights`` a digest of every parameter, which reads the weights
-        once. Adapters, configuration, modules and buffers are always digested: take a new identity after any of them
-        changes. ``extra`` names inputs that kvpack cannot see (spec/store.md lists those that it does).
+        ``adapter`` the names of the adapters in effect, and ``weights`` a digest of every parameter. All weights that are in memory
+        are read once, also where ``weights`` names them: caches are compared with them. Adapters, configuration, modules and
+        buffers are always digested: take a new identity after any of them changes. ``extra`` names inputs that kvpack cannot see
+        (spec/store.md lists those that it does).
 
         Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
         (offloaded, or on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
@@ -99,30 +103,34 @@ class Identity:
         adapter: str | None = None,
         tenant: str = "",
         extra: str = "",
+        digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """``of`` for the model whose ``modules.parts`` are ``found``: they are walked once for all digests."""
+        """``of`` for the model whose ``modules.parts`` are ``found``: they are walked once for all digests.
+
+        With ``digests`` and ``weights``, no weights are read.
+        """
         from .adapters import adapters_text
-        from .fingerprint import SAMPLE, check_deterministic, config_digest, dtype_text, weights_digest, weights_sample
+        from .fingerprint import check_deterministic, config_digest, dtype_text, weights_of, weights_sample
         from .modules import base_model
         from .rope import rope_text
 
         base = base_model(found)
         check_deterministic(found)
-        sample = weights if weights is not None and weights.startswith(SAMPLE) else ""
-        if not sample:
-            with contextlib.suppress(InvalidParameter):
-                sample = weights_sample(found)
+        if digests is None:
+            digests = ()
+            with contextlib.nullcontext() if weights is None else contextlib.suppress(InvalidParameter):
+                digests = weights_of(found).text, weights_sample(found)
         return cls(
             model=getattr(base.config, "name_or_path", "") if name is None else name,
             recipe=parse_recipe(recipe).canonical,
-            weights=weights_digest(found) if weights is None else weights,
+            weights=digests[0] if weights is None else weights,
             adapter=adapters_text(found, adapter),
             rope=rope_text(getattr(base.config, "text_config", None) or base.config),
             dtype=dtype_text(base),
             tenant=tenant,
             config=config_digest(base.config, found),
             extra=extra,
-            sample=sample,
+            digests=digests,
         )
 
     @classmethod
@@ -158,7 +166,7 @@ class Identity:
             check_text(text, name)
         if not isinstance(tp, tuple | list) or len(tp) != 2:
             raise InvalidParameter(f"tp is {shown(tp)}, expected the rank and the number of ranks, such as (0, 1)")
-        fields = engine_fields(model_path, revision, rope, kv_dtype=kv_dtype, layout=layout, tp=tp, extra=extra)
+        fields: dict[str, Any] = engine_fields(model_path, revision, rope, kv_dtype=kv_dtype, layout=layout, tp=tp, extra=extra)
         return cls(recipe=parse_recipe(recipe).canonical, adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
 
     @property
@@ -167,11 +175,15 @@ class Identity:
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
+    def weights_of_kind(self, kind: str) -> str:
+        """The weights as a cache names them whose weights are of this kind (``described.weights_kind``); empty if they are not known so."""
+        return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
+
     @classmethod
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
         """The identity that a header names, for ``tenant``. Raises InvalidParameter and InvalidRecipe."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
-        named = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
+        named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
         return cls(recipe=Recipe.recorded(recipe).canonical, tenant=tenant, **named)
 
     @property

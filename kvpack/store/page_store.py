@@ -96,7 +96,7 @@ class PageStore:
         recipe = parse_recipe(identity.recipe)
         recipe = parse_recipe(recipe, basis_for(recipe, basis))
         if recipe.basis is not None:
-            recipe.basis.check_model(identity.header_model)
+            recipe.basis.check_model(identity.header_model, identity.digests)
         check_count("max_entry_bytes", max_entry_bytes, 1)
         check_count("jobs", jobs, 1)
         self.location, self.identity = location, identity

@@ -125,7 +125,8 @@ class Store:
         self._longest = longest_sequence(identity.rope)
         self._stored = None
         if named is not None:
-            self._stored = StoredBasis(named, self._model, self._backend, self._cipher, self._counters, max_entry_bytes, given)
+            kept = self._backend, self._cipher, self._counters, max_entry_bytes
+            self._stored = StoredBasis(named, self._model, *kept, given, identity.digests)
         self._before = [] if self._stored is None else self._stored.keys
         self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=max_entry_bytes)
         self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before)

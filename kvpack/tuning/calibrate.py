@@ -21,7 +21,7 @@ from kvpack.file.basis import SUFFIX
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.formats.transform import SCOPES, default_chunk
-from kvpack.integrations.transformers.models import Model, identity_of
+from kvpack.integrations.transformers.models import Model, identity_for, identity_of
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.store.rope import same_up_to
 
@@ -224,12 +224,21 @@ def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
-    """The identity of the model loaded in ``dtype``, by default its checkpoint's: a sample of its weights tells it from others."""
-    return identity_of(transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
+    """The identity of the model loaded in ``dtype``, by default its checkpoint's: the digest of its weights tells it from others."""
+    return identity_of(_loaded(folder, dtype))
+
+
+def check_basis(basis: Basis, folder: Path) -> None:
+    """Raise InvalidParameter where the model in ``folder`` is another than that of ``basis``."""
+    basis.check_model(identity_for(_loaded(folder, "auto"), basis))
+
+
+def _loaded(folder: Path, dtype: str) -> Any:
+    return transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
-    """The identity in the checkpoint's dtype, with the samples of weights in the others that users load models in."""
+    """The identity in the checkpoint's dtype, with the digests of weights in the others that users load models in."""
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
         found = folder_identity(folder, dtype)

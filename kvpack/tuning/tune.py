@@ -22,7 +22,7 @@ from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import load_model, model_folder
 
 from .allocation import recipe_clauses, recipe_text
-from .calibrate import folder_identity
+from .calibrate import check_basis
 from .candidates import CALIBRATED, FRAMED, LADDER, RUNGS, attendable, parse_candidates, price
 from .early_boost import RUNS, fast
 from .journal import open_journal
@@ -124,7 +124,7 @@ def run(
         words = read_text(text, folder, vocabulary(network))
         name = folder.resolve().name
         if given is not None:
-            given.check_model(folder_identity(folder))
+            check_basis(given, folder)
     sizes = _sizes(settings, words, positions(network))
     counter = _Counter(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:

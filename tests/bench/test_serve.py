@@ -61,7 +61,7 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
     """As of a device, without its graphs."""
     monkeypatch.setattr(serve, "GENERATED", 2)
     monkeypatch.setattr(serve, "TIMED_STEPS", 1)
-    model = serve._model("small", 1, "cpu", "fp32")
+    model = serve.random_model("small", 1, "cpu", "fp32")
 
     def broken(*_: Any) -> Any:
         raise torch.OutOfMemoryError
@@ -89,7 +89,7 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
 def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As of a device, without its graphs."""
     monkeypatch.setattr(serve_turns, "TURNS", 3)
-    model = serve._model("small", 1, "cpu", None)
+    model = serve.random_model("small", 1, "cpu", None)
     passes: list[tuple[str, bool]] = []
     steps = serve_turns.seconds_of
 
@@ -119,7 +119,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_steps_of_a_model_alone_compute_all_but_attention() -> None:
-    model = serve._model("small", 2, "cpu", None)
+    model = serve.random_model("small", 2, "cpu", None)
     steps = serve_turns.alone(serve_cpu.with_plain_attention(model), 40)
     token = torch.tensor([[5]])
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_the_dtype_is_that_of_the_configuration(tmp_path: Path, monkeypatch: pyt
 
 def test_the_model_of_the_dynamic_cache_is_free_of_kvpack() -> None:
     """It shares the weights, and neither hooks nor attention."""
-    model = serve._model("small", 1, "cpu", None)
+    model = serve.random_model("small", 1, "cpu", None)
     plain = serve_cpu.with_plain_attention(model)
     with KvpackCache(model, "octopus-3"):
         assert model.config._attn_implementation == "kvpack"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 
 from kvpack.file import parallel
-from kvpack.file.parallel import in_parallel
+from kvpack.file.parallel import Begun, in_parallel
 
 
 def test_results_are_in_order_and_calls_at_once() -> None:
@@ -45,3 +46,30 @@ def _none(*_: Any) -> int:
 def test_without_threads_the_caller_does_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel._thread, "start_new_thread", start)
     assert list(in_parallel(lambda n: n * n, range(9), 4)) == [n * n for n in range(9)]
+
+
+@pytest.mark.parametrize("at_once", [0, 1, 3])
+def test_begun_calls_end_in_threads_or_with_who_waits(at_once: int) -> None:
+    begun = Begun(lambda n: n * n, range(9), at_once)
+    begun.wait()
+    assert begun.results() == begun.results() == [n * n for n in range(9)]
+    assert Begun(str, [], at_once).results() == []
+
+
+def test_the_first_error_is_raised_where_results_are_asked_for() -> None:
+    begun = Begun(lambda n: 1 // (3 - n), range(6), 2)
+    begun.wait()
+    with pytest.raises(ZeroDivisionError):
+        begun.results()
+
+
+def test_nothing_is_kept_that_only_the_calls_need() -> None:
+    class Memory:
+        pass
+
+    memory = Memory()
+    alive, begun = weakref.ref(memory), Begun(lambda n, kept=memory: n, range(3), 2)
+    del memory
+    begun.wait()
+    assert alive() is None
+    assert begun.results() == [0, 1, 2]

@@ -554,7 +554,7 @@ def test_arguments_of_another_type_are_refused() -> None:
         (lambda model: setattr(model.config, "rms_norm_eps", 1e-3), "config"),
         (lambda model: model.to(torch.bfloat16), "dtype"),
         (lambda model: model.config.rope_parameters.update(rope_theta=5e5), "rope"),
-        (lambda model: setattr(model.config, "_name_or_path", "another"), "name"),
+        (lambda model: model.lm_head.weight.data[3, 5:6].neg_(), "weights"),
         (lambda model: model.model.rotary_emb.inv_freq.mul_(2), "config"),
     ],
 )
@@ -572,10 +572,11 @@ def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: 
 
 def test_of_what_differs_the_cause_is_named() -> None:
     """With another dtype the weights are other ones, too."""
-    packed = KvpackCache(model_of("Llama"), "raw").packed
+    model = model_of("Llama")
+    packed = KvpackCache(model, "raw").packed
     with pytest.raises(InvalidParameter, match="a model whose dtype is 'float32', and this one's is 'bfloat16'"):
         KvpackCache(packed, model_of("Llama").to(torch.bfloat16))
-    with pytest.raises(InvalidParameter, match="a model whose weights are 'sample-"):
+    with pytest.raises(InvalidParameter, match="a model whose weights are 'sha256:"):
         KvpackCache(packed, model_of("Llama", vocab_size=65))
 
 

@@ -15,8 +15,6 @@ from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackEr
 from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers.models import identity_of
-from kvpack.store.fingerprint import weights_sample
-from kvpack.store.modules import parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -198,7 +196,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     model.config._name_or_path = "one"
     path = file_of(model, tmp_path / "file")
     named = kvpack.load(path).model
-    assert named == kvpack.Identity.of(model, "raw", weights=weights_sample(parts(model))).header_model
+    assert named == kvpack.Identity.of(model, "raw").header_model
     with KvpackCache.load(path, model) as cache, KvpackCache(model, "raw") as other:
         assert other.packed.model == named
         model(IDS, past_key_values=cache)
@@ -207,7 +205,6 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     assert longer.model == named
     assert longer.metadata == {"title": "one"}
     assert longer.inputs.tokens == longer.tokens == 120
-    # A store knows all weights, the file a sample.
     with kvpack.Store(tmp_path / "store", kvpack.Identity.of(model, "raw"), chunk=20) as store:
         assert store.save(IDS[0].tolist(), kvpack.load(path)) == 60
     other = model_of("Llama", rms_norm_eps=1e-3)
@@ -219,7 +216,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
         assert cache.get_seq_length() == 60
     with torch.no_grad():
         moved.model.layers[1].mlp.down_proj.weight.mul_(1.01)
-    with pytest.raises(InvalidParameter, match="the cache was computed by a model whose weights are 'sample-sha256:"):
+    with pytest.raises(InvalidParameter, match="the cache was computed by a model whose weights are 'sha256:"):
         KvpackCache.load(path, moved)
     assert main(["inspect", str(tmp_path / "longer")]) == 0
     printed = capsys.readouterr().out
@@ -234,4 +231,4 @@ def test_a_model_whose_weights_are_elsewhere_is_named_without_them() -> None:
     whole = identity_of(model)
     model.model.layers[1].mlp.down_proj.to("meta")
     assert identity_of(model) == {name: text for name, text in whole.items() if name != "weights"}
-    assert whole["weights"].startswith("sample-sha256:")
+    assert whole["weights"].startswith("sha256:")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvpack.store.rope import longest_sequence
 transformers = pytest.importorskip("transformers")
 
 from kvpack.integrations.transformers import KvpackCache, recording  # noqa: E402
+from kvpack.integrations.transformers.models import sample_of  # noqa: E402
 
 from small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402 isort: skip
 
@@ -357,17 +359,20 @@ def test_samples_are_read_together_as_each_alone() -> None:
 
 @pytest.mark.parametrize("weights", [None, "a revision"])
 def test_a_cache_of_other_weights_is_not_stored(weights: str | None, tmp_path: Any) -> None:
-    """Though the cache names a sample of them, and the store's identity a digest of all, or what the caller says."""
+    """Though the store's identity may be what the caller says, and caches of earlier kvpack name a sample."""
     model, ids = small_llama(), torch.arange(3, 35)[None]
     with torch.no_grad(), KvpackCache(model, "octopus-3") as cache:
         model(ids, past_key_values=cache)
+        old = replace(cache.packed, model={**cache.packed.model, "weights": sample_of(model)})
     for changed in (False, True):
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(2 if changed else 1)
         one = kvpack.Identity.of(model, "octopus-3", weights=weights)
         with kvpack.Store(str(tmp_path / "store"), one, chunk=16) as store:
             if changed:
-                with pytest.raises(InvalidParameter, match=r"the cache's model has weights 'sample-sha256:.*the store's identity says"):
+                with pytest.raises(InvalidParameter, match=r"the cache's model has weights 'sha256:.*the store's identity says 'sha256:"):
                     store.save(ids, cache)
+                with pytest.raises(InvalidParameter, match=r"the cache's model has weights 'sample-sha256:.*the store's identity says"):
+                    store.save(ids, old)
             else:
-                assert store.save(ids, cache) == 32
+                assert store.save(ids, old) == store.save(ids, cache) == 32

@@ -134,15 +134,16 @@ def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeyp
 
 def test_a_basis_knows_its_model(basis: Path) -> None:
     found = Basis.load(basis)
-    assert found.model["weights"].startswith("sample-sha256:")
+    assert found.model["weights"].startswith("sha256:")
     found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
-    found.check_model({"weights": "sha256:0"})
+    found.check_model({"weights": "sample-sha256:0"})
+    found.check_model({"weights": "sample-sha256:0"}, ["sample-sha256:0", found.model["weights"]])
     with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', and that of the cache is 'another'"):
-        found.check_model({"name": "another", "weights": "sha256:0"})
+        found.check_model({"name": "another", "weights": "sample-sha256:0"})
     with pytest.raises(InvalidParameter, match="is the basis of a model whose weights is"):
-        found.check_model({"weights": "sample-sha256:0"})
+        found.check_model({"weights": "sha256:0"})
     with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']} and the cache's complex64: load the model in "):
-        found.check_model({"weights": "sample-sha256:0", "dtype": "complex64"})
+        found.check_model({"weights": "sha256:0", "dtype": "complex64"})
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +245,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
     found.check_model(same)
     with pytest.raises(InvalidParameter, match=r"""model whose rope is '\{.*', and that of the cache is '\{"rope_theta":7\}'"""):
         found.check_model(other)
-    found.check_model({**other, "weights": "sha256:0"})
+    found.check_model({**other, "weights": "sample-sha256:0"})
 
 
 @pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.LEAST_COST), (".frames", frames_fit.LEAST_COST)])

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack.cache.cache import Cache
 from kvpack.cache.files import load
 from kvpack.cache.given import check_packed
-from kvpack.coding.recipes import Recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs
 from kvpack.formats.arguments import check_flag, integer, shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
@@ -26,7 +26,7 @@ from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, StepGraphs, may_replay
 from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
-from .models import Model, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_of
+from .models import Model, Named, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_for
 from .positions import RotaryPositions
 from .prompts import changed_since, check_rows_known, common_tokens, other_frequencies
 from .record import Record
@@ -105,7 +105,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         inside = models_in(model) if model is not None and hasattr(model, "modules") else []
         known = None if model is None else Model(model, inside)
         inputs: Inputs | None = None
-        identity: dict[str, str] = {}
+        compared: Named | None = None
         if isinstance(contents, Cache):
             if contents.start:
                 raise InvalidParameter(
@@ -114,7 +114,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             contents.check_ends()
             if known is not None:
                 known.check(contents)
-                identity = check_identity(contents, model)
+                compared = check_identity(contents, model)
                 if prompt is None:
                     check_rows_known(contents)
             inputs = contents.inputs
@@ -125,8 +125,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             assert known is not None
             present = known.layers_with_tokens()
             windows = known.windows(len(present))
-            identity = identity_of(model)
-            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity, basis=basis)
+            contents = parse_recipe(contents, basis)
+            # The model is named at its first token; a basis is compared with it now.
+            identity = {} if contents.basis is None else identity_for(model, contents.basis)
+            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity)
             inputs = Inputs()
         if not any(present):
             raise InvalidParameter("no layer of the cache has keys or values: begin with KvpackCache(model, recipe)")
@@ -154,7 +156,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self._dense = True
             decoding.tell(known.name)
         record = Record(inputs, tokens, adapters, _rows(self.live) or 1)
-        self.passes = Tracking(record, positions, known, not self._dense, model if inside else None, identity)
+        self.passes = Tracking(record, positions, known, not self._dense, model if inside else None, compared)
         self.passes.states = any(states)
         self.passes.rows = partial(_rows, self.live)
         self._careful = positions is not None or any(states)
@@ -229,10 +231,12 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self.passes.check_states(ended=True)
             packed = self.live.frozen_as_it_is(packed=True)
             layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
-            named = packed.model if self.passes.identity is None else MappingProxyType(self.passes.identity)
+            # Before the record is read, to which it may add.
+            named = self.passes.name()
+            model = packed.model if named is None else MappingProxyType(named)
             offsets = self.passes.offsets(_rows(self.live) or 1)
             inputs = self.passes.record.inputs
-            return replace(packed, layers=layers, inputs=inputs, metadata=self._metadata, model=named, position_offsets=offsets)
+            return replace(packed, layers=layers, inputs=inputs, metadata=self._metadata, model=model, position_offsets=offsets)
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +26,9 @@ from transformers.cache_utils import (
 )
 
 from kvpack import cache_names
-from kvpack.formats.errors import InvalidParameter
-from kvpack.store.fingerprint import SAMPLE, weights_sample
+from kvpack.formats.errors import InvalidParameter, KvpackWarning
+from kvpack.store.described import ALL, SAMPLE, weights_kind
+from kvpack.store.fingerprint import weights_of, weights_sample
 from kvpack.store.identity import Identity
 from kvpack.store.modules import parts
 
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.cache.cache import Cache
+    from kvpack.coding.bases import Basis
+    from kvpack.store.modules import Part
+    from kvpack.store.weights import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand cached states before attention, or attend in chunks."""
@@ -183,22 +190,101 @@ def _check_takes_given_cache(model: Any) -> None:
         )
 
 
-def check_identity(cache: Cache, model: Any) -> dict[str, str]:
+class Named:
+    """What a cache says of a model: ``fields`` is ``Identity.header_model``, empty where the model cannot be named.
+
+    The digest of its weights is computed meanwhile, from their values when this was made: nobody may change them before ``hold``.
+    """
+
+    def __init__(self, identity: Identity | None = None, weights: Weights | None = None) -> None:
+        self._identity, self._weights = identity, weights
+
+    def hold(self) -> None:
+        """Let nothing that follows change the digest of the weights."""
+        if self._weights is not None:
+            self._weights.hold()
+
+    @cached_property
+    def fields(self) -> dict[str, str]:
+        """The digest is waited for; no weights are named where they cannot be read."""
+        if self._identity is None:
+            return {}
+        try:
+            text = "" if self._weights is None else self._weights.text
+        except InvalidParameter:
+            text = ""
+        return replace(self._identity, weights=text).header_model
+
+    @property
+    def weights(self) -> str:
+        """The digest of the weights, empty where they cannot be read."""
+        return self.fields.get("weights", "")
+
+
+def named(model: Any) -> Named:
+    """What a cache says of ``model``, as it is now.
+
+    Nothing in training mode, nor with buffers that are not in memory.
+    """
+    weights: Weights | None = None
+    try:
+        found = _parts(model)
+        with contextlib.suppress(InvalidParameter):
+            weights = weights_of(found)
+        return Named(Identity.of_parts(found, "raw", weights="", digests=()), weights)
+    except InvalidParameter:
+        return Named()
+
+
+def identity_of(model: Any) -> dict[str, str]:
+    """The fields of ``named``."""
+    return named(model).fields
+
+
+def identity_for(model: Any, basis: Basis) -> dict[str, str]:
+    """``identity_of(model)``, its weights named as those of the model of ``basis`` are."""
+    found = identity_of(model)
+    sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
+    return {**found, "weights": sample_of(model)} if sampled and found else found
+
+
+def sample_of(model: Any) -> str:
+    """The sample of a model's weights that files of earlier versions name; empty where they cannot be read."""
+    try:
+        return weights_sample(_parts(model))
+    except InvalidParameter:
+        return ""
+
+
+def weights_now(model: Any) -> str:
+    """The digest of a model's weights as they are now; empty where they cannot be read."""
+    try:
+        return weights_of(_parts(model)).text
+    except InvalidParameter:
+        return ""
+
+
+def check_identity(cache: Cache, model: Any) -> Named:
     """Raise InvalidParameter, naming what differs, when the cache names a model by ``Identity.of`` and this is another.
 
-    Where both know a sample of the weights, it is compared, and the name is not: the same model may lie in another folder.
-    Returns ``identity_of(model)``, empty where the cache names none.
+    Where both know digests of the weights, these are compared, and the name is not: the same model may lie in another folder. A
+    KvpackWarning tells of weights that are compared in part, or cannot be read.
+    Returns ``named(model)``, empty where the cache names none.
     """
-    named = cache.model
-    if not named.get("config"):
-        return {}
-    found = identity_of(model)
+    if not cache.model.get("config"):
+        return Named()
+    this = named(model)
+    found = dict(this.fields)
     if not found:
-        return {}
-    sampled = all(one.get("weights", "").startswith(SAMPLE) for one in (named, found))
+        return this
+    weights = cache.model.get("weights", "")
+    kind = weights_kind(weights)
+    if kind == SAMPLE:
+        found["weights"] = sample_of(model)
+    compared = kind in (ALL, SAMPLE) and bool(found.get("weights"))
     # What a user changed comes before the digests that change with it.
-    for field in ("dtype", "rope", "adapter", "weights" if sampled else "name", "config"):
-        mine, theirs = named.get(field, ""), found.get(field, "")
+    for field in ("dtype", "rope", "adapter", "weights" if compared else "name", "config"):
+        mine, theirs = cache.model.get(field, ""), found.get(field, "")
         if field == "name" and not (mine and theirs):
             continue
         if field == "adapter":
@@ -210,26 +296,22 @@ def check_identity(cache: Cache, model: Any) -> dict[str, str]:
                 f"the cache was computed by a model whose {field} {verb} {mine!r}, and this one's {verb} {theirs!r}; "
                 "if both compute the same, write KvpackCache(dataclasses.replace(cache, model={}), model)"
             )
+    if kind == SAMPLE and compared:
+        told = "the cache is from an earlier kvpack and names a sample of its model's weights, which is this model's"
+        warnings.warn(f"{told}: edits of other weights go unnoticed. A cache that is computed again names all weights", KvpackWarning, 4)
+    elif kind in (ALL, SAMPLE) and not compared:
+        told = "the weights of the model are not in memory (offloaded, or not loaded yet), so they were not compared with the cache's"
+        warnings.warn(f"{told}: the name and the configuration are the same", KvpackWarning, 4)
+    return this
+
+
+def _parts(model: Any) -> list[Part]:
+    """The modules of the transformers model in ``model``."""
+    found = parts(model)
+    if not isinstance(next(part.module for part in found if not part.adapter), PreTrainedModel):
+        # A module of the caller's, such as one with a value head.
+        found = parts(outermost(model))
     return found
-
-
-def identity_of(model: Any) -> dict[str, str]:
-    """What a cache says of ``model``, with a sample of its weights where they can be read; empty where the model cannot be named.
-
-    It cannot in training mode, or with buffers that are not in memory.
-    """
-    try:
-        found = parts(model)
-        if not isinstance(next(part.module for part in found if not part.adapter), PreTrainedModel):
-            # A module of the caller's, such as one with a value head.
-            found = parts(outermost(model))
-        try:
-            weights = weights_sample(found)
-        except InvalidParameter:
-            weights = ""
-        return Identity.of_parts(found, "raw", weights=weights).header_model
-    except InvalidParameter:
-        return {}
 
 
 def _takes_cache(module: torch.nn.Module) -> bool:

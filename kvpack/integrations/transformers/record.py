@@ -83,6 +83,12 @@ class Record:
         if len(self._pending) >= _PENDING or masks > _PENDING_BYTES:
             self._settle()
 
+    def note(self, start: int, what: str) -> None:
+        """Say ``what`` of all tokens from ``start`` on, if there are any."""
+        self._settle()
+        if start < self.tokens:
+            self._findings.append(_Finding(start, self.tokens, what))
+
     def select(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch."""
         self._settle()

@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape
 
 from .changes import ModelState, checkpointed
 from .hooks import Passes, models_in, outermost
-from .models import identity_of
+from .models import Named, named, weights_now
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -40,9 +40,8 @@ class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
     ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` says whether
-    the cache keeps states, which are of no use once a pass has failed. ``identity`` is what the cache says of its model, where that
-    changed between the cache's construction and its first token; else None. ``first`` is what ``watched`` was called at construction,
-    empty where it was not. A pass has the cache's ``turns`` from its beginning to its end.
+    the cache keeps states, which are of no use once a pass has failed. ``first`` is what ``watched`` is named where the cache was compared
+    with it, None for an empty cache, which is named at its first token. A pass has the cache's ``turns`` from its beginning to its end.
     """
 
     def __init__(
@@ -52,12 +51,15 @@ class Tracking:
         model: Model | None,
         packed: bool,
         watched: torch.nn.Module | None,
-        first: dict[str, str],
+        first: Named | None,
     ) -> None:
         self.record, self._positions, self._model, self._packed = record, positions, model, packed
-        self.identity: dict[str, str] | None = None
         self._watched = None if watched is None else weakref.ref(watched)
         self._first, self._state = first, None if watched is None else ModelState(outermost(watched))
+        self._is_new, self._latest, self._held = first is None, first, True
+        """Whether ``first`` is what the cache is named, what the model was named last, and whether no pass can change that."""
+        self._verified = record.tokens
+        """The tokens of which no one is after a change of weights that nobody noticed."""
         self._changed = ""
         self.changes = 0
         """How often the model's weights were found changed after the first token."""
@@ -75,7 +77,8 @@ class Tracking:
         made.states, made._failed = self.states, self._failed
         made.rows, made._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
         made._left = self._left
-        made.identity, made._watched, made._state = self.identity, self._watched, self._state
+        made._watched, made._state = self._watched, self._state
+        made._is_new, made._latest, made._held, made._verified = self._is_new, self._latest, self._held, self._verified
         made._changed, made.changes = self._changed, self.changes
         return made
 
@@ -132,6 +135,7 @@ class Tracking:
             if self._running and output is None:
                 self._note_failed(ended)
             self._running = False
+            self._hold()
         if self._passes.idle:
             self.turns.give_back()
 
@@ -166,26 +170,57 @@ class Tracking:
                 "KvpackCache(model, cache.packed), which compares the models, or begin with KvpackCache(model, recipe)"
             )
 
+    def name(self) -> dict[str, str] | None:
+        """What the cache says of its model; None where that is what it was continued from.
+
+        Weights that changed without a trace since the last call are noted of the tokens since then.
+        """
+        model = None if self._watched is None else self._watched()
+        if not self.record.tokens:
+            return named(model).fields if self._is_new and model is not None else None
+        self._hold()
+        if model is not None:
+            self._verify(model)
+        return self._first.fields if self._is_new and self._first is not None else None
+
     def _name_model(self) -> None:
-        """Name the model again if it is not what it was."""
+        """Name the model of the first token: its weights are read during the pass."""
         model = None if self._watched is None else self._watched()
         if model is None:
             return
         if self._changed or (self._state is not None and not self._state.is_of(outermost(model))):
-            self.identity = self._first = identity_of(model)
             self._state, self._changed = ModelState(outermost(model)), ""
+        self._first = self._latest = named(model)
+        self._is_new, self._held, self._verified = True, False, 0
+
+    def _hold(self) -> None:
+        """Wait until the weights are read that the first pass ran with."""
+        if not self._held and self._first is not None:
+            self._first.hold()
+            self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:
         """Note what differs from the model of the first token, if weights are not what they were."""
         model, seen = None if self._watched is None else self._watched(), self._passes.current
-        if model is None or seen is None or self._state is None or not self._first.get("weights"):
+        if model is None or seen is None or self._state is None or self._first is None:
             return
-        if self._state.has_other_weights(few=seen.ids is not None and seen.ids.shape[1] == 1) and (found := identity_of(model)):
-            self._state = ModelState(outermost(model))
-            self._changed = next((name for name in _FIELDS if found.get(name) != self._first.get(name)), "")
+        few = seen.ids is not None and seen.ids.shape[1] == 1
+        if self._state.has_other_weights(few=few) and self._first.weights and (found := named(model)).fields:
+            self._state, self._latest = ModelState(outermost(model)), found
+            self._changed = next((name for name in _FIELDS if found.fields.get(name) != self._first.fields.get(name)), "")
             self.changes += 1
         if self._changed:
             seen.note(f"were computed after the model's {self._changed} changed")
+
+    def _verify(self, model: torch.nn.Module) -> None:
+        """Note the tokens since the last call if weights have changed, and show no change, as through ``data``."""
+        if self._latest is None or self._first is None or self._state is None or self._state.has_other_weights():
+            return
+        if self._latest.weights and weights_now(model) != self._latest.weights:
+            self.record.note(self._verified, "may have been computed after the model's weights changed without a trace")
+            self._latest = named(model)
+            self._changed = "weights" if self._latest.weights != self._first.weights else ""
+        self._verified = self.record.tokens
 
     def _note_failed(self, failed: Pass) -> None:
         self._failed = True
@@ -251,6 +286,7 @@ class Tracking:
     def crop(self, tokens: int) -> None:
         """Note that the cache dropped all but the first ``tokens`` tokens."""
         self.record.crop(tokens)
+        self._verified = min(self._verified, tokens)
         if self._positions is not None:
             self._positions.crop(tokens)
         # What an interrupted pass left is gone, or the caller's; states are as they are.

@@ -1,0 +1,139 @@
+"""The digest of all weights of a model in memory, begun at once and asked for later: about as long as reading every weight once.
+
+Weights change without a trace through ``.data`` and in copies of them: so a digest is computed from their bytes each time that a file or
+an identity meets the model. No cheaper check could tell that an earlier digest still holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kvpack.coding import dispatch
+from kvpack.file.parallel import Begun, usable_cores
+
+from .described import ALL, json_text, plain, tensor_digest, tensor_text
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    import torch
+
+THREADS = 8
+"""At most so many threads read weights in host memory: one does not reach the memory's speed."""
+_ALIGNMENT = 8
+"""The bytes of which the address of what a device digests is a multiple."""
+
+
+class Weights:
+    """The digest of ``named``, a model's state by name, with the values of the moment when it is made.
+
+    Until ``hold``, nobody may change values: it waits until those in host memory are read, and makes later work on a CUDA device wait
+    until those there are read. Raises InvalidParameter, as ``text`` does, naming what has no values in memory or none that can be read.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
+        self._names = [name for name, _ in named]
+        self._found: dict[int, Any] = {}
+        first: dict[Hashable, int] = {}
+        # Tied weights are read once.
+        self._numbers = [first.setdefault(_memory_of(value) or number, number) for number, (_, value) in enumerate(named)]
+        host: list[int] = []
+        devices: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for number in first.values():
+            name, value = named[number]
+            if _is_in_host_memory(value):
+                host.append(number)
+            elif _is_digested_on_device(value):
+                devices.setdefault(value.device, {})[number] = value
+            else:
+                self._found[number] = plain(name, value)
+        self._host_numbers = host
+        self._host = Begun(lambda number: tensor_digest(*named[number]), host, min(THREADS, usable_cores()))
+        self._devices = [_OnDevice(device, named, values) for device, values in devices.items()]
+
+    def hold(self) -> None:
+        """Let nothing that follows change what is digested."""
+        for one in self._devices:
+            one.hold()
+        self._host.wait()
+
+    @cached_property
+    def text(self) -> str:
+        """``sha256:`` and a digest of every name, dtype, shape and value. Raises InvalidParameter."""
+        found = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
+        for one in self._devices:
+            found |= one.texts()
+        total = hashlib.sha256()
+        for name, number in zip(self._names, self._numbers, strict=True):
+            total.update(f"{json_text([name, found[number]])}\n".encode())
+        return f"{ALL}:{total.hexdigest()}"
+
+
+class _OnDevice:
+    """The digests of tensors on one CUDA device, by their numbers in ``named``, on a stream of their own."""
+
+    def __init__(self, device: torch.device, named: Sequence[tuple[str, Any]], values: dict[int, torch.Tensor]) -> None:
+        import torch
+
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        # Of one size together: they are launched together.
+        largest_first = sorted(values.items(), key=lambda item: -item[1].nbytes)
+        self._described = {number: tensor_text(value) for number, value in largest_first}
+        self._memories = [value.detach().flatten().view(torch.uint8) for _, value in largest_first]
+        self._texts: dict[int, str] = {}
+        try:
+            with torch.cuda.stream(self._stream):
+                self._digests = dispatch.digests([(memory, 0, memory.numel()) for memory in self._memories])
+        except torch.OutOfMemoryError:
+            # What is allocated for 1 GiB of weights is 64 MiB; one tensor after the other is copied to host memory.
+            self._texts = {number: tensor_digest(*named[number]) for number in values}
+        self._read = self._stream.record_event()
+
+    def hold(self) -> None:
+        import torch
+
+        torch.cuda.current_stream(self._device).wait_event(self._read)
+        # Their memory is used again after that alone.
+        self._memories = []
+
+    def texts(self) -> dict[int, str]:
+        """``tensor_digest`` of each tensor."""
+        import torch
+
+        if not self._texts:
+            with torch.cuda.stream(self._stream):
+                digests = [digest.hex() for digest in self._digests()]
+            texts = map(" ".join, zip(self._described.values(), digests, strict=True))
+            self._texts = dict(zip(self._described, texts, strict=True))
+            self._memories = []
+        return self._texts
+
+
+def _memory_of(value: Any) -> Hashable:
+    """What two tensors have in common if their bytes are the same memory; None for anything else."""
+    import torch
+
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+        return None
+    if value.device.type == "meta" or not value.numel():
+        return None
+    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+
+
+def _is_in_host_memory(value: Any) -> bool:
+    return _memory_of(value) is not None and value.device.type == "cpu"
+
+
+def _is_digested_on_device(value: Any) -> bool:
+    return (
+        _memory_of(value) is not None
+        and value.device.type == "cuda"
+        and value.is_contiguous()
+        and value.data_ptr() % _ALIGNMENT == 0
+        and not value.is_conj()
+        and not value.is_neg()
+        and dispatch.checks_digests(value.nbytes, value.device)
+    )

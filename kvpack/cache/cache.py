@@ -13,6 +13,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
+import numpy
 import torch
 
 from kvpack.coding.recipes import parse_recipe
@@ -119,6 +120,14 @@ class Cache:
     def tokens(self) -> int:
         """The number of tokens in the cache's range: the most that any layer has seen."""
         return max((layer.seen for layer in self.layers), default=0)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """The known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU; no tokens where none are known."""
+        known = self.inputs.known if self.inputs is not None else (b"",)
+        batch = next((side.batch for layer in self.layers for side in layer.sides.values()), 1)
+        ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
+        return torch.from_numpy(ids).expand(batch, -1)
 
     @property
     def stop(self) -> int:

@@ -61,6 +61,14 @@ def test_a_file_keeps_the_ids_of_each_row_and_the_hidden_tokens(tmp_path: Path) 
         assert part.inputs == cache[:, slice(*tokens)].inputs
 
 
+def test_a_cache_tells_the_ids_of_each_sequence() -> None:
+    assert cache_of(of_rows(*ROWS), 3).token_ids.tolist() == ROWS
+    assert cache_of(of_rows(ROWS[0], ROWS[0]), 2).token_ids.tolist() == [ROWS[0]] * 2
+    assert cache_of(of_rows(*ROWS), 3)[:, 3:5].token_ids.tolist() == [row[3:5] for row in ROWS]
+    assert cache_of(None, 2).token_ids.shape == (2, 0)
+    assert cache_of(Inputs(ids(2**32 - 1)), 1).token_ids.tolist() == [[2**32 - 1]]
+
+
 def test_rows_that_are_the_same_are_kept_once() -> None:
     same = of_rows([1, 2, 3], [1, 2, 3])
     assert same == Inputs(ids(1, 2, 3))

@@ -184,6 +184,22 @@ def test_hidden_tokens_stay_hidden(name: str, recipe: str, tmp_path: Path) -> No
             assert torch.equal(model.generate(given, attention_mask=right, past_key_values=cache, **OPTIONS), expected)
 
 
+def test_hidden_tokens_stay_hidden_without_the_model(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    rows, mask = padded(ids(2, TOKENS))
+    loaded = kvpack.load(saved(model, tmp_path / "file", rows, mask))
+    given, right = longer(rows, mask)
+    with KvpackCache(loaded, model) as own:
+        expected = model(given[:, TOKENS:], attention_mask=right, past_key_values=own).logits
+    model.set_attn_implementation("kvpack")
+    cache = KvpackCache(loaded)
+    for wrong in (None, torch.ones_like(right)):
+        with pytest.raises(InvalidParameter, match="token 0 of row 1 was hidden"):
+            model(given[:, TOKENS:], attention_mask=wrong, past_key_values=cache)
+    assert cache.get_seq_length() == TOKENS
+    assert torch.equal(model(given[:, TOKENS:], attention_mask=right, past_key_values=cache).logits, expected)
+
+
 def test_a_cache_that_was_never_saved_keeps_padding_hidden_from_turn_to_turn() -> None:
     model = model_of("Llama")
     rows, mask = padded(ids(2, TOKENS))

@@ -363,6 +363,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == asked.is_sliding)
         self.masked[asked.is_sliding] = False
         packed.leave_to_attention = partial(self.masked.__setitem__, asked.is_sliding)
+        if not self.is_watched:
+            packed.check_mask = partial(self.passes.check_mask, query_length)
         return packed, offset
 
     def is_masked(self, layer: int) -> bool:

@@ -46,6 +46,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
             if not _is_causal_or_sliding(config, **options):
                 raise InvalidParameter("the model's attention mask is neither causal nor that of its sliding window")
             return _four_dimensions(packed.captured.starts)
+        packed.check_mask(options.get("attention_mask"))
         padding = padding_of(packed, options.get("kv_offset", 0), options.get("attention_mask"))
         if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
             packed.leave_to_attention(_has_mask(plain_name(config), kv_length, padding.starts is not None, **options))

@@ -232,7 +232,11 @@ class Tracking:
         if not self.record.tokens or self._passes.has_encoder:
             return
         given = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
-        shown = self.record.shown(arguments.get("attention_mask"), 0 if given is None else given.shape[1])
+        self.check_mask(0 if given is None else given.shape[1], arguments.get("attention_mask"))
+
+    def check_mask(self, tokens: int, mask: Any) -> None:
+        """Raise InvalidParameter where a pass of ``tokens`` tokens with this attention mask would see tokens that were hidden."""
+        shown = self.record.shown(mask, tokens)
         if shown is not None:
             raise InvalidParameter(shown)
 

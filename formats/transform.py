@@ -19,11 +19,11 @@ from .frames import LARGEST_LEVEL, SCALES_PER_OCTAVE
 from .lazy import numpy, torch
 from .products import product
 from .rans_checks import check_ends, check_states
-from .transform_chunks import Symbols, coded, halves, in_order, joined, levels_of, stream_of, symbols_of
+from .transform_chunks import ChunkList, Symbols, coded, halves, in_order, joined, levels_of, stream_of, symbols_of
 from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from .columns import Columns
     from .frames import Frames, Rope
@@ -42,11 +42,11 @@ MAX_STEP = 255
 DEAD_ZONE = 0.06
 """What an encoder adds to the half of a step by which a column must be nearer to the next level: fewer bits for a little error."""
 
-_COUNTS = ("tokens", "columns", "word_counts")
+_COUNTS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
 _USUAL_BITS = 0.5
-_CHECKED_SYMBOLS = 1 << 22
-"""Symbols that are decoded at once when a side is checked, if one token group has no more."""
+_SYMBOLS_AT_ONCE = 1 << 22
+"""Symbols that are decoded at once, if one sequence of a token group has no more: chunks without columns take next to no bytes."""
 
 
 @dataclass(frozen=True)
@@ -214,30 +214,38 @@ class Transform(CodecFamily):
         """
         return coded(groups, source.tables, self.tables_of(source, shape[1]), shape)
 
-    def symbols(self, streams: Mapping[str, torch.Tensor]) -> Symbols:
-        """The symbols of all chunks of ``streams``, in the order of token groups, sequences and heads. Raises as ``source_for``."""
-        heads = streams["columns"].shape[1]
+    def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
+        """The symbols of ``streams`` in pieces of whole sequences of a token group, in the order of groups, sequences and heads.
+
+        Each is the number of its first chunk, and its symbols. Raises as ``source_for``.
+        """
+        batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)
-        return symbols_of(streams, source.tables, self.tables_of(source, heads), self.chunk)
+        chunks = ChunkList.of(streams, self.tables_of(source, heads), self.chunk)
+        at_once = heads * max(1, _SYMBOLS_AT_ONCE // (heads * self.chunk * self.dim))
+        for first in range(0, batch * heads * rows, at_once):
+            yield first, chunks.symbols(first, min(first + at_once, batch * heads * rows), source.tables)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """All tokens of the chunks of ``streams``: the first of them, where only these are wanted."""
         batch, heads, _ = streams["columns"].shape
-        device, source, found = streams["columns"].device, self.source_for(heads), self.symbols(streams)
-        tokens = [int(count) for count in found.tokens[:: batch * heads]]
-        out = torch.empty(batch, heads, sum(tokens), self.dim, dtype=torch.float32, device=device)
-        values, rope = self._values(found, source), self.rope_of(source)
+        device, source = streams["columns"].device, self.source_for(heads)
+        tokens = numpy.minimum(in_order(streams["tokens"])[::batch], self.chunk)
+        ends = numpy.cumsum(tokens)
+        out = torch.empty(batch, heads, int(tokens.sum()), self.dim, dtype=torch.float32, device=device)
+        rope = self.rope_of(source)
         positions = None if rope is None else _positions(streams["positions"])
-        first = 0
-        for row, count in enumerate(tokens):
-            for b in range(batch):
-                own = slice((row * batch + b) * heads, (row * batch + b + 1) * heads)
-                x, to = self._token_group(values[own], found.columns[own], count, source, device), out[b, :, first : first + count]
+        for first, found in self.symbols(streams):
+            values = self._values(found, source)
+            for begin in range(0, len(values), heads):
+                row, b = divmod((first + begin) // heads, batch)
+                own, count = slice(begin, begin + heads), int(tokens[row])
+                to = out[b, :, int(ends[row]) - count : int(ends[row])]
+                x = self._token_group(values[own], found.columns[own], count, source, device)
                 if positions is not None and rope is not None:
                     rope.turned(x, int(positions[b, row]), out=to)
                 else:
                     to.copy_(x)
-            first += count
         return out
 
     def _values(self, found: Symbols, source: Frames) -> list[torch.Tensor]:
@@ -270,18 +278,21 @@ class Transform(CodecFamily):
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
         """``streams`` whose last chunk has only its first ``tokens`` tokens left: its symbols are coded again, by the same tables."""
-        batch, heads, _ = streams["columns"].shape
+        heads = streams["columns"].shape[1]
         last = {name: stream[:, :, -1:] for name, stream in streams.items() if name != "words"}
         words, count = streams["words"], int(self.entries(last)["words"].sum())
         last["words"] = words[:, :, words.shape[2] - count :]
-        found, source = self.symbols(last), self.source_for(heads)
-        group = numpy.stack([levels[:, :tokens] for levels in levels_of(found, source.tables, self.dim)])
-        again = self.coded([group.reshape(batch, heads, self.dim, tokens)], source, (batch, heads))
+        source, again = self.source_for(heads), []
+        for _, found in self.symbols(last):
+            group = numpy.stack([levels[:, :tokens] for levels in levels_of(found, source.tables, self.dim)])
+            sequences = len(group) // heads
+            again.append(self.coded([group.reshape(sequences, heads, self.dim, tokens)], source, (sequences, heads)))
         device = words.device
         result = {name: stream for name, stream in streams.items() if name in ("positions", "words")}
-        result["words"] = torch.cat([words[:, :, : words.shape[2] - count], stream_of(again["words"], device)], 2)
+        result["words"] = torch.cat([words[:, :, : words.shape[2] - count], *(stream_of(one["words"], device) for one in again)], 2)
         for name in ("tokens", "columns", "states", "word_counts"):
-            result[name] = torch.cat([streams[name][:, :, :-1], stream_of(again[name], device)], 2)
+            coded_again = torch.cat([stream_of(one[name], device) for one in again], 0)
+            result[name] = torch.cat([streams[name][:, :, :-1], coded_again], 2)
         return {name: result[name] for name in streams}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
@@ -309,32 +320,37 @@ class Transform(CodecFamily):
         batch, heads, rows = arrays["columns"].shape
         if self.source is None or not rows:
             return
-        cpu = torch.device("cpu")
-        small = {
-            name: values_between(arrays[name], 0, math.prod(arrays[name].shape)).reshape(arrays[name].shape).copy() for name in _COUNTS
-        }
-        at_once, begin = max(1, _CHECKED_SYMBOLS // (batch * heads * self.chunk * self.dim)), 0
-        for first in range(0, rows, at_once):
-            last = min(first + at_once, rows)
-            part = {name: stream_of(array[:, :, first:last], cpu) for name, array in small.items()}
-            numbers = (numpy.arange(batch * heads)[:, None] * rows + numpy.arange(first, last)).reshape(-1)
-            states = rows_at(arrays["states"], 2 * rans.LANES, numbers)
-            part["states"] = stream_of(states.reshape(batch, heads, last - first, 2 * rans.LANES), cpu)
-            end = begin + int(joined(in_order(part["word_counts"])).sum())
-            part["words"] = stream_of(values_between(arrays["words"], begin, end).copy()[None, None], cpu)
-            begin, found = end, self.symbols(part)
+        source = self.source_for(heads)
+        numbers = self.tables_of(source, heads)
+        columns, tokens, pairs = (values_between(arrays[name], 0, math.prod(arrays[name].shape)).astype(numpy.int64) for name in _COUNTS)
+        columns, pairs = (one.reshape(batch * heads, rows, -1).swapaxes(0, 1).reshape(batch * heads * rows, -1) for one in (columns, pairs))
+        counts, tokens = joined(pairs), tokens.reshape(batch, rows)
+        ends = numpy.cumsum(counts)
+        at_once = max(1, _SYMBOLS_AT_ONCE // (self.chunk * self.dim))
+        for first in range(0, batch * heads * rows, at_once):
+            last = min(first + at_once, batch * heads * rows)
+            row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (rows, batch, heads))
+            found = symbols_of(
+                numpy.minimum(columns[first:last, 0], self.dim),
+                numpy.minimum(tokens[sequence, row], self.chunk),
+                counts[first:last],
+                rows_at(arrays["states"], 2 * rans.LANES, (sequence * heads + head) * rows + row),
+                values_between(arrays["words"], int(ends[first] - counts[first]), int(ends[last - 1])),
+                numbers[head],
+                source.tables,
+            )
             self.check_ends(rans.Decoded(found.symbols, found.read, found.states), found.counts, (batch, heads), where, first)
 
     def check_ends(self, found: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
-        """Refuse what ``rans_checks.check_ends`` refuses of chunks in the order of token groups, from ``first`` on, sequences and heads.
+        """Refuse what ``rans_checks.check_ends`` refuses of chunks in the order of token groups, sequences and heads, from ``first`` on.
 
         The words of escapes count as read; ``shape`` is batch and kv_head.
         """
         batch, heads = shape
 
         def place(number: int) -> list[int]:
-            row, sequence = divmod(number, batch * heads)
-            return [*divmod(sequence, heads), first + row]
+            row, sequence = divmod(first + number, batch * heads)
+            return [*divmod(sequence, heads), row]
 
         check_ends(found, counts, place, where)
 

@@ -80,21 +80,56 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
     }
 
 
-def symbols_of(streams: Mapping[str, torch.Tensor], tables: Tables, numbers: Numbers, chunk: int) -> Symbols:
-    """The symbols of all chunks of ``streams``, of at most ``chunk`` tokens, in the order of token groups, sequences and heads.
+class ChunkList(NamedTuple):
+    """The chunks of streams in the order of token groups, sequences and heads: for each its ``columns``, ``tokens`` and count of words.
 
-    ``numbers`` ``[kv_head, column]`` are those of the columns' tables.
+    ``ends`` are where the words of each end in ``words``. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables``
+    ``[kv_head, column]`` are the numbers of the columns' tables.
     """
-    batch, heads, rows = streams["columns"].shape
-    columns, counts = numpy.minimum(in_order(streams["columns"]), numbers.shape[1]), joined(in_order(streams["word_counts"]))
-    tokens = numpy.minimum(in_order(streams["tokens"].expand(batch, heads, rows)), chunk)
+
+    columns: Numbers
+    tokens: Numbers
+    counts: Numbers
+    ends: Numbers
+    words: Numbers
+    states: Numbers
+    tables: Numbers
+
+    @classmethod
+    def of(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
+        """The chunks of ``streams``, of at most ``chunk`` tokens."""
+        batch, heads, rows = streams["columns"].shape
+        columns, counts = numpy.minimum(in_order(streams["columns"]), tables.shape[1]), joined(in_order(streams["word_counts"]))
+        tokens = numpy.minimum(in_order(streams["tokens"].expand(batch, heads, rows)), chunk)
+        words, states = (streams[name].detach().cpu().numpy() for name in ("words", "states"))
+        return cls(columns, tokens, counts, numpy.cumsum(counts), words.reshape(-1), states, tables)
+
+    def symbols(self, first: int, last: int, tables: Tables) -> Symbols:
+        """The symbols of the chunks from ``first`` to ``last``."""
+        batch, heads, _ = self.states.shape[:3]
+        row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (self.states.shape[2], batch, heads))
+        counts = self.counts[first:last]
+        begin = int(self.ends[first] - self.counts[first]) if last > first else 0
+        words = self.words[begin : begin + int(counts.sum())]
+        of_columns = self.tables[head]
+        return symbols_of(
+            self.columns[first:last], self.tokens[first:last], counts, self.states[sequence, head, row], words, of_columns, tables
+        )
+
+
+def symbols_of(
+    columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: Tables
+) -> Symbols:
+    """The symbols of chunks with these ``columns``, ``tokens`` and ``counts`` of ``words``, which lie one after the other.
+
+    ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers`` ``[chunk, column]`` are those of the columns' tables.
+    """
     lengths = columns * tokens
     table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
     for number, size in enumerate(lengths):
-        table[number, :size] = numpy.repeat(numbers[number % heads, : columns[number]], tokens[number])
-    words = streams["words"].cpu().numpy().reshape(-1)
-    states = numpy.ascontiguousarray(in_order(streams["states"]).reshape(-1, 2 * rans.LANES), "<u2").view("<u4")
-    decoded = rans.decode(rans.Chunks(words, counts, states), lengths, tables.frequencies, table)
+        table[number, :size] = numpy.repeat(numbers[number, : columns[number]], tokens[number])
+    first = numpy.ascontiguousarray(states.reshape(-1, 2 * rans.LANES), "<u2").view("<u4")
+    decoded = rans.decode(rans.Chunks(words, counts, first), lengths, tables.frequencies, table)
     symbols = decoded.symbols
     symbols[numpy.arange(symbols.shape[1]) >= lengths[:, None]] = 1
     escapes = (symbols == 0).sum(1)

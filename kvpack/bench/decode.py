@@ -111,7 +111,8 @@ def _all_symbols(sides: Sequence[Side]) -> None:
     for side in sides:
         for page in side.pages:
             assert isinstance(side.codec.family, Transform)
-            side.codec.family.symbols(page.streams)
+            for _ in side.codec.family.symbols(page.streams):
+                pass
 
 
 def _all_products(shapes: Sequence[tuple[int, int, int]]) -> None:

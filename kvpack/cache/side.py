@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 TILE_VALUES = 1 << 19
 """The number of values decoded at once on the CPU, and on any device when a page is attended."""
 
+GROUP_VALUES = 1 << 24
+"""The most values of a token group that are decoded at once, if one sequence has no more: a group of many sequences may be few bytes."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Side:
@@ -156,6 +159,11 @@ class Side:
         left = unpack_into(self, out)
         if not left:
             return
+        if (at_once := sequences_at_once(self)) < self.batch:
+            for first in range(0, self.batch, at_once):
+                rows = range(first, min(first + at_once, self.batch))
+                self.select(rows)._unpack_into(out[rows.start : rows.stop])
+            return
 
         def unpack_tile(start: int, stop: int) -> None:
             page, first = self.place(start, stop)
@@ -168,6 +176,9 @@ class Side:
 
     def norms(self, start: int = 0) -> torch.Tensor:
         """The norms of the tokens from ``start`` on, over all heads, as far as they are decoded: float32 ``[batch, token]``."""
+        if (at_once := sequences_at_once(self)) < self.batch:
+            rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
+            return torch.cat([self.select(own).norms(start) for own in rows])
         found = [torch.zeros(self.batch, 0, device=self.device)]
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
@@ -324,6 +335,11 @@ def _where_apart(codec: Codec, other: Codec) -> str:
     parts = ({name: value for name, value in found.items() if one.get(name) != two.get(name)} for found in (one, two))
     shown = (", ".join(f"{name} {value.hex() if isinstance(value, bytes) else value}" for name, value in part.items()) for part in parts)
     return f"{one['id']} " + " is followed by ".join(text or "no such option" for text in shown)
+
+
+def sequences_at_once(*sides: Side) -> int:
+    """The sequences of which a token group of any of ``sides`` is decoded at once: at least one."""
+    return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:

@@ -10,7 +10,7 @@ import torch
 from kvpack.coding.blocks import for_each_block
 from kvpack.coding.modes import own_modes
 
-from .side import tokens_at_once
+from .side import sequences_at_once, tokens_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +38,14 @@ def attend_chunk(
     The other arguments are those of ``kvpack.attend``. On the CPU every thread attends parts of the tokens.
     """
     batch, q_heads, q_len, _ = q.shape
+    if (at_once := sequences_at_once(k, v)) < batch:
+        found = []
+        for first in range(0, batch, at_once):
+            own = slice(first, min(first + at_once, batch))
+            keys, values = (side.select(range(own.start, own.stop)) for side in (k, v))
+            length, start = (given if given is None else given[own] for given in (lengths, starts))
+            found.append(attend_chunk(q[own], keys, values, position, causal, softcap, sliding_window, sink_logits, length, start))
+        return torch.cat(found)
     rows = q_heads // k.heads * q_len
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
     if starts is not None and starts.device.type == "cpu":

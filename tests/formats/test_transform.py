@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack import cli
+from kvpack.cache import side as sides
 from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.coding.presets import RAW_WORDS
+from kvpack.formats import rans, transform
 from kvpack.formats.errors import (
     InvalidHeader,
     InvalidParameter,
@@ -89,7 +91,9 @@ def test_the_worked_example() -> None:
     codec.check(arrays, "x")
     codec.check_runs(arrays, (2,), "x")
     codec.check_chunks(arrays, "x")
-    assert codec.symbols(streams).symbols[0].tolist() == ast.literal_eval(found["symbols"])
+    ((first_chunk, symbols),) = codec.symbols(streams)
+    assert first_chunk == 0
+    assert symbols.symbols[0].tolist() == ast.literal_eval(found["symbols"])
     assert replace(codec, source=Frames(frames.rows, frames.scales, tables)).decode(streams)[0, 0].tolist() == ast.literal_eval(
         found["before RoPE"]
     )
@@ -293,3 +297,69 @@ def test_sizes_on_the_page() -> None:
     layout = codec.layout(1, 1, 256)
     assert sum(2 * numpy.prod(entry.shape) for name, entry in layout.items() if name != "words") == 134 + 2
     assert random_tables("x").bits.shape == (5,)
+
+
+def many(basis: Basis, sequences: int) -> kvpack.Cache:
+    return kvpack.pack(pairs(40, sequences), RECIPE, basis=basis)
+
+
+def test_pieces_of_sequences_decode_to_the_same_values(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = many(basis, 5)
+    whole = cache.unpack(torch.float32)
+    cut = cache.prefix(21).unpack(torch.float32)
+    queries = [torch.randn(5, 2 * layer.k.heads, 3, layer.k.dim, generator=torch.Generator().manual_seed(0)) for layer in cache]
+    lengths, starts = torch.tensor([40, 37, 40, 40, 30]), torch.tensor([0, 3, 0, 10, 5])
+    attended = [kvpack.attend(q, layer, lengths=lengths, starts=starts) for q, layer in zip(queries, cache, strict=True)]
+    norms = cache[0].k.norms(3)
+    for symbols, values in ((1, 1), (1 << 13, 1 << 24), (1 << 22, 1 << 12)):
+        monkeypatch.setattr(transform, "_SYMBOLS_AT_ONCE", symbols)
+        monkeypatch.setattr(sides, "GROUP_VALUES", values)
+        for found, expected in ((cache, whole), (cache.prefix(21), cut)):
+            for own, layer in zip(found.unpack(torch.float32), expected, strict=True):
+                assert all(map(torch.equal, own, layer))
+        assert torch.equal(cache[0].k.norms(3), norms)
+        for q, layer, result in zip(queries, cache, attended, strict=True):
+            torch.testing.assert_close(kvpack.attend(q, layer, lengths=lengths, starts=starts), result, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bounded_number_of_symbols_is_decoded_at_once(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of sequences and of token groups: a chunk without columns takes next to no bytes."""
+    cache = many(basis, 40)
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    decode, sizes = rans.decode, []
+
+    def counted(chunks: rans.Chunks, lengths: Any, *rest: Any) -> rans.Decoded:
+        sizes.append(len(lengths) * int(lengths.max(initial=0)))
+        return decode(chunks, lengths, *rest)
+
+    monkeypatch.setattr(rans, "decode", counted)
+    limit = 2 * max(layer.k.heads * layer.k.dim for layer in cache) * cache[0].k.codec.token_group
+    monkeypatch.setattr(transform, "_SYMBOLS_AT_ONCE", limit)
+    monkeypatch.setattr(sides, "GROUP_VALUES", limit)
+    loaded = kvpack.load(tmp_path / "x.kvpack", basis=basis)
+    assert sizes
+    assert max(sizes) <= limit
+    for use in (
+        lambda: loaded.unpack(),
+        lambda: loaded.prefix(21),
+        lambda: loaded[0].k.norms(),
+        lambda: kvpack.attend(torch.zeros(40, loaded[0].k.heads, 1, loaded[0].k.dim), loaded[0]),
+    ):
+        sizes.clear()
+        use()
+        assert sizes
+        assert max(sizes) <= limit
+
+
+def test_a_wrong_chunk_is_named_in_any_piece(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = many(basis, 5)
+    page = cache[0].k.pages[0]
+    page.streams["states"][3, 1, 0, 0] ^= 1
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    messages = set()
+    for symbols in (1, 1 << 13, 1 << 22):
+        monkeypatch.setattr(transform, "_SYMBOLS_AT_ONCE", symbols)
+        with pytest.raises(InvalidPayload, match=r"\[3, 1, 0\]") as raised:
+            kvpack.load(tmp_path / "x.kvpack", basis=basis)
+        messages.add(str(raised.value))
+    assert len(messages) == 1

@@ -182,6 +182,7 @@ def test_attention_that_passes_states_on_takes_packed_layers(model_type: str) ->
         ("minimax", "MiniMaxForCausalLM takes no cache but its own, a MiniMaxCache"),
         ("xlm", "XLMWithLMHeadModel takes no cache of keys and values"),
         ("openai-gpt", "takes no cache of keys and values: it keeps other states, or none"),
+        ("blt", "transformers makes no cache of layers for the configuration of BltForCausalLM"),
         ("mamba", "takes no cache of keys and values"),
     ],
 )
@@ -221,3 +222,19 @@ def test_a_layer_that_is_not_given_the_cache_is_not_left_without_its_window() ->
     past = KvpackCache(packed)
     with pytest.raises(InvalidParameter, match="no mask for its window of 12"):
         model(PROMPT, past_key_values=past)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_dropout_is_refused_and_leaves_the_cache_as_it_was(stored: bool) -> None:
+    model = tiny("gpt2")
+    past = KvpackCache(model, "raw")
+    before = prompt_of(model, past).tokens if stored else 0
+    model.train()
+    with torch.no_grad(), pytest.raises(InvalidParameter, match=r"does not support what the model passes: dropout.*dense=True"):
+        model(FOLLOWING, past_key_values=past)
+    assert past.get_seq_length() == before
+    model.eval()
+    with torch.no_grad():
+        found = model(FOLLOWING, past_key_values=past).logits
+        expected = model(torch.cat([PROMPT[:, :before], FOLLOWING], 1)).logits[:, before:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

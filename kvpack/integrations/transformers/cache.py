@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from dataclasses import replace
@@ -416,6 +417,12 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         for layer, count in zip(self.layers, removed, strict=True):
             layer.crop(count)
         self.passes.crop(tokens)
+
+    def take_back(self) -> None:
+        """Drop what the pass under way has added, as far as layers can go back: it is about to be refused."""
+        with contextlib.suppress(OutOfBounds, InvalidShape):
+            if not self.passes.states:
+                self.crop(-self.passes.added)
 
     def reset(self) -> None:
         with self.passes.turns.taken():

@@ -55,6 +55,8 @@ def attention(
     if options.get("dropout"):
         given.append("dropout")
     if given:
+        if isinstance(key, PackedStates) and not torch.compiler.is_dynamo_compiling():
+            key.cache.take_back()
         raise InvalidParameter(
             f"attention over packed layers does not support what the model passes: {', '.join(given)}; "
             "KvpackCache(cache, model, dense=True) decodes each layer for its call"

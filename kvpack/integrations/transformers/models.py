@@ -172,7 +172,10 @@ class Model:
     @cached_property
     def _layers(self) -> list[Any]:
         """Those of the cache that transformers makes for the model, as many as its decoder has."""
-        layers: list[Any] = DynamicCache(config=self.config).layers
+        try:
+            layers: list[Any] = DynamicCache(config=self.config).layers
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidParameter(f"transformers makes no cache of layers for the configuration of {self.name}: {error}") from None
         count = decoder_layers(self._decoder_config)
         if count is not None and {type(layer) for layer in layers} == {DynamicLayer}:
             layers = [*layers, *[DynamicLayer()] * count][:count]

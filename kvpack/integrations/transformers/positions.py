@@ -120,7 +120,9 @@ class RotaryPositions:
             self._end, self._cut = positions.shape[-1], None
             return
         if not bool((rotary == plain + self._deltas).all()) or (len(found) == 4 and not bool((found[0] == plain + self._hidden).all())):
-            self._refuse(int(rotary[0, 0, 0]), start)
+            other = (rotary != plain + self._deltas).flatten(0, -2).any(0).nonzero()
+            token = int(other[0]) if len(other) else 0
+            self._refuse(rotary[..., token].unique().tolist(), start + token)
 
     def check_given(self, start: int) -> None:
         """Raise InvalidParameter when no positions were given, and those that the model takes then are others."""
@@ -129,7 +131,7 @@ class RotaryPositions:
             self._deltas, self._hidden = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
             self._largest, self._end, self._cut = None, 0, None
         if not self._given and bool(self._deltas.any()):
-            self._refuse(start, start)
+            self._refuse([start], start)
 
     def crop(self, tokens: int) -> None:
         """Keep the first ``tokens``."""
@@ -147,9 +149,9 @@ class RotaryPositions:
             self._deltas, self._hidden = self._deltas[indices.cpu()], self._hidden[indices.cpu()]
             self._largest = None if self._largest is None else self._largest[indices.cpu()]
 
-    def _refuse(self, found: int, start: int) -> None:
-        deltas = self._deltas.flatten().tolist()
+    def _refuse(self, found: list[int], token: int) -> None:
+        deltas, given = self._deltas.flatten().tolist(), " or ".join(map(str, found[:3]))
         remedy = "leave position_ids out" if self._computed else "pass position_ids that go on from there"
         raise InvalidParameter(
-            f"{self._name} gives token {start} the position {found}, and after this cache it has {start + deltas[0]}: {remedy}"
+            f"{self._name} gives token {token} the position {given}, and after this cache it has {token + deltas[0]}: {remedy}"
         )

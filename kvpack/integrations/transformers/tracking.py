@@ -270,6 +270,11 @@ class Tracking:
         """Whether the pass under way is a call of ``module``, and of nothing inside it yet."""
         return self._running and self._passes.is_of(module)
 
+    @property
+    def added(self) -> int:
+        """The tokens that the pass under way has added."""
+        return 0 if self._passes.current is None else self.record.tokens - self._passes.current.start
+
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Take no note of calls: a CUDA graph captures them within one that is noted."""

@@ -122,7 +122,7 @@ class RotaryPositions:
         if not bool((rotary == plain + self._deltas).all()) or (len(found) == 4 and not bool((found[0] == plain + self._hidden).all())):
             other = (rotary != plain + self._deltas).flatten(0, -2).any(0).nonzero()
             token = int(other[0]) if len(other) else 0
-            self._refuse(rotary[..., token].unique().tolist(), start + token)
+            self._refuse(sorted(set(rotary[..., token].flatten().tolist())), start + token)
 
     def check_given(self, start: int) -> None:
         """Raise InvalidParameter when no positions were given, and those that the model takes then are others."""

@@ -522,7 +522,7 @@ class Quantization:
         (config(options={"secondary_tiers": [{"type": "kvpack"}]}), "the primary tier holds rows already"),
         (config(canonical_layout=True), "canonical_layout is set"),
         (config(parallel={"pp_size": 2}), "pp_size is 2, and kvpack's spec takes tensor parallelism alone"),
-        (config(options={"recipe": "octopus-4;boundary-1"}), "names layers by 'boundary-1', and the model has several groups"),
+        (config(options={"recipe": "octopus-4;boundary-1"}), "names layers by 'layers=0,-1:k=raw', and the model has several groups"),
         (config(groups=()), "vLLM offloads 1 groups of cache layers, and the connector found 0"),
     ],
     ids=["connector", "recipe", "layout", "bytes", "weights", "tier", "canonical", "pipeline", "layers", "groups"],

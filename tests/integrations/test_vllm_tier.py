@@ -358,7 +358,7 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
         (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', and vLLM keeps the cache in LBNHC"),
         (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', and vLLM keeps the cache in LBHNC"),
         (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', and vLLM keeps the cache in BHLNC"),
-        (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'boundary-1', and a row holds several blocks of a layer"),
+        (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'layers=0,-1:k=raw', and a row holds several blocks of a layer"),
     ],
     ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "connector", "tokens", "heads", "inside", "layers"],
 )

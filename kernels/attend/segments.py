@@ -38,6 +38,7 @@ HALF_ERROR = 2**-11
 """Relative error of binary16 values in the 2-norm, if none overflows or underflows."""
 
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
+_parts: WeakKeyDictionary[Page, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
 
 
 class SideSegment(NamedTuple):
@@ -95,7 +96,7 @@ def of_side(side: Side) -> SideSegments:
     if side not in _side_segments:
         found, first = [], 0
         for page in side.pages:
-            found += _segments_of(page, first)
+            found += _segments_of(page, first, side.tail.dtype)
             first += page.tokens
         if side.tail.shape[2]:
             found.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
@@ -105,8 +106,11 @@ def of_side(side: Side) -> SideSegments:
     return _side_segments[side]
 
 
-def _segments_of(page: Page, first: int) -> list[SideSegment]:
-    """One segment, or with raw tokens several: those that hold such tokens are ``raw``, in the frame of the others."""
+def _segments_of(page: Page, first: int, dtype: torch.dtype) -> list[SideSegment]:
+    """One segment, or with raw tokens several: those that hold such tokens are ``raw``, in the frame of the others.
+
+    Of a basis they are in the original frame, in ``dtype``, as the raw tail is: columns without codes have no place in tiles.
+    """
     codec = page.codec
     if not isinstance(codec, WithSideCars):
         return [_whole_page(codec, first, page, None)]
@@ -115,17 +119,28 @@ def _segments_of(page: Page, first: int) -> list[SideSegment]:
         return [_part(page, first, 0, page.tokens, frame)]
     size = math.lcm(RAW_TOKENS, codec.token_group)
     flagged = sorted({token // size for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()})
-    # Columns of a basis that have no codes have no place in tiles, and raw tokens have values there.
-    if (flagged and type(codec.codec) is Klt) or len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 2):
+    if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 2):
         return [SideSegment(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})
     found = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}
     coded = next(iter(found.values()), None)
     held = codec.codec if coded is None else coded.codec
     for start, stop in pairwise(edges):
-        if start not in found:
+        if start not in found and isinstance(codec.codec, Klt):
+            values = _decoded_part(page, start, stop, dtype)
+            raw = Raw(codec.dim, RAW_DTYPES[dtype])
+            found[start] = SideSegment(raw, first + start, stop - start, {"values": values}, page=page, start=start)
+        elif start not in found:
             found[start] = SideSegment(held, first + start, stop - start, {}, frame, page=page, start=start, raw=True)
     return [found[start] for start in edges[:-1]]
+
+
+def _decoded_part(page: Page, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Tokens ``[start, stop)`` of a page in the original frame; kept with the page, which a cache that grows keeps."""
+    kept = _parts.setdefault(page, {})
+    if (start, stop, dtype) not in kept:
+        kept[start, stop, dtype] = page.decode(start, stop).to(dtype)
+    return kept[start, stop, dtype]
 
 
 def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> SideSegment:
@@ -153,6 +168,13 @@ def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
     page = segment.page
     if page is None or stop - start == segment.tokens:
         return segment
+    if type(segment.codec) is Raw:
+        return segment._replace(
+            first=segment.first + start,
+            tokens=stop - start,
+            streams={"values": segment.streams["values"][:, :, start:stop]},
+            start=segment.start + start,
+        )
     if isinstance(page.codec, WithSideCars):
         return _part(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.framed_by)
     return _whole_page(page.codec, segment.first + start, page.slice(start, stop), None)

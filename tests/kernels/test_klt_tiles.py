@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from kvpack.cache.layer import Layer
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
 from kvpack.formats.basis import BasisRows, rows_of
 from kvpack.formats.errors import MissingBasis
 from kvpack.formats.klt import Klt
+from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.side_cars import WithSideCars
 
 from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
 from klt_bases import random_rows, with_widths_of_heads  # isort: skip
 from random_sides import check, codecs, exact, random_side  # isort: skip
-
-if TYPE_CHECKING:
-    from kvpack.cache.side import Side
 
 pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
@@ -92,6 +93,30 @@ def test_widths_of_heads_by_rows_in_the_cache() -> None:
             page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
         layer.append(side)
     check(Layer(*layer), 4)
+
+
+@pytest.mark.parametrize("tail", [0, 9])
+def test_raw_tokens(tail: int) -> None:
+    """Columns without codes hold no part of them: tokens beside raw ones are decoded to the original frame, as the tail is."""
+    layer = []
+    for number, codec in enumerate(of_heads("wide heads")):
+        kept = WithSideCars(codec, (RawPositions(codec.dim, "bf16"),))
+        side = random_side(codec, 2, (150, 83), tail, number, 2)
+        pages = []
+        for page in side.pages:
+            chosen = torch.zeros(2, page.tokens, dtype=torch.bool)
+            chosen[0, [0, 3]] = chosen[1, 70:72] = True
+            x = torch.randn(2, 2, page.tokens, codec.dim, generator=torch.Generator().manual_seed(number))
+            _, own = kept.side_cars[0].encode(x, chosen, 1)  # type: ignore[attr-defined]
+            pages.append(Page(kept, page.tokens, {**page.streams, **own}))
+        layer.append(Side(kept, pages, side.tail))
+    check(Layer(*layer), 4)
+    check(Layer(*layer), 2, q_len=3)
+    from kvpack.kernels.attend import segments
+
+    found = segments.of_side(layer[0]).segments
+    assert {segment.codec.id for segment in found} == {"klt", "raw"}
+    assert [segment.tokens for segment in found if segment.codec.id == "raw" and segment.page is not None] == [64, 64, 64, 19]
 
 
 @pytest.mark.parametrize("fields", [1, 3, 16, 40])

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 POSITIONS, VALUES = "raw_positions", "raw_values"
 
 PAGE = 128
-"""Tokens of a run, counted from its first, whose median norm a token of low norm is measured by."""
+"""Tokens of a run, counted from its first, whose median norm a token of low norm is measured by; its last ones, if they fill no page, by
+that of as many tokens up to them."""
+
+SLOT_TOKENS = 64
+"""Tokens of an engine's page for each raw token that its rows have room for; they have room for one at least."""
 
 _HALVES = 4
 """Words of a position: three of its token, least first, and one of its sequence."""
@@ -85,7 +89,8 @@ class RawPositions(KeptTokens):
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
         norms = run.norms
         if norms is None:
-            norms = torch.cat([norms_of(block) for block in run.blocks()], 1) if run.shape[2] else torch.zeros(run.shape[0], 0)
+            none = torch.empty(run.shape[0], 0, dtype=torch.float32, device=run.device)
+            norms = torch.cat([none, *(norms_of(block) for block in run.blocks())], 1)
         chosen = self.choose(norms, run.position, before is not None)
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], token_group, start))
 
@@ -103,7 +108,8 @@ class RawPositions(KeptTokens):
             whole = tokens // PAGE * PAGE
             medians = [norms[:, :whole].reshape(batch, -1, PAGE).median(2).values.repeat_interleave(PAGE, 1)]
             if whole < tokens:
-                medians.append(norms[:, whole:].median(1, keepdim=True).values.expand(batch, tokens - whole))
+                last = norms[:, max(0, tokens - PAGE) :].median(1, keepdim=True).values
+                medians.append(last.expand(batch, tokens - whole))
             median = torch.cat(medians, 1)
             chosen |= (norms < self.low_norm * median) & torch.isfinite(median)
         return chosen
@@ -185,6 +191,64 @@ class RawPositions(KeptTokens):
                 raise InvalidPayload(f"{where}.{VALUES}: a raw token behind the {used} that have a position is not zero")
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Pages with a fixed number of raw tokens each: ``rest`` is what the codec encodes, as ``replaced`` says.
+
+    ``streams`` are ``[page, slot, ...]``, of unused slots zero; ``left_out``, ``[page]``, counts raw tokens for which a page has no slot.
+    """
+
+    rest: torch.Tensor
+    streams: dict[str, torch.Tensor]
+    used: torch.Tensor
+    left_out: torch.Tensor
+
+
+def slots_of(tokens: int) -> int:
+    """The raw tokens that rows of pages of ``tokens`` tokens have room for."""
+    return max(1, tokens // SLOT_TOKENS)
+
+
+def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int) -> Slots:
+    """The raw tokens of low norm of pages ``x`` ``[page, kv_head, token, dim]``, the lowest ones where they are more than the slots.
+
+    A page does not know where in its sequence it stands: the first tokens are no other ones here. For
+    codecs that encode tokens one by one, the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
+    """
+    tokens = x.shape[2]
+    wanted = raw.choose(norms, raw.first)
+    least = torch.where(wanted, norms, torch.inf).topk(slots_of(tokens), 1, largest=False, sorted=True)
+    kept = torch.isfinite(least.values)
+    chosen = torch.zeros_like(wanted).scatter_(1, least.indices, kept)
+    token = torch.where(kept, least.indices, tokens).sort(1).values
+    used = token < tokens
+    page = torch.arange(len(x), device=x.device)[:, None]
+    exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
+    values = exact.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[raw.dtype])
+    values = values.masked_fill(~used[..., None, None], 0.0)
+    if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
+        raise OutOfRange("a raw token is beyond the largest fp16, 65504; choose a wider raw_dtype")
+    positions = _words((token + 1).masked_fill(~used, 0).flatten(), torch.zeros_like(token).flatten()).view(*token.shape, _HALVES)
+    # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
+    rest = x
+    if token_group > 1:
+        places, sequence = chosen.T.nonzero().unbind(1)
+        rest = replaced(x, places, sequence, chosen, token_group)
+    return Slots(rest, {POSITIONS: positions, VALUES: values}, used, wanted.sum(1) - used.sum(1))
+
+
+def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Pages ``values`` ``[page, kv_head, token, dim]`` with the raw tokens of ``streams`` ``[page, slot, ...]``; the host does not wait."""
+    tokens = values.shape[2]
+    words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
+    token = _numbers(words.flatten(0, 1)).view(words.shape[:2])
+    # Positions that no writer makes are not looked up: rows are decoded that nothing but their checksum vouches for.
+    token = torch.where((token < 0) | (token > tokens), tokens, token)
+    wide = torch.cat([values, values[:, :, :1]], 2)
+    wide.transpose(1, 2)[torch.arange(len(wide), device=wide.device)[:, None], token] = streams[VALUES].to(wide.dtype)
+    return wide[:, :, :tokens].contiguous()
+
+
 def norms_of(x: torch.Tensor) -> torch.Tensor:
     """The norm of each token of ``x`` ``[batch, kv_head, token, dim]`` over all heads: float32 ``[batch, token]``."""
     size = max(PAGE, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
@@ -229,7 +293,11 @@ def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _stored(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """The stream of positions of tokens and sequences, int64."""
-    number = token + 1
+    return _words(token + 1, sequence)[None, None]
+
+
+def _words(number: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """The words, uint16 ``[entry, 4]``, of tokens' numbers, which count from 1, and of their sequences."""
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Not every version of PyTorch converts to uint16 on every device.
-    return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)[None, None]
+    return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)

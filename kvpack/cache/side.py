@@ -179,7 +179,7 @@ class Side:
         if (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(own).norms(start) for own in rows])
-        found = [torch.zeros(self.batch, 0, device=self.device)]
+        found = [torch.empty(self.batch, 0, dtype=torch.float32, device=self.device)]
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
             if first >= start:

@@ -17,6 +17,7 @@ from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.coding.modes import writing
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.opaque import Opaque
+from kvpack.formats.raw_positions import RawPositions, in_slots, norms_of, put_slots
 from kvpack.formats.side_cars import WithSideCars
 
 if TYPE_CHECKING:
@@ -39,17 +40,30 @@ def takes(codec: Codec) -> bool:
     side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
     if isinstance(codec, Opaque):
         return False
-    return all(isinstance(one, ChannelScale) for one in side_cars) and all(packing.binary for packing in codec.packings().values())
+    return all(isinstance(one, ChannelScale | RawPositions) for one in side_cars) and all(
+        packing.binary for packing in codec.packings().values()
+    )
 
 
-def encode_lane(lane: Lane, layers: Layers, slots: Sequence[int], rows: torch.Tensor) -> None:
-    """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises NonFinite and OutOfRange for a page among them."""
+def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
+    """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises NonFinite and OutOfRange for a page among them.
+
+    ``keys`` are the layers' keys, and ``left_out``, int64 ``[1]``, counts raw tokens that have no slot.
+    """
     from kvpack.kernels.pages.lanes import gather
 
+    geometry, raw = lane.geometry, lane.raw
     for first, chosen in _some(lane, slots, torch.float32):
         x = _pages(lane, len(chosen), layers.first.dtype, rows.device)
         gather(layers, chosen, x)
-        made = encode(lane.codec, x.to(lane.geometry.computed_dtype), f"layers[{lane.first}].{lane.side}")
+        x, streams = x.to(geometry.computed_dtype), {}
+        if raw is not None:
+            k = _pages(lane, len(chosen), layers.first.dtype, rows.device, geometry.dims["k"])
+            gather(keys, chosen, k)
+            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group)
+            x, streams = found.rest, found.streams
+            left_out += found.left_out.sum()
+        made = encode(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
         with writing(rows):
             for name, place in _streams(lane, rows[first : first + len(chosen)]).items():
                 place.copy_(made[name].view(place.shape))
@@ -63,9 +77,12 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
     for first, chosen in _some(lane, slots, geometry.computed_dtype):
         places = _streams(lane, rows[first : first + len(chosen)])
         streams = {name: place.flatten(0, 1) for name, place in places.items()}
+        raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
-        found = Side(lane.codec, (Page(lane.codec, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
+        found = Side(lane.plain, (Page(lane.plain, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
+        if raw:
+            found = put_slots(found, raw)
         if dtype.itemsize == 1:
             most = torch.finfo(dtype).max
             found = found.clamp(-most, most)
@@ -86,9 +103,9 @@ def _some(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tupl
         yield first, list(slots[first : first + at_once])
 
 
-def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
     """Memory for the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, a multiple of ``ALIGNED`` bytes apart."""
-    shape = lane.geometry.heads, lane.geometry.tokens, lane.codec.dim
+    shape = lane.geometry.heads, lane.geometry.tokens, dim or lane.codec.dim
     step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
     values = torch.empty(count * lane.count, step, dtype=dtype, device=device)
     return values[:, : math.prod(shape)].view(-1, *shape)

@@ -37,9 +37,11 @@ class PageCodec:
     code what C does not take, layer by layer: 8-bit scales, scales of channels, and encoding by oscar, polar and minifloat. On a device a
     job is a few launches for each side and one for the checksums; recipes and geometries that no kernel takes page by page are coded for
     all pages together, and the rest is copied through the host's memory, as rows there are.
-    Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values
-    (lossless, outliers, raw tokens) and for one that keeps a raw tail. A recipe of the codec klt needs its ``basis``: MissingBasis,
-    InvalidShape for one of other heads, and what reading a basis raises.
+    Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values (lossless,
+    transform, outliers, raw tokens by ``sinks``) and for one that keeps a raw tail. Of raw tokens by their positions, a row has room
+    for one in 64 tokens of its page, at least one: those of the lowest norm below ``raw_low_norm`` of the page's median; those of
+    ``raw_first`` are no others, for a page does not know where it stands. ``raw_tokens_left_out`` counts what had no room. A recipe of
+    the codec klt needs its ``basis``: MissingBasis, InvalidShape for one of other heads, and what reading a basis raises.
     """
 
     def __init__(
@@ -79,6 +81,11 @@ class PageCodec:
         """End the codec's threads; it takes no more calls."""
         self._closed = True
         self._host.close()
+
+    @property
+    def raw_tokens_left_out(self) -> int:
+        """Tokens of low norm (``raw_low_norm``) that pages had no slot for, in all layers and sides so far. The host waits for devices."""
+        return self._host.left_out + sum(int(device.left_out) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
         """Encode the pages in ``slots`` to ``rows``, and return for each page None or the error for which it has no row.

@@ -76,6 +76,8 @@ class DevicePages:
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
+            self.left_out = torch.zeros(1, dtype=torch.int64, device=device)
+            """Raw tokens for which pages had no slot."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
         """Begin to encode to ``rows`` of any memory, those of the device best."""
@@ -143,12 +145,16 @@ class DevicePages:
             if self._padding is not None:
                 rows.index_fill_(1, self._padding, 0)
         try:
+            keys = None
             for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
+                # The keys of some layers come before their values.
+                keys = given.layers if lane.side == "k" else keys
                 if lanes.encode(given, job):
                     continue
                 if not batched.takes(lane.codec):
                     return None
-                batched.encode_lane(lane, given.layers, slots, rows)
+                assert keys is not None
+                batched.encode_lane(lane, given.layers, keys, slots, rows, self.left_out)
         except (KvpackError, torch.OutOfMemoryError):
             # The host names the page, and has memory of its own.
             return None

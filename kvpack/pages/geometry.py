@@ -15,6 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.klt import Klt
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import Raw
+from kvpack.formats.raw_positions import RawPositions, slots_of
 
 if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
@@ -104,13 +105,19 @@ class PageGeometry:
         if isinstance(codec.family, Klt):
             # A page of other heads could never be encoded.
             codec.family.source_for(self.heads)
-        varying = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
+        slots = self.slots(codec)
+        varying = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry" and name not in slots]
         if varying:
             raise InvalidParameter(
                 f"{where}: the sizes of the streams {', '.join(varying)} of {codec.id} depend on the values, and all rows of an engine "
-                "have one size: leave out lossless, outliers and raw tokens"
+                "have one size: leave out lossless, transform, outliers, and raw tokens but those of raw_low_norm"
             )
         return codec
+
+    def slots(self, codec: Codec) -> dict[str, int]:
+        """The rows of each stream that has a fixed number of raw tokens a page."""
+        raw = codec.side_car(RawPositions)
+        return {} if raw is None else dict.fromkeys(raw.layout(1, 1, 0), slots_of(self.tokens))
 
     def contents(self, recipe: str | Recipe) -> Contents:
         """The description of a page in ``recipe``. Raises InvalidRecipe, InvalidParameter and InvalidDtype."""
@@ -125,8 +132,9 @@ class PageGeometry:
         for layer in range(self.layers):
             sides = {}
             for side in self.dims:
-                number = codecs.setdefault(self.codec(recipe, layer, side), len(codecs))
-                sides[side] = SideEntry(number, 1, self.heads, (self.tokens,), 0, tail_dtype, 0)
+                codec = self.codec(recipe, layer, side)
+                number, slots = codecs.setdefault(codec, len(codecs)), self.slots(codec)
+                sides[side] = SideEntry(number, 1, self.heads, (self.tokens,), 0, tail_dtype, 0, tuple(slots.items()))
             layers.append(LayerEntry(sides["k"], sides.get("v")))
         ignorable = {FEATURE: self.dtype.encode()}
         return Contents(

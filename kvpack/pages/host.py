@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class HostPages:
     def __init__(self, plan: RowPlan, threads: int) -> None:
         self._plan, self._threads = plan, threads
         self._own = OwnThreads(threads, "kvpack-pages")
+        self._lock, self.left_out = Lock(), 0
+        """Raw tokens for which pages had no slot are counted."""
 
     def close(self) -> None:
         self._own.close()
@@ -77,14 +80,15 @@ class HostPages:
             row = targets[number][: plan.layout.nbytes]
             row[: plan.layout.payload] = front_of(plan.layout, plan.namespace, digests[number] or bytes(KEY_BYTES))
             try:
-                for lane in lanes:
-                    lane.encode(slots[number], row, threads)
+                left_out = sum(lane.encode(slots[number], row, threads) for lane in lanes)
             except KvpackError as error:
                 row[:8] = bytes(8)
                 return type(error)(f"slot {(slots if names is None else names)[number]}: {error}")
             for begin, end in plan.layout.pads:
                 row[begin:end] = bytes(end - begin)
             write_checksum(row)
+            with self._lock:
+                self.left_out += left_out
             return None
 
         return self._each(encode, len(slots))

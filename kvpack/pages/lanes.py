@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.file.payload import as_array
+from kvpack.formats.errors import OutOfRange
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
+from kvpack.formats.raw_positions import RawPositions, in_slots, norms_of
 
 if TYPE_CHECKING:
     from kvpack.file.header import Contents
@@ -42,20 +44,34 @@ class Lane:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        return self.codec.layout(1, self.geometry.heads, self.geometry.tokens)
+        slots, layouts = self.geometry.slots(self.codec), self.codec.layout(1, self.geometry.heads, self.geometry.tokens)
+        rows = {
+            name: replace(layouts[name], shape=(*layouts[name].shape[:2], count, *layouts[name].shape[3:])) for name, count in slots.items()
+        }
+        return {name: rows.get(name, layout) for name, layout in layouts.items()}
+
+    @property
+    def raw(self) -> RawPositions | None:
+        """What chooses the raw tokens of a page, if there are any."""
+        return self.codec.side_car(RawPositions)
+
+    @property
+    def plain(self) -> Codec:
+        """The codec of all other tokens."""
+        return self.codec.without_raw
 
     def of(self, pages: PageBuffer) -> _Ready:
         """The lane with everything about ``pages`` that does not depend on a slot."""
-        tensors = pages.sides[self.side][self.first : self.first + self.count]
+        tensors, keys = (pages.sides[side][self.first : self.first + self.count] for side in (self.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(self.codec, Opaque | Raw) or self.geometry.dtype not in RAW_DTYPES:
-            return _Ready(self, tensors)
-        return _Ready(self, tensors, *self._compiled())
+            return _Ready(self, tensors, keys)
+        return _Ready(self, tensors, keys, *self._compiled())
 
     def _compiled(self) -> tuple[Any, Any]:
         """The encoder and the decoder of one layer, and of all of them together, in C; None where C does not take the codec."""
         from kvpack.kernels.cpu import pages
 
-        geometry, codec = self.geometry, self.codec
+        geometry, codec = self.geometry, self.plain
         dtype, heads, tokens = geometry.computed_dtype, geometry.heads, geometry.tokens
         streams = pages.places(codec, heads, tokens, {name: begin for name, (begin, _) in self.places.items()})
         counts = {1, self.count}
@@ -68,8 +84,10 @@ class Lane:
 class _Ready:
     """A lane over the memory of one engine."""
 
-    def __init__(self, lane: Lane, tensors: Sequence[torch.Tensor], encoders: Any = None, decoders: Any = None) -> None:
-        self._lane, self._tensors, self._encoders, self._decoders = lane, tensors, encoders, decoders
+    def __init__(
+        self, lane: Lane, tensors: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], encoders: Any = None, decoders: Any = None
+    ) -> None:
+        self._lane, self._tensors, self._keys, self._encoders, self._decoders = lane, tensors, keys, encoders, decoders
         self._stretches: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
         direct = all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
         if not direct:
@@ -77,8 +95,34 @@ class _Ready:
         elif encoders or decoders:
             self._stretches = _stretches(tensors)
 
-    def encode(self, slot: int, row: memoryview, threads: int) -> None:
-        """Encode the page in ``slot``. Raises NonFinite and OutOfRange, naming the layer and the side."""
+    def encode(self, slot: int, row: memoryview, threads: int) -> int:
+        """Encode the page in ``slot``, and count raw tokens left out. Raises NonFinite and OutOfRange, naming the layer and the side."""
+        self._encode(slot, row, threads)
+        return self._encode_raw(slot, row)
+
+    def _encode_raw(self, slot: int, row: memoryview) -> int:
+        """Put raw tokens into their slots, and encode their token groups once more without them."""
+        lane, raw = self._lane, self._lane.raw
+        if raw is None:
+            return 0
+        x, k = (
+            torch.stack([tensor[slot] for tensor in tensors]).to(lane.geometry.computed_dtype) for tensors in (self._tensors, self._keys)
+        )
+        try:
+            found = in_slots(raw, x, norms_of(k), lane.plain.token_group)
+        except OutOfRange as error:
+            raise OutOfRange(f"layers[{lane.first}].{lane.side}: {error}") from None
+        for number in range(lane.count):
+            streams = self._streams(row, number)
+            for name, stream in found.streams.items():
+                streams[name].copy_(stream[number][None, None])
+            if lane.plain.token_group > 1 and found.used[number].any():
+                made = encode(lane.plain, found.rest[number : number + 1], f"layers[{lane.first + number}].{lane.side}")
+                for name, own in made.items():
+                    streams[name].copy_(own)
+        return int(found.left_out.sum())
+
+    def _encode(self, slot: int, row: memoryview, threads: int) -> None:
         if self._encoders is not None:
             address = address_of(row)
             if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
@@ -92,9 +136,9 @@ class _Ready:
             elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored(x.dtype):
                 streams["values"].copy_(x[None])
             else:
-                made = encode(lane.codec, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
-                for name, stream in streams.items():
-                    stream.copy_(made[name])
+                made = encode(lane.plain, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
+                for name, stream in made.items():
+                    streams[name].copy_(stream)
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
         """Decode a checked row to ``slot``. Raises MemoryError."""
@@ -102,6 +146,7 @@ class _Ready:
             address = address_of(row)
             for stretch in self._stretches:
                 self._run_decoder(stretch, slot, address, threads)
+            self._put_raw(slot, row)
             return
         lane = self._lane
         for number, tensor in enumerate(self._tensors):
@@ -112,7 +157,8 @@ class _Ready:
                 found = streams["values"][0]
             else:
                 empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
-                side = Side(lane.codec, (Page(lane.codec, lane.geometry.tokens, streams),), empty, 0)
+                plain = {name: streams[name] for name in lane.plain.layout(1, 1, 0)}
+                side = Side(lane.plain, (Page(lane.plain, lane.geometry.tokens, plain),), empty, 0)
                 found = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
                 most = torch.finfo(target.dtype).max
@@ -120,6 +166,24 @@ class _Ready:
             # An engine may have made its memory in inference mode, and nothing else may write there.
             with torch.inference_mode():
                 target.copy_(found)
+        self._put_raw(slot, row)
+
+    def _put_raw(self, slot: int, row: memoryview) -> None:
+        """Write raw tokens over what was decoded in their places."""
+        raw = self._lane.raw
+        if raw is None:
+            return
+        with torch.inference_mode():
+            for number, tensor in enumerate(self._tensors):
+                streams = self._streams(row, number)
+                token, _ = raw.places(streams)
+                # Rows are decoded that nothing but their checksum vouches for.
+                inside = token < self._lane.geometry.tokens
+                values = raw.kept(streams)[inside].transpose(0, 1)
+                if tensor.dtype.itemsize == 1:
+                    most = torch.finfo(tensor.dtype).max
+                    values = values.clamp(-most, most)
+                tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
     def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
         """The streams of the lane's layer ``number`` as views of a row."""

@@ -46,6 +46,8 @@ TOGETHER = [
     "turboquant-2.5",
     "octopus-3-scaled",
     "k=polar:b=4.2.2.2.2.2;v=group:b=3,scales=u8,channel_scale=fp16",
+    "kv=scalar:b=3,raw_low_norm=0.95",
+    "k=group:b=2,g=8,raw_low_norm=0.95;v=octahedral:b=3,raw_low_norm=0.95",
 ]
 """Recipes whose pages are coded together."""
 BY_HOST = ["k=group:b=4,g=32,channel_order=u8,block_rotation=32;v=octahedral:b=3", "kv=angle:n=48,channel_scale=fp16"]
@@ -131,9 +133,10 @@ def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: st
                 torch.testing.assert_close(x[slot].cpu(), y[number], rtol=2**-6, atol=2**-6)
 
 
-def test_pages_of_a_basis_are_coded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["kv=klt:bits=4", "klt-4"])
+def test_pages_of_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     basis = Basis.of_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
-    codec = PageCodec("kv=klt:bits=4", SMALL, basis=basis)
+    codec = PageCodec(recipe, SMALL, basis=basis)
     pages, given = on_device(SMALL, 3)
     expected = by_host(codec, given, [2, 0])
     rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)

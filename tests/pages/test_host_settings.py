@@ -40,7 +40,9 @@ def watched(kind: Any, *arguments: Any, **options: Any) -> Watched:
     return watch
 
 
-@pytest.mark.parametrize("recipe", ["octopus-4", "oscar-2", "kv=scalar:b=3,channel_scale=fp16", "bf16"])
+@pytest.mark.parametrize(
+    "recipe", ["octopus-4", "oscar-2", "kv=scalar:b=3,channel_scale=fp16", "kivi-2;k=scalar:b=3,raw_low_norm=0.9", "bf16"]
+)
 def test_every_call_of_a_codec(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with unusual_host(monkeypatch):
         pages, target = buffer(1), buffer(0)
@@ -57,6 +59,7 @@ def test_every_call_of_a_codec(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
                 with pytest.raises(KvpackError):
                     wrong()
             assert codec.checked(target, [1], None) == ([1], [None])
+            assert codec.call("raw_tokens_left_out", lambda: codec.inner.raw_tokens_left_out)() >= 0
             codec.close()
     assert codec.called >= public(PageCodec)
 

@@ -36,6 +36,7 @@ from kvpack.file import row as rows_of
 
 from engine_pages import ENGINES, bits, empty, filled  # isort: skip
 from klt_bases import random_basis  # isort: skip
+from second_decoder import decoder  # isort: skip
 
 SMALL = PageGeometry(layers=3, heads=2, tokens=16, dim_k=64, dim_v=64)
 RECIPES = [
@@ -67,6 +68,65 @@ def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
             for mine, theirs in zip((found[0][slot, n], found[1][slot, n]), layer.unpack(), strict=True):
                 assert torch.equal(mine, theirs[0])
     assert not any(x[[0, 2]].any() for x in found)
+
+
+RAW = "raw_first=4,raw_low_norm=0.6"
+SLOTTED = {
+    "a token at a time": f"kv=scalar:b=3,{RAW}",
+    "groups of tokens": f"k=group:b=2,g=8,{RAW};v=octahedral:b=3,{RAW}",
+    "operations of PyTorch": f"kv=polar:b=3,{RAW},raw_dtype=fp16",
+    "values alone": f"k=raw;v=scalar:b=2,{RAW}",
+    "a channel scale": f"kv=scalar:b=3,channel_scale=fp16,{RAW}",
+}
+
+
+@pytest.mark.parametrize("recipe", SLOTTED.values(), ids=SLOTTED)
+def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
+    """The keys choose for both sides; the lowest norms win, and what has no slot is counted."""
+    geometry = PageGeometry(layers=2, heads=2, tokens=130, dim_k=64, dim_v=64)
+    with PageCodec(recipe, geometry, threads=2) as codec:
+        pages, (k, v) = filled(geometry, 3)
+        low = {(0, 0): [], (0, 1): [7], (1, 0): [3, 129], (1, 1): [5, 6, 60], (2, 0): [0], (2, 1): [64, 65]}
+        for (page, layer), tokens in low.items():
+            for rank, token in enumerate(tokens):
+                k[page, layer, :, token] *= 0.1 / (1 + rank)
+        rows = torch.empty(3, codec.nbytes, dtype=torch.uint8)
+        assert codec.encode_into(pages, range(3), rows) == [None] * 3
+        sides = "v" if recipe.startswith("k=raw") else "kv"
+        assert codec.raw_tokens_left_out == len(sides)
+        target, found = empty(geometry, 3)
+        assert codec.decode_into(rows, target, range(3), values=True) == [None] * 3
+        for side in sides:
+            own, given = (x["kv".index(side)] for x in (found, (k, v)))
+            for (page, layer), tokens in low.items():
+                kept = tokens[-2:]
+                assert torch.equal(own[page, layer, :, kept], given[page, layer, :, kept].to(own.dtype))
+                if len(tokens) > 2:
+                    assert not torch.equal(own[page, layer, :, tokens[0]], given[page, layer, :, tokens[0]])
+        plain = kvpack.pack([(k[0, 0][None], v[0, 0][None])], recipe.replace("raw_first=4,", ""))[0]
+        assert torch.equal(found[1][0, 0], plain.unpack()[1][0])  # type: ignore[index]
+        page = decoder.read_row(bytes(rows[1].numpy())).page
+        assert dict(page.layers[1]["v"].entries) == {"raw_positions": 2, "raw_values": 2}
+        row = bytearray(rows[1].numpy())
+        begin, _ = codec.layout.places["1.v.raw_positions"]
+        row[begin : begin + 8] = bytes([200, 0, 0, 0, 0, 0, 0, 0])
+        rows_of.write_checksum(memoryview(row))
+        (error,) = codec.decode_into([row], target, [0], values=True)
+        assert isinstance(error, InvalidPayload)
+
+
+def test_a_page_by_a_basis_has_slots() -> None:
+    shapes = {(layer, side): (SMALL.heads, 64) for layer in range(SMALL.layers) for side in "kv"}
+    codec = PageCodec("klt-4", SMALL, basis=Basis.of_bytes(random_basis(shapes, SMALL.layers)))
+    pages, (k, v) = filled(SMALL, 2)
+    k[1, :, :, 9] *= 0.1
+    made = torch.empty(2, codec.nbytes, dtype=torch.uint8)
+    assert codec.encode_into(pages, [0, 1], made) == [None, None]
+    target, found = empty(SMALL, 2)
+    assert codec.decode_into(made, target, [0, 1]) == [None, None]
+    assert torch.equal(found[0][1, :, :, 9], k[1, :, :, 9])
+    assert torch.equal(found[1][1, :, :, 9], v[1, :, :, 9])
+    assert codec.raw_tokens_left_out == 0
 
 
 @pytest.mark.parametrize("rows", ["basis", "fp16"])
@@ -315,7 +375,7 @@ def test_the_hosts_settings_stay() -> None:
         torch.set_default_dtype(before_dtype)
 
 
-@pytest.mark.parametrize("recipe", [*PRESETS, "kv=scalar:b=3,channel_scale=fp16"])
+@pytest.mark.parametrize("recipe", [*PRESETS, "kv=scalar:b=3,channel_scale=fp16", *SLOTTED.values()])
 def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> None:
     """What someone who can write rows can make of them: the rules of the codecs are checked with ``values``, and no call goes astray."""
     codec = PageCodec(recipe, SMALL)

@@ -152,6 +152,19 @@ def test_rows_of_which_a_file_does_not_hold_the_ids_go_on_with_a_prompt_alone(sa
         assert torch.equal(model.generate(prompt, attention_mask=mask, past_key_values=own, **OPTIONS), expected)
 
 
+def test_a_padded_batch_of_an_earlier_version_is_not_told_to_give_a_prompt(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    rows, mask = padded(ids(2, TOKENS))
+    old = of_a_version_before(kvpack.load(saved(model, tmp_path / "file", rows, mask)))
+    with pytest.raises(InvalidParameter, match="does not hold the ids of each row") as error:
+        KvpackCache(old, model)
+    assert "prompt=" not in str(error.value)
+    given, right = longer(rows, mask)
+    with KvpackCache(replace(old, inputs=None), model) as own:
+        found = model.generate(given, attention_mask=right, past_key_values=own, **OPTIONS)
+    assert torch.equal(found, model.generate(given, attention_mask=right, **OPTIONS))
+
+
 @pytest.mark.parametrize("recipe", ["raw", "octopus-4"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma-2", "GPT-2"])
 def test_hidden_tokens_stay_hidden(name: str, recipe: str, tmp_path: Path) -> None:

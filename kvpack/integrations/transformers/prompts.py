@@ -39,9 +39,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
             "the cache does not hold the token ids that it was computed from, so no prompt can be compared with it: "
             "save a KvpackCache of the model, or pack with inputs="
         )
-    # The ids of each row are compared, as far as they are known, and the mask that hid padding is demanded of the next pass.
-    told = zip(inputs.undetermined, inputs.starts, strict=True)
-    others = {start: text for text, start in told if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
+    others = _others(inputs)
     if 0 in others:
         raise InvalidParameter(f"{others[0]}: token ids do not determine the cache, so no prompt can be compared with it")
     known = ids_of(inputs)
@@ -54,15 +52,26 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     return int(differing[0]) if len(differing) else most
 
 
+def _others(inputs: Inputs) -> dict[int, str]:
+    """What token ids and a mask do not determine, by the position of its first token.
+
+    The ids of each row are compared, as far as they are known, and the mask that hid padding is demanded of the next pass.
+    """
+    told = zip(inputs.undetermined, inputs.starts, strict=True)
+    return {start: text for text, start in told if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
+
+
 def check_rows_known(cache: Cache) -> None:
     """Raise InvalidParameter for a batch whose rows have different ids, of which the file says no more."""
     inputs = cache.inputs
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
+        given = "give prompt= with the ids of each row, and the tokens that are known to be theirs are kept, or "
+        if 0 in _others(inputs):
+            given = ""
         raise InvalidParameter(
-            f"{text}, and the file does not hold the ids of each row, so that rows of other prompts could go on from it: give prompt= with "
-            "the ids of each row, and the tokens that are known to be theirs are kept, or write "
-            "KvpackCache(dataclasses.replace(cache, inputs=None), model), which compares no ids"
+            f"{text}, and the file does not hold the ids of each row, so that rows of other prompts could go on from it: {given}write "
+            "KvpackCache(dataclasses.replace(cache, inputs=None), model), which compares no ids and no mask"
         )
 
 

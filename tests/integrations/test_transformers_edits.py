@@ -227,9 +227,7 @@ def test_weights_that_change_without_a_trace_between_passes_are_noted() -> None:
         assert cache.packed.inputs.undetermined == ()
         one_bit_through_data(model)
         model(FOLLOWING, past_key_values=cache)
-        assert cache.packed.inputs.undetermined == (
-            "tokens 45 to 49 may have been computed after the model's weights changed without a trace",
-        )
+        assert cache.packed.inputs.undetermined == ("tokens 45 to 49 may have been computed after the model's weights changed",)
         model(FOLLOWING, past_key_values=cache)
         assert "tokens 50 to 54 were computed after the model's weights changed" in cache.packed.inputs.undetermined
         assert dict(cache.packed.model) == dict(first.model)
@@ -237,6 +235,18 @@ def test_weights_that_change_without_a_trace_between_passes_are_noted() -> None:
         model(IDS, past_key_values=cache)
         assert cache.packed.inputs.undetermined == ()
         assert cache.packed.model["weights"] == kvpack.Identity.of(model, "raw").weights != first.model["weights"]
+
+
+def test_a_weight_that_no_step_looks_at_is_noted() -> None:
+    """Steps of one token look at a few weights: a change of others shows when the cache is packed."""
+    model = frozen(small_llama())
+    with torch.inference_mode(), KvpackCache(model, "raw") as cache:
+        model(IDS, past_key_values=cache)
+        with torch.no_grad():
+            model.lm_head.weight[3] *= 2
+        for token in FOLLOWING[0]:
+            model(token[None, None], past_key_values=cache)
+        assert cache.packed.inputs.undetermined == ("tokens 40 to 44 may have been computed after the model's weights changed",)
 
 
 def test_edits_before_the_first_token_and_after_the_last_name_the_right_weights() -> None:

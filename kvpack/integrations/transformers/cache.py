@@ -223,7 +223,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def packed(self) -> Cache:
         """The packed cache with every token appended so far: what ``kvpack.save`` takes.
 
-        ``inputs`` says what the tokens came from, as far as it was recorded, and ``model`` what the model is, but for its weights.
+        ``inputs`` says what the tokens came from, as far as it was recorded, and ``model`` what the model is. All
+        weights are read, which takes about as long as a decode step: where they are not those of the pass before, ``inputs`` says so.
         Another thread may ask while a model generates: it waits for the end of a forward pass.
         """
         with self.passes.turns.taken():

@@ -207,20 +207,30 @@ class Tracking:
         few = seen.ids is not None and seen.ids.shape[1] == 1
         if self._state.has_other_weights(few=few) and self._first.weights and (found := named(model)).fields:
             self._state, self._latest = ModelState(outermost(model)), found
-            self._changed = next((name for name in _FIELDS if found.fields.get(name) != self._first.fields.get(name)), "")
+            self._changed = self._differing()
             self.changes += 1
         if self._changed:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """Note the tokens since the last call if weights have changed, and show no change, as through ``data``."""
-        if self._latest is None or self._first is None or self._state is None or self._state.has_other_weights():
+        """Note the tokens since the last call if weights have changed and passes saw no change, as of changes through ``data``."""
+        if self._latest is None or self._first is None or self._state is None or not self._latest.weights:
             return
-        if self._latest.weights and weights_now(model) != self._latest.weights:
-            self.record.note(self._verified, "may have been computed after the model's weights changed without a trace")
-            self._latest = named(model)
-            self._changed = "weights" if self._latest.weights != self._first.weights else ""
+        # Every pass looks at a few weights: those have changed since the last one.
+        if self._state.has_other_weights(few=True):
+            return
+        if weights_now(model) != self._latest.weights:
+            self.record.note(self._verified, "may have been computed after the model's weights changed")
+            self._state, self._latest = ModelState(outermost(model)), named(model)
+            self._changed = self._differing()
         self._verified = self.record.tokens
+
+    def _differing(self) -> str:
+        """What the model is named differently in than at the first token; empty if in nothing."""
+        assert self._first is not None
+        assert self._latest is not None
+        first, latest = self._first.fields, self._latest.fields
+        return next((name for name in _FIELDS if latest.get(name) != first.get(name)), "")
 
     def _note_failed(self, failed: Pass) -> None:
         self._failed = True

@@ -137,6 +137,15 @@ def slot() -> Target:
     return Target(SEEDS, lambda data, source: mutated_slot(data, source, most), SlotOracle(_folder()).check, most_bytes=most)
 
 
+def basis() -> Target:
+    """Bases, and what is coded by them."""
+    from basis_oracle import SEEDS, check_basis
+
+    _run_what_caches_run()
+    mutate = _files([*SEEDS, *seeds.bases()])[1]
+    return Target((*SEEDS, *seeds.bases()), mutate, check_basis)
+
+
 def prompt_cache() -> Target:
     """Prompt caches of mlx-lm."""
     from prompt_cache_oracle import SEEDS, PromptCacheOracle, mutated_prompt_cache
@@ -234,6 +243,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "row": row,
     "slot": slot,
     "prompt-cache": prompt_cache,
+    "basis": basis,
     "recipe": recipe,
     "recipe-file": recipe_file,
     "command": command,

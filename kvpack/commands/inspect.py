@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from itertools import groupby
@@ -31,13 +30,15 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary of one file."""
     from kvpack.file.container import open_file
-    from kvpack.file.limits import MAX_FILE_BYTES
-    from kvpack.file.user_files import read_bytes
 
     with open_file(arguments.file) as file:
         summary = summarize(file)
     if summary["is_basis"]:
-        summary["sha256"] = hashlib.sha256(read_bytes(arguments.file, MAX_FILE_BYTES, "a basis")).hexdigest()
+        # Needs numpy.
+        from kvpack.coding.bases import opened
+
+        with opened(arguments.file) as basis:
+            summary["sha256"] = basis.digest().hex()
     if arguments.json:
         print_json(summary)
     else:

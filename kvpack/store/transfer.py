@@ -100,7 +100,8 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     from kvpack.coding.basis_sources import find
     from kvpack.coding.recipes import Recipe, basis_named
 
-    file = container.open_file(path)
+    # Truncating a mapped file would end the process, so the command reads a copy.
+    file = container.open_file(path, copy=True)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
     named = basis_named(Recipe.recorded(header.recipe))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -172,6 +173,30 @@ def test_commands_do_not_map_their_input(command: str, path: Path, monkeypatch: 
     monkeypatch.setattr(sources.OnDisk, "view", mapping)
     output = {"unpack": [str(tmp_path / "o")], "convert": [str(tmp_path / "o"), "raw"]}.get(command, [])
     assert cli.main([command, str(path), *output]) == 0
+
+
+def test_importing_into_a_store_does_not_map_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack import cli
+
+    def mapping(*_: object) -> None:
+        raise AssertionError("a file was mapped")
+
+    path, tokens = tmp_path / "in.kvpack", tmp_path / "ids.json"
+    kvpack.save(kvpack.pack([(torch.zeros(1, 1, 300, 32),) * 2], "raw", model={"name": "m", "weights": "w"}), path)
+    tokens.write_text(json.dumps([*range(300)]))
+    monkeypatch.setattr(sources.OnDisk, "view", mapping)
+    words = ["store", "import", str(tmp_path / "store"), str(path), "--tokens", str(tokens), "--trust-names"]
+    assert cli.main(words) == 0
+    cut = path.stat().st_size // 2
+    read = sources.OnDisk.read
+
+    def cutting(source: sources.OnDisk, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+        if end - begin == source.size:
+            os.truncate(path, cut)
+        return read(source, begin, end, into)
+
+    monkeypatch.setattr(sources.OnDisk, "read", cutting)
+    assert cli.main(words) == 1
 
 
 def test_verify_takes_little_memory(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import xxhash
 import kvpack
 from kvpack.cache import files, side
 from kvpack.cache.dense_states import DenseLayer
-from kvpack.coding import recipes
+from kvpack.coding import bases, recipes
 from kvpack.file import container, header_tensor, payload, row
 from kvpack.formats import CODECS, columns
 from kvpack.formats.errors import DigestMismatch, KvpackError
@@ -43,7 +43,7 @@ from file_mutator import Vocabulary, mutated_file, taken_apart  # noqa: E402
 from session import Report, Session  # noqa: E402
 from targets import TARGETS, Target  # noqa: E402
 
-INPUTS = {"command": 12, "dense-file": 40, "entry": 20}
+INPUTS = {"basis": 40, "command": 12, "dense-file": 40, "entry": 20}
 """Targets whose inputs take long run fewer of them."""
 
 
@@ -167,6 +167,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "checksums are not checked": ("row", lambda patch: patch.setattr(row, "checksum", lambda data: int.from_bytes(data[24:32], "little"))),
     "padding is not checked": ("row", leave_out(host, "check_same")),
     "payloads are not checked": ("entry", leave_out(entries, "_check_payload")),
+    "rows of a basis crash": ("basis", crash(bases, "_rows")),
     "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_number", lambda _, text: int(text))),
     "a word crashes": ("recipe", crash(recipes, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),

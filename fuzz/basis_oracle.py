@@ -1,0 +1,87 @@
+"""The properties of bases, which a caller names and somebody else may have made. Loads torch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+from kvpack.coding.bases import Basis
+from kvpack.file import container
+from kvpack.formats.errors import KvpackError
+
+from klt_bases import random_basis, random_tables  # isort: skip
+from oracles import MAX_DECODED_BYTES  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHAPES = {(0, "k"): (2, 8), (0, "v"): (1, 8)}
+SEEDS = tuple(
+    random_basis(SHAPES, 1, dtype, scopes=scopes, tables=random_tables("fuzz"))
+    for dtype in ("fp16", "fp32")
+    for scopes in (None, {(0, "k"): "head", (0, "v"): "layer"})
+)
+"""Small bases, without frames and with those of heads and of layers."""
+_MOST_VALUES = 1 << 13
+_TOKENS = 5
+
+
+def loaded(data: bytes) -> Basis | None:
+    """The basis, or None for a refusal."""
+    try:
+        with container.open_bytes(data, max_bytes=MAX_DECODED_BYTES):
+            return Basis.of_bytes(data)
+    except KvpackError:
+        return None
+
+
+def check_basis(data: bytes) -> bool:
+    """Whether a basis is accepted; what is coded by it is refused, or loads from its file and decodes to finite values."""
+    basis = loaded(data)
+    if basis is None:
+        return False
+    layers = _layers(basis)
+    if layers is None:
+        return True
+    for recipe in ("klt-2", "kv=klt:bits=2,rows=fp16", "kv=klt:bits=4,rows=fp32", "transform-8"):
+        _check_recipe(basis, layers, recipe)
+    return True
+
+
+def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cache = kvpack.pack(layers, recipe, basis=basis)
+            again = cache.append(layers)
+    except KvpackError:
+        return
+    from kvpack.cache import files
+
+    for made in (cache, again):
+        file = container.to_bytes(*files.stored(made))
+        found = files.read(container.open_bytes(bytearray(file)), basis=basis)
+        for values in _values(found):
+            assert values.isfinite().all(), f"{recipe}: finite values decode to others"
+
+
+def _layers(basis: Basis) -> list[Any] | None:
+    """Keys and values of the shapes of a basis; None where it has too many."""
+    generator, sides = torch.Generator().manual_seed(0), set(basis.sides())
+    shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in sides}
+    if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MOST_VALUES:
+        return None
+    found = []
+    for layer in range(basis.layers_with_rows):
+        pair = [torch.randn(1, *shapes[layer, side], generator=generator) if (layer, side) in sides else None for side in "kv"]
+        found.append(tuple(pair))
+    return found
+
+
+def _values(cache: kvpack.Cache) -> Iterator[torch.Tensor]:
+    for layer in cache:
+        for side in layer.sides.values():
+            yield side.unpack(torch.float32)

@@ -23,7 +23,8 @@ from kvpack.kernels.cpu.memory import together
 
 from .arguments import integer
 from .cache import Cache
-from .dense_states import dense_states
+from .checksums import checksums, has_checksums
+from .dense_states import DenseLayer, dense_states
 from .layer import Layer
 from .minifloats import ELEMENT_DTYPES
 from .side import Side, check_tensor, packed_side
@@ -100,6 +101,8 @@ def pack(
                 progress(number + 1, len(states))
     if inputs is not None:
         inputs = _fitting(inputs, layers, start)
+        _check_values(inputs, states, start)
+        inputs = replace(inputs, sums=None)
     return Cache(tuple(layers), recipe.canonical, MappingProxyType(model), start, inputs)
 
 
@@ -123,6 +126,24 @@ def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tensor | None]:
     """What computes the norms of a layer's keys once for both sides."""
     return cache(lambda: norms_of(k) if isinstance(k, torch.Tensor) else None)
+
+
+def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
+    """Raise InvalidParameter for keys and values other than those that ``inputs`` were recorded for, where all layers are given."""
+    given = {(number, name): (x, start + held.skipped) for number, held in enumerate(states) for name, x in (("k", held.k), ("v", held.v))}
+    sums = inputs.sums or {}
+    if sums.keys() != {place for place, (x, _) in given.items() if has_checksums(x)}:
+        return
+    for place, (first, recorded) in sums.items():
+        x, position = given[place]
+        assert isinstance(x, torch.Tensor)
+        begin = max(first, position)
+        own, theirs = checksums(x)[:, begin - position :].cpu().numpy(), recorded[:, begin - first :]
+        if own.shape != theirs.shape or (own != theirs).any():
+            raise InvalidParameter(
+                f"layers[{place[0]}].{place[1]}: inputs were recorded for other values: rows or tokens have moved, or values were rounded: "
+                "record them after the last change of the cache, or leave inputs= out"
+            )
 
 
 def _pack_side(

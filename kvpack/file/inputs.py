@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter
@@ -45,8 +46,9 @@ class Inputs:
     not from token ids". ``starts`` holds the first token of each (default: 0 for all), because a prefix that ends before that
     token does not depend on it. Where the rows of a batch have different ids, ``token_ids`` holds those that all begin with, ``rows``
     those of each row, as many for each, and ``undetermined`` says that they differ. ``hidden`` lists the tokens that an attention mask
-    hid, such as padding: no later token may attend to them. ``first`` is the position of the first token, and ``count`` the number of
-    tokens that these inputs were recorded for, as far as they are known; neither is compared. Raises InvalidParameter.
+    hid, such as padding: no later token may attend to them. ``first`` is the position of the first token, ``count`` the number of
+    tokens that these inputs were recorded for, and ``sums`` the checksums of their keys and values, arrays ``[row, token]`` by layer and
+    side with the position of the first, as far as they are known; none is compared. Raises InvalidParameter.
     """
 
     token_ids: bytes = b""
@@ -56,6 +58,7 @@ class Inputs:
     hidden: tuple[Hidden, ...] = ()
     first: int | None = field(default=None, compare=False)
     count: int | None = field(default=None, compare=False)
+    sums: Mapping[tuple[int, str], tuple[int, Any]] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
@@ -118,7 +121,14 @@ class Inputs:
         hidden = tuple(stretch for stretch in clipped if stretch.start < stretch.stop)
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
-        return _of(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
+        cut_inputs = _of(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
+        if self.sums is None:
+            return cut_inputs
+        sums = {
+            place: (max(begin, position), own[:, max(0, begin - position) : max(0, end - position)])
+            for place, (position, own) in self.sums.items()
+        }
+        return replace(cut_inputs, sums=sums)
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
         """The inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
@@ -138,7 +148,8 @@ class Inputs:
         hidden = tuple(Hidden(row, *stretch[1:]) for row, index in enumerate(indices) for stretch in by_row.get(index, ()))
         if not hidden:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
-        return _of(token_ids, items, rows, hidden, self.first)
+        sums = None if self.sums is None else {place: (position, own[list(indices)]) for place, (position, own) in self.sums.items()}
+        return replace(_of(token_ids, items, rows, hidden, self.first), sums=sums)
 
     def to_bytes(self) -> bytes:
         """The feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""

@@ -576,6 +576,30 @@ def test_ids_do_not_stay_with_values_that_a_hook_drops_while_decoding() -> None:
 ROWS = torch.arange(3, 63).reshape(3, 20)
 
 
+def test_inputs_are_packed_with_the_values_that_they_were_recorded_for_alone() -> None:
+    model = model_of()
+    with recording(model) as record:
+        past = model(ROWS, use_cache=True).past_key_values
+    inputs = record.inputs(past)
+    pairs = [(layer.keys, layer.values) for layer in past.layers]
+    assert pack(pairs, FP32, inputs=inputs).inputs == inputs
+    part = [(k[1:2, :, 4:15], v[1:2, :, 4:15]) for k, v in pairs]
+    assert pack(part, FP32, start=4, inputs=inputs.select([1], 0).slice(4, 15, 0)).inputs == Inputs(ids_of(ROWS[1, 4:15]))
+    assert pack(pairs[1:], FP32, inputs=inputs).inputs == inputs
+    for change in (
+        lambda k: k.flip(0),
+        lambda k: k.roll(1, 2),
+        lambda k: k.roll(1, 1),
+        lambda k: torch.cat([k[:, :, 1:], k[:, :, :1]], 2),
+        lambda k: k.bfloat16().float(),
+        lambda k: k + (torch.arange(20) == 7)[:, None],
+    ):
+        with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k: inputs were recorded for other values"):
+            pack([(change(k), v) for k, v in pairs], FP32, inputs=inputs)
+    with pytest.raises(InvalidParameter, match="inputs were recorded for other values"):
+        pack(part, FP32, start=4, inputs=inputs.select([2], 0).slice(4, 15, 0))
+
+
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1], [0, 0, 2, 2], [1, 2]])
 def test_ids_follow_rows_that_are_selected(rows: list[int]) -> None:
     model = model_of()

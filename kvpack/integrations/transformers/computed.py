@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack.cache.checksums import checksums, has_checksums
 from kvpack.cache.dense_states import keys_and_values
 from kvpack.formats.errors import KvpackError
 
@@ -16,14 +17,8 @@ if TYPE_CHECKING:
 
     from transformers.cache_utils import Cache as TransformersCache
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-"""The integers of as many bytes as a number, whose bits are summed: equal numbers have equal bits, NaN too."""
-
 _VALUES_AT_ONCE = 1 << 22
-"""The values that are summed at once: each takes eight bytes meanwhile."""
-
-_FACTOR = 0x9E3779B1
-"""An odd number, whose products with the numbers of heads and channels are the weights of their values."""
+"""The most values of equal layers that are summed together."""
 
 
 @dataclass
@@ -92,6 +87,10 @@ class Computed:
             rows.append(before.index(row) if same is None and row in before else same)
         return None if None in rows else [row for row in rows if row is not None]
 
+    def sums(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
+        """For each side the position of its first token, and the checksums ``[row, token]`` from there up to ``tokens``."""
+        return {place: (line.first, line.sums[:, : max(0, tokens - line.first)].cpu().numpy()) for place, line in self._lines.items()}
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep the checksums of these rows."""
         for line in self._lines.values():
@@ -102,18 +101,6 @@ class Computed:
         self.tokens = min(self.tokens, tokens)
         for line in self._lines.values():
             line.parts = [line.sums[:, : max(0, tokens - line.first)]]
-
-
-def checksums(x: torch.Tensor) -> torch.Tensor:
-    """Sums of the bits of ``x`` ``[batch, kv_head, token, dim]``, weighted by head and channel: int64 ``[batch, token]``."""
-    heads, channels = (torch.arange(x.shape[axis], device=x.device) for axis in (1, 3))
-    weights = ((heads[:, None] * x.shape[3] + channels) * 2 + 1) * _FACTOR % 2**31
-    step = max(1, _VALUES_AT_ONCE // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
-    sums = []
-    for start in range(0, max(1, x.shape[2]), step):
-        bits = x.detach()[:, :, start : start + step].contiguous().view(_INTEGERS[x.element_size()])
-        sums.append((bits.to(torch.int64) * weights[:, None]).sum((1, 3)))
-    return torch.cat(sums, 1)
 
 
 def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -142,5 +129,5 @@ def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torc
         except KvpackError:
             continue
         for name, x in (("k", held.k), ("v", held.v)):
-            if isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point() and x.element_size() in _INTEGERS:
+            if has_checksums(x):
                 yield (number, name), held.skipped, x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -211,7 +212,7 @@ class Recording:
         _follow(record, computed, past_key_values, _tokens(past_key_values))
         inputs = record.inputs
         assert inputs is not None
-        return inputs
+        return replace(inputs, sums=computed.sums(record.tokens))
 
 
 @contextmanager

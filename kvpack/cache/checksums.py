@@ -1,0 +1,39 @@
+"""Checksums of keys and values by token, which tell whether they are those that inputs were recorded for."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""The integers of as many bytes as a number: equal numbers have equal bits, NaN too."""
+
+_WORD_BYTES = 8
+"""The bytes of the integers that are summed, modulo 2^64; each holds several numbers where a head has whole ones."""
+
+_WORDS_AT_ONCE = 1 << 20
+"""The integers that are summed at once."""
+
+_FACTOR = 0x9E3779B1
+"""An odd number, whose products with the odd numbers of heads and words are the weights of these."""
+
+
+def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
+    """Whether ``x`` is a tensor ``[batch, kv_head, token, dim]`` of numbers that ``checksums`` takes."""
+    return isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point() and x.element_size() in _INTEGERS
+
+
+def checksums(x: torch.Tensor) -> torch.Tensor:
+    """Sums of the bits of ``x`` ``[batch, kv_head, token, dim]``, weighted by head and channel: int64 ``[batch, token]``."""
+    batch, heads, tokens, dim = x.shape
+    whole = dim * x.element_size() % _WORD_BYTES == 0
+    integers = torch.int64 if whole else _INTEGERS[x.element_size()]
+    words = dim * x.element_size() // _WORD_BYTES if whole else dim
+    weights = ((torch.arange(heads * words, device=x.device) * 2 + 1) * _FACTOR).view(heads, 1, words)
+    step = max(1, _WORDS_AT_ONCE // max(1, batch * heads * words))
+    sums = []
+    for start in range(0, max(1, tokens), step):
+        bits = x.detach()[:, :, start : start + step].contiguous().view(integers)
+        sums.append((bits * weights).sum((1, 3)))
+    return torch.cat(sums, 1)

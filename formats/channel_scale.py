@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import NORMS, Layout
 from .errors import InvalidPayload
-from .lazy import numpy, torch
+from .lazy import functional, numpy, torch
 from .side_car import ValueMap, known_word
 from .value_blocks import first_place, value_blocks
 
@@ -29,6 +29,9 @@ _ORDINARY = 4.0
 """A channel up to this many times the median root mean square is not scaled."""
 
 _LARGEST = 65504.0
+
+_SPAN = 16
+"""Tokens whose root mean square counts once."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,21 @@ class ChannelScale(ValueMap):
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (4 median rms)), where rms is a channel's root mean square."""
-        norms = [torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64) for block in run.blocks()]
-        size = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (4 median rms)), where rms is a channel's root mean square.
+
+        It is that of the median of spans of 16 tokens: an outlier in one token would scale the channel of all others.
+        """
+        batch, heads, tokens, dim = run.shape
+        squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN)), dim, dtype=torch.float64, device=run.device)
+        start = 0
+        for block in run.blocks():
+            first, before = divmod(start, _SPAN)
+            start += block.shape[2]
+            spans = functional.pad(block, (0, 0, before, -start % _SPAN)).unflatten(2, (-1, _SPAN))
+            norms = torch.linalg.vector_norm(spans, dim=3, dtype=torch.float64)
+            squares[:, :, first : first + norms.shape[2]] += norms.square()
+        squares[:, :, -1] *= _SPAN / ((tokens - 1) % _SPAN + 1)
+        size = squares.median(2, keepdim=True).values.sqrt()
         ordinary = _ORDINARY * size.median(3, keepdim=True).values
         # If half of the channels are zero, the size of an ordinary channel is unknown.
         factor = torch.where(ordinary > 0, size / ordinary, 1.0).clamp(1.0, _LARGEST)

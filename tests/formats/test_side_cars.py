@@ -12,7 +12,8 @@ import torch
 import kvpack
 from kvpack.cache.side import Side
 from kvpack.formats import codec_from_params, create_codec
-from kvpack.formats.base import Codec
+from kvpack.formats.base import Codec, Run
+from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
@@ -109,7 +110,7 @@ def test_the_rule_of_channel_scale() -> None:
     x = keys(512) * torch.linspace(0.5, 1.5, 64)
     x[..., 7] *= 50
     scale = codec("octahedral", b="3", channel_scale="fp32").encode(x)["channel_scale"]
-    rms = x.square().mean(2, keepdim=True).sqrt()
+    rms = x.square().unflatten(2, (-1, 16)).mean(3).median(2, keepdim=True).values.sqrt()
     expected = (rms / (4 * rms.median(3, keepdim=True).values)).clamp(min=1)
     expected = torch.maximum(expected, expected.roll(32, 3))
     assert ((expected > 1).sum((2, 3)) == 2).all()
@@ -128,6 +129,28 @@ def test_channel_scale_of_degenerate_keys_is_finite(x: torch.Tensor) -> None:
     assert torch.isfinite(streams["channel_scale"]).all()
     assert torch.isfinite(one.decode(streams)).all()
     one.check({name: stream.numpy() for name, stream in streams.items()}, "k")
+
+
+@pytest.mark.parametrize("value", [100.0, 1e3, 6e4])
+def test_one_token_does_not_scale_a_channel_of_all_others(value: float) -> None:
+    x = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    one = codec("octahedral", 64, b="3", channel_scale="fp16")
+    usual = one.encode(x)["channel_scale"]
+    x[0, 1, 9, 3] = value
+    streams = one.encode(x)
+    assert torch.equal(streams["channel_scale"], usual)
+    others = [token for token in range(300) if token != 9]
+    error = (one.decode(streams)[:, :, others] - x[:, :, others]).norm() / x[:, :, others].norm()
+    assert error < 0.2
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 40, 300])
+def test_the_scale_does_not_depend_on_how_a_run_is_cut(tokens: int) -> None:
+    x = torch.randn(1, 2, tokens, 16, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 17)
+    cuts = [x.split(size, 2) for size in (tokens, 7, 16, 33)]
+    scale = ChannelScale(16, "fp16")
+    found = [scale.measure(Run((1, 2, tokens, 16), x.device, lambda cut=cut: iter(cut)))["channel_scale"] for cut in cuts]
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_qjl_makes_inner_products_unbiased() -> None:

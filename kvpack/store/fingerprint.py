@@ -133,7 +133,20 @@ def _usual_state(part: Part) -> Iterator[tuple[str, Any]]:
     unsaved = module._non_persistent_buffers_set
     for name, x in chain(module._parameters.items(), module._buffers.items()):
         if x is not None and name not in unsaved:
+            if x.device.type == "meta":
+                x = _offloaded(module, name, x)
             yield prefix + name, x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.detach()
+
+
+def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
+    """The values of ``x``, which accelerate keeps elsewhere until a call needs them; ``x`` itself where it does not."""
+    hook = vars(module).get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        values = getattr(one, "weights_map", None)
+        if values is not None and name in values:
+            found: torch.Tensor = values[name].to(x.dtype)
+            return found
+    return x
 
 
 def _own_state(part: Part) -> dict[str, Any]:

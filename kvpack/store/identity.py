@@ -85,7 +85,7 @@ class Identity:
         (spec/store.md lists those that it does).
 
         Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
-        (offloaded, or on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
+        (on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
         from .modules import parts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,13 +174,24 @@ def test_values_that_are_not_in_memory_are_refused() -> None:
     assert identity(model).weights == "revision"
 
 
-def test_an_offloaded_model_needs_the_name_of_its_weights() -> None:
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_an_offloaded_model_is_the_same(place: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    mine = identity(small_llama())
-    model = accelerate.cpu_offload(small_llama(), execution_device="cpu")
-    with pytest.raises(InvalidParameter, match=r"weight is on the meta device.*give weights="):
-        kvpack.Identity.of(model, "octopus-3")
-    assert identity(model) == mine
+    mine = kvpack.Identity.of(small_llama(), "octopus-3")
+
+    def offloaded(model: Any) -> Any:
+        if place == "memory":
+            return accelerate.cpu_offload(model, execution_device="cpu")
+        return accelerate.disk_offload(model, tempfile.mkdtemp(dir=tmp_path), execution_device="cpu")
+
+    model = offloaded(small_llama())
+    assert model.lm_head.weight.device.type == "meta"
+    assert kvpack.Identity.of(model, "octopus-3") == mine
+    model(torch.arange(9)[None])
+    assert kvpack.Identity.of(model, "octopus-3") == mine
+    edited = small_llama()
+    edited.lm_head.weight.data[3, 4:5].neg_()
+    assert changed_fields(kvpack.Identity.of(offloaded(edited), "octopus-3"), mine) == {"weights"}
 
 
 def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:

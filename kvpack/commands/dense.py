@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.file.hidden_tokens import Hidden
 from kvpack.file.inputs import ID_BYTES, Inputs
-from kvpack.file.limits import MAX_TOKENS
+from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import to_bytes
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.output import add_json, print_json, progress
@@ -195,6 +195,8 @@ def _check_names(path: str, names: list[str], note: _Note) -> int:
             )
     layers = {int(name.partition(".")[0]) for name in names}
     count = len(layers) if note.starts is None else len(note.starts)
+    if count > MAX_LAYERS:
+        raise InvalidParameter(f"{path}: names {count} layers, the limit is {MAX_LAYERS}")
     if not layers or max(layers) >= count:
         expected = "every layer from 0 to the last" if note.starts is None else f"some of the {count} that its metadata names"
         raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected {expected}")

@@ -7,14 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpack.file import container
 from kvpack.file.row import KEY_AT, begins_row, namespace_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
 from .basis_keys import check_basis
 from .encryption import in_clear
-from .entries import Named, check_entry
+from .entries import Named, check_entry, open_entry
 from .forms import FRONT_BYTES, check_size
 from .keys import ID_BYTES, chunk_key
 from .page_keys import check_page
@@ -158,7 +157,7 @@ def read_catalog(
             if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
                 pages[stored.key] = stored
                 continue
-            with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
+            with open_entry(data, stored.key) as file:
                 if file.header.is_basis:
                     whole = _read(backend, stored, cipher, max_entry_bytes)
                     bases[stored.key] = BasisEntry(stored, check_basis(stored.key, whole, cipher), dict(file.header.model))
@@ -196,7 +195,7 @@ def verify(
                 check_page(stored.key, data)
                 yield stored, None
                 continue
-            with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
+            with open_entry(data, stored.key) as file:
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
                 else:

@@ -35,6 +35,9 @@ _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 Shape = tuple[tuple[tuple[str, int, int], ...], ...]
 """For each layer its sides, each with its heads and head dim."""
 
+_COST, _FREE_BYTES = 4, 2**26
+"""An entry may take so many times its bytes, and so many bytes more, by the bound of kvpack/file/footprint.py."""
+
 _THREADS = 4
 _TEMPLATES = 32
 
@@ -137,7 +140,7 @@ class Reader:
 
         from .entry_template import EntryTemplate
 
-        file = container.open_bytes(view, where=where)
+        file = open_entry(view, key)
         named = check_entry(file, start, self.model, self.recipe, self.max_bytes)
         self._check_key(named, key, where)
         self.check_shape(file)
@@ -178,6 +181,14 @@ class Reader:
     def _check_key(self, named: Named, key: bytes, where: str) -> None:
         if named.key != key:
             raise InvalidHeader(f"{where}: the entry's key is {named.key.hex()}")
+
+
+def open_entry(data: Data, key: bytes) -> container.File:
+    """The file that the entry ``key`` is. Raises as ``container.open_bytes``, and LimitExceeded for one that costs far more than its bytes.
+
+    Others may have written it: a header of 8 MiB takes 400 MB once it is parsed.
+    """
+    return container.open_bytes(data, where=f"entry {key.hex()}", max_bytes=_COST * len(data) + _FREE_BYTES)
 
 
 def shape_of(file: container.File) -> Shape:

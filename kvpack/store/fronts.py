@@ -10,7 +10,7 @@ from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
 from .basis_keys import check_basis
 from .encryption import in_clear
-from .entries import check_entry
+from .entries import check_entry, open_entry
 from .faults import is_damage
 from .forms import FRONT_BYTES, Kind
 from .page_keys import check_page
@@ -34,7 +34,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[c
     if begins_row(bytes(memoryview(clear)[:FRONT_BYTES])):
         check_page(key, clear)
         return
-    with container.open_bytes(clear, where=f"entry {key.hex()}") as file:
+    with open_entry(clear, key) as file:
         if file.header.is_basis:
             check_basis(key, clear, cipher)
             return

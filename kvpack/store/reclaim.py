@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvpack.file import container
 from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
 from .basis_keys import check_basis
 from .encryption import in_clear
-from .entries import FEATURE, is_old
+from .entries import FEATURE, is_old, open_entry
 from .faults import is_damage
 from .forms import check_size
 
@@ -57,7 +56,7 @@ def _kind(backend: Backend, stored: Stored, cipher: Cipher | None) -> str:
         data = _clear(backend, stored, cipher, front=True)
         if data is None or FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
             return ""
-        with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
+        with open_entry(data, stored.key) as file:
             return "basis" if file.header.is_basis else "old" if is_old(file) else ""
     except (KvpackError, OSError, MemoryError):
         return ""
@@ -98,7 +97,7 @@ def _recipe(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_b
         data = _clear(backend, stored, cipher, front=True)
         if data is None:
             return None
-        with container.open_bytes(data, where=f"entry {stored.key.hex()}") as file:
+        with open_entry(data, stored.key) as file:
             return file.header.recipe
     except Undecryptable:
         # It needs the basis that is encrypted with its own key.

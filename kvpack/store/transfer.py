@@ -12,7 +12,7 @@ from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 
 from .encryption import in_clear
-from .entries import check_entry
+from .entries import check_entry, open_entry
 from .identity import Identity
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 
@@ -71,7 +71,7 @@ def export_prefix(
         data = backend.peek(key)
         if data is None:
             raise MissingFile(f"entry {key.hex()} is gone")
-        file = container.open_bytes(in_clear(key, data, cipher), where=f"entry {key.hex()}")
+        file = open_entry(in_clear(key, data, cipher), key)
         # A listed entry may have been replaced since.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
             raise InvalidHeader(f"{file.where}: is not the entry that was listed")

@@ -130,3 +130,12 @@ def test_pack_refuses_a_file_that_is_cut_meanwhile(
     assert cli.main(["pack", str(path), str(tmp_path / "out"), "--recipe", "kivi-2"]) == 1
     assert "it was cut meanwhile" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_pack_refuses_more_layers_than_a_cache_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each layer that the metadata names would cost memory, without a tensor."""
+    path = tmp_path / "in.safetensors"
+    note = json.dumps({"start": {"range": 0, "layers": [0] * 5000}, "model": {}})
+    save_file({"0.k": torch.zeros(1, 1, 4, 8), "0.v": torch.zeros(1, 1, 4, 8)}, path, {"kvpack.unpacked": note})
+    assert cli.main(["pack", str(path), str(tmp_path / "out"), "--recipe", "raw"]) == 2
+    assert "names 5000 layers, the limit is 4096" in capsys.readouterr().err

@@ -335,3 +335,24 @@ def test_max_entry_bytes_bounds_the_values_of_a_layer(tmp_path: Path, capsys: py
     small = open_store(tmp_path / "other", max_entry_bytes=2 * 2 * 700 * 32 * CHUNK - 1)
     assert small.save(ids[:CHUNK], whole) == 0
     assert small.counters()["faults"] == {"encode LimitExceeded": 1}
+
+
+def test_a_header_that_costs_far_more_than_its_entry_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a limit of this reader, and not damage: the entry stays."""
+    store, ids = open_store(tmp_path / "store"), prompt(1)
+    whole = save(store, ids)
+    path = Path(entry_of(store, ids, 0))
+    # A header of 3 MB: an ignorable feature for each of 45 names.
+    features = {f"junk-{number}": bytes(65536) for number in range(45)}
+    named = replace(whole, model=store.identity.header_model, recipe=store.identity.recipe, inputs=None)
+    chunk = named.slice(0, CHUNK)
+    ((key, parent, part, digest), *_) = chained(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
+    with container.open_bytes(b"".join(to_pieces(chunk, key, parent, part, digest))) as file:
+        arrays = {name: bytes(file.tensor(name)) for name in file.tensors}
+        path.write_bytes(container.to_bytes(replace(file.header, ignorable={**file.header.ignorable, **features}), arrays))
+    monkeypatch.setattr("kvpack.file.json_header.parse_header", lambda *_: pytest.fail("the header was parsed"))
+    other = open_store(tmp_path / "store")
+    assert other.load(ids) == (0, None)
+    assert other.counters()["faults"] == {"load LimitExceeded": 1}
+    assert other.counters()["damaged_entries"] == 0
+    assert path.exists()

@@ -109,6 +109,17 @@ class Options:
         self._note(name, f"{value:.4g}", None)
         return value
 
+    def ratio(self, name: str, default: float) -> float:
+        """A number above 1 and up to 1,000, as a decimal number of at most four places."""
+        text = self._read(name)
+        if text is None:
+            return default
+        value = float(text) if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) else 0.0
+        if not 1 < value <= 1000:
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected a number above 1 and up to 1000, such as 4", f"{name}={text}")
+        self._note(name, f"{value:.8g}", None)
+        return value
+
     def text(self, name: str) -> str | None:
         """Any word; None if it is not given."""
         text = self._read(name)

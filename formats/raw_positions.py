@@ -1,13 +1,14 @@
 """raw_positions: some tokens stored unquantized, in every head, by their positions (spec/side-cars.md).
 
 Attention sinks have keys of low norm and values near zero, wherever they stand: a codec that is good on average is at its worst on
-them. The keys choose for both sides. Sources: StreamingLLM (arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
+them. A key of high norm raises scales that other tokens and heads share. The keys choose for both sides. Sources: StreamingLLM
+(arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 POSITIONS, VALUES = "raw_positions", "raw_values"
 
 PAGE = 128
-"""Tokens of a run, counted from its first, whose median norm a token of low norm is measured by; its last ones, if they fill no page, by
+"""Tokens of a run, counted from its first, whose median norm the norm of each token is measured by; its last ones, if they fill no page, by
 that of as many tokens up to them."""
 
 SLOT_TOKENS = 64
@@ -40,13 +41,15 @@ _MOST_FIRST = 1 << 16
 
 @dataclass(frozen=True)
 class RawPositions(KeptTokens):
-    """Tokens stored as ``dtype``: the ``first`` of a sequence, and those whose norm is below ``low_norm`` times their page's median.
+    """Tokens stored as ``dtype``: the ``first`` of a sequence, and those whose norm is far from their page's median.
+
+    That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 stands for no such bound.
 
     The norm is that of a token's keys in all heads, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
     """
 
     name: ClassVar[str] = "raw_positions"
-    words: ClassVar[tuple[str, ...]] = ("raw_first", "raw_low_norm", "raw_dtype")
+    words: ClassVar[tuple[str, ...]] = ("raw_first", "raw_low_norm", "raw_high_norm", "raw_dtype")
     of_every_codec: ClassVar[bool] = True
     feature: ClassVar[str] = "raw-positions"
 
@@ -54,19 +57,21 @@ class RawPositions(KeptTokens):
     dtype: str
     first: int = field(default=0, compare=False)
     low_norm: float = field(default=0.0, compare=False)
+    high_norm: float = field(default=0.0, compare=False)
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("raw_dtype", "", tuple(DTYPES), omitted="bf16")
         first = options.integer("raw_first", 0, 1, _MOST_FIRST)
-        low_norm = options.share("raw_low_norm", 0.0)
-        if not (first or low_norm):
+        low_norm, high_norm = options.share("raw_low_norm", 0.0), options.ratio("raw_high_norm", 0.0)
+        if not (first or low_norm or high_norm):
             if dtype:
                 raise InvalidParameter(
-                    f"codec {options.codec}: raw_dtype is {dtype}, which needs raw_first=<count> or raw_low_norm=<share>"
+                    f"codec {options.codec}: raw_dtype is {dtype}, which needs raw_first=<count>, raw_low_norm=<share> or "
+                    "raw_high_norm=<ratio>"
                 )
             return None
-        return cls(dim, dtype or "bf16", first, low_norm)
+        return cls(dim, dtype or "bf16", first, low_norm, high_norm)
 
     @classmethod
     def of_params(cls, dim: int, value: Any) -> Self:
@@ -104,7 +109,7 @@ class RawPositions(KeptTokens):
         if position is None:
             position = self.first if continues else 0
         chosen[:, : max(0, self.first - position)] = True
-        if self.low_norm and tokens:
+        if (self.low_norm or self.high_norm) and tokens:
             whole = tokens // PAGE * PAGE
             medians = [norms[:, :whole].reshape(batch, -1, PAGE).median(2).values.repeat_interleave(PAGE, 1)]
             if whole < tokens:
@@ -112,6 +117,9 @@ class RawPositions(KeptTokens):
                 medians.append(last.expand(batch, tokens - whole))
             median = torch.cat(medians, 1)
             chosen |= (norms < self.low_norm * median) & torch.isfinite(median)
+            if self.high_norm:
+                # Among tokens of zeros, such as padding, any other is far from the median.
+                chosen |= (norms > self.high_norm * median) & (median > 0)
         return chosen
 
     def encode(
@@ -210,17 +218,20 @@ def slots_of(tokens: int) -> int:
 
 
 def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int) -> Slots:
-    """The raw tokens of low norm of pages ``x`` ``[page, kv_head, token, dim]``, the lowest ones where they are more than the slots.
+    """The raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones where they are more than the slots.
 
-    A page does not know where in its sequence it stands: the first tokens are no other ones here. For
-    codecs that encode tokens one by one, the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
+    A page does not know where in its sequence it stands: the first tokens are no other ones here. A token of high norm comes before those
+    of low norm, and is raw only in codecs that encode tokens together: in others, no token suffers from it. For codecs that encode tokens
+    one by one, the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    wanted = raw.choose(norms, raw.first)
-    least = torch.where(wanted, norms, torch.inf).topk(slots_of(tokens), 1, largest=False, sorted=True)
-    kept = torch.isfinite(least.values)
-    chosen = torch.zeros_like(wanted).scatter_(1, least.indices, kept)
-    token = torch.where(kept, least.indices, tokens).sort(1).values
+    low = replace(raw, high_norm=0.0).choose(norms, raw.first)
+    wanted = raw.choose(norms, raw.first) if token_group > 1 else low
+    order = torch.where(wanted, norms, torch.inf).masked_fill(wanted & ~low, -1.0)
+    least = order.topk(slots_of(tokens), 1, largest=False, sorted=True).indices
+    kept = wanted.gather(1, least)
+    chosen = torch.zeros_like(wanted).scatter_(1, least, kept)
+    token = torch.where(kept, least, tokens).sort(1).values
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]

@@ -9,7 +9,7 @@ import torch
 
 import kvpack
 from kvpack.errors import InvalidPayload, InvalidRecipe, NonFinite, OutOfRange
-from kvpack.formats.raw_positions import PAGE, POSITIONS, VALUES, RawPositions, norms_of, replaced
+from kvpack.formats.raw_positions import PAGE, POSITIONS, VALUES, RawPositions, in_slots, norms_of, replaced
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.live.cache import LiveCache
 
@@ -173,10 +173,12 @@ def test_norms_are_over_all_heads() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("raw_dtype=fp16", "needs raw_first=<count> or raw_low_norm=<share>"),
+        ("raw_dtype=fp16", "needs raw_first=<count>, raw_low_norm=<share> or raw_high_norm=<ratio>"),
         ("raw_low_norm=1", "expected a number above 0 and below 1"),
         ("raw_low_norm=0.0", "expected a number above 0 and below 1"),
         ("raw_low_norm=nan", "expected a number above 0 and below 1"),
+        ("raw_high_norm=1", "expected a number above 1 and up to 1000"),
+        ("raw_high_norm=inf", "expected a number above 1 and up to 1000"),
         ("raw_first=0", "expected an integer from 1"),
     ],
 )
@@ -235,3 +237,48 @@ def test_other_positions_are_refused(words: list[list[int]], message: str) -> No
     one.check(arrays, "x")
     with pytest.raises(InvalidPayload, match=message):
         one.check_runs(arrays, (5, 3), 2, "x")
+
+
+@pytest.mark.parametrize("value", [1e3, 7e4])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "octahedral:b=3",
+        "octahedral:b=3,channel_scale=fp16",
+        "scalar:b=3,channel_scale=fp16",
+        "group:b=2,g=32",
+        "group:b=2,g=32,rotation=hadamard,token_scale=fp16",
+        "group:b=2,g=32,rotation=hadamard,token_scale=fp16,channel_scale=fp16",
+    ],
+)
+def test_an_outlier_spoils_no_other_token_and_no_other_head(keys: str, value: float) -> None:
+    k, v = torch.randn(2, 1, 2, 320, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    recipe = f"k={keys},raw_high_norm=4;v=group:b=2,g=32,raw_high_norm=4"
+    usual = [(found - x).norm() for found, x in zip(kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32), (k, v), strict=True)]
+    k[0, 1, 9, 3] = value
+    found = kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32)
+    for decoded, x, error in zip(found, (k, v), usual, strict=True):
+        assert decoded is not None
+        assert torch.equal(decoded[:, :, 9], x[:, :, 9].float())
+        assert (decoded - x).norm() < 1.02 * error
+
+
+def test_a_token_among_zeros_is_no_outlier() -> None:
+    norms = torch.zeros(1, 200)
+    norms[0, 7] = 1.0
+    one = RawPositions(DIM, "bf16", high_norm=4.0)
+    assert not one.choose(norms).any()
+    norms[0, 8:] = 0.1
+    assert one.choose(norms).nonzero().tolist() == [[0, 7]]
+
+
+def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
+    x = torch.randn(3, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+    x[[0, 2], :, 5] *= 0.1
+    x[[1, 2], 0, 9] *= 1000
+    raw = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0)
+    together, one_by_one = (in_slots(raw, x, norms_of(x), group) for group in (32, 1))
+    assert [slots.used.tolist() for slots in (together, one_by_one)] == [[[True]] * 3, [[True], [False], [True]]]
+    assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[0, 0, 1], [0, 0, 0]]
+    assert together.streams[POSITIONS][:, 0, 0].tolist() == [6, 10, 10]
+    assert together.rest.abs().max() < 10

@@ -460,9 +460,9 @@ def test_entries_that_match_a_template_are_parsed_once(tmp_path: Path, monkeypat
     store = open_store(tmp_path)
     ids = prompt(12)
     whole = save(store, ids)
-    opened: list[str] = []
-    real = entries_module.container.open_bytes
-    monkeypatch.setattr(entries_module.container, "open_bytes", lambda data, where: opened.append(where) or real(data, where=where))
+    opened: list[bytes] = []
+    real = entries_module.open_entry
+    monkeypatch.setattr(entries_module, "open_entry", lambda data, key: opened.append(key) or real(data, key))
     for decoded in (3, 0):
         opened.clear()
         assert same(store.load(ids)[1], whole)

@@ -32,7 +32,7 @@ from .decode import table as decode_table
 from .decode import transform as decode_transform
 from .encode import angle as encode_angle
 from .encode import group as encode_group
-from .encode import klt as encode_klt
+from .encode import klt_heads as encode_klt
 from .encode import minifloat as encode_minifloat
 from .encode import octahedral as encode_octahedral
 from .encode import polar as encode_polar
@@ -149,7 +149,12 @@ CODECS: dict[type[Codec], CodecKernels] = {
         has_rules=done,
     ),
     Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, prepare=decode_polar.prepare, has_rules=done),
-    Klt: CodecKernels(klt_tiles.tiles, encode=encode_klt.encode, has_rules=done),
+    Klt: CodecKernels(
+        klt_tiles.tiles,
+        encode=encode_klt.encode,
+        # Bits that belong to no column are looked for in bytes.
+        has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bits),
+    ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
     Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=done),
 }

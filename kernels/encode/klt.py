@@ -40,7 +40,7 @@ COLUMNS = tl.constexpr(RUN_COLUMNS)
 PARTS = tl.constexpr(3)
 """bfloat16 numbers whose sum is a binary32."""
 
-_PARTS_OF = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+PARTS_OF = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """bfloat16 numbers whose sum is a value of a row."""
 
 _PACKING_WARPS = 4
@@ -76,10 +76,10 @@ def encode(
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not take.
 
-    That is a basis in the streams, or of several sequences, widths of each head, and tables that do not ascend. Raises MissingBasis,
-    InvalidShape for another number of heads, and OutOfRange for a matrix without an inverse.
+    That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, InvalidShape for another
+    number of heads, and OutOfRange for a matrix without an inverse.
     """
-    if codec.rows != "basis" or codec.fixed_heads is not None:
+    if codec.rows != "basis":
         return False
     source = codec.source_for(x.shape[1])
     arguments, constants = input_of(x, origins)
@@ -94,7 +94,7 @@ def encode(
     launch(
         _encode, batch * heads * -(-tokens // block), x.device,
         *arguments, *there, levels, streams.get("gain"), flag, len(there.runs), there.tables.shape[1],
-        **constants, PARTS_OF_ROWS=_PARTS_OF[x.dtype], LARGEST=LARGEST_SQUARE, LARGEST_GAIN=LARGEST_GAIN, BLOCK_TOKENS=block,
+        **constants, PARTS_OF_ROWS=PARTS_OF[x.dtype], LARGEST=LARGEST_SQUARE, LARGEST_GAIN=LARGEST_GAIN, BLOCK_TOKENS=block,
         warps=WARPS, fusion=True,
     )  # fmt: skip
     first_plane = first_column = 0
@@ -205,7 +205,7 @@ def _encode(
         flag += origin.flag
         batch = batch * 0
     rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    parts = _split(rows.to(tl.float32), PARTS_OF_ROWS)
+    parts = split(rows.to(tl.float32), PARTS_OF_ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     matrix += head * run_count * (PARTS * PADDED_DIM * COLUMNS) + tl.arange(0, PADDED_DIM)[:, None] * COLUMNS + column
     columns += head * run_count * (2 * COLUMNS) + column
@@ -238,12 +238,12 @@ def _encode(
         tl.store(levels + tl.load(runs + (run * _OF_RUN + 2)) + column, level.to(tl.uint8), valid)
     flag_unless(own < LARGEST, flag)
     if gains is not None:
-        gain = _gain(own, common, decoded, LARGEST_GAIN).to(gains.dtype.element_ty)
+        gain = gain_of(own, common, decoded, LARGEST_GAIN).to(gains.dtype.element_ty)
         tl.store(gains + (batch * heads * tokens + row), gain, valid)
 
 
 @triton.jit
-def _split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
+def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
     """``COUNT`` tiles of bfloat16 whose sum is ``rows``, float32."""
     parts = ()
     for _ in tl.static_range(COUNT):
@@ -254,7 +254,7 @@ def _split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _gain(own: tl.tensor, common: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
+def gain_of(own: tl.tensor, common: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
     """The factors of tokens, as ``formats/klt.py`` finds them: 1 where there is none."""
     near = (common > 0) & (own * decoded <= 2 * common * common)
     above = tl.where(near, own, tl.maximum(common, 0.0))

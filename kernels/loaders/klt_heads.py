@@ -57,9 +57,7 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
     constants = Constants(codec.row_bytes, entries, len(steps), codec.gain != "none")
     streams = (Stream(CODES, 8, codec.row_bytes), *((Stream("gain", 16, 1),) if constants.gain else ()))
     table = torch.cat([tables, numbers], 1).contiguous().view(torch.float16).view(len(tables), -1, 2)
-    channels = tuple(
-        tuple(c if c < codec.dim else -1 for c in range(COLUMNS.value * step, COLUMNS.value * (step + 1))) for step in steps
-    )
+    channels = tuple(tuple(c if c < codec.dim else -1 for c in range(COLUMNS.value * step, COLUMNS.value * (step + 1))) for step in steps)
     return Tiles(
         load, decode, factor if constants.gain else None, constants, len(steps), channels, streams, table, entries=entries,
         load_columns=load_columns, offset=True,

@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidShape, MissingBasis
 from kvpack.formats.klt import Klt
 
 from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
-from klt_bases import random_rows  # isort: skip
+from klt_bases import random_rows, with_widths_of_heads  # isort: skip
 from strategies import contents, poisoned  # isort: skip
 
 if TYPE_CHECKING:
@@ -97,6 +97,38 @@ def test_codes_are_those_of_the_format(dim: int, widths: bytes, dtype: str, gain
     streams = encoded(codec, x)
     assert streams is not None
     check(codec, x, streams)
+
+
+OF_HEADS = [
+    pytest.param(64, bytes([5, 3, 2, 1, 1, 0, 0, 0, 8, 7, 6, 4, 0, 2, 1, 1]), "bfloat16", "none", id="widths of heads"),
+    pytest.param(13, bytes([2, 3, 0, 5]), "float32", "fp16", id="partial runs of heads"),
+    pytest.param(32, bytes([0, 0, 0, 0, 4, 1, 0, 1]), "float16", "fp16", id="a head without codes"),
+]
+
+
+@pytest.mark.parametrize(("dim", "widths", "dtype", "gain"), OF_HEADS)
+def test_codes_of_heads_are_those_of_the_format(dim: int, widths: bytes, dtype: str, gain: str) -> None:
+    from kvpack.kernels import codecs
+
+    codec, x = with_widths_of_heads(klt(dim, bytes(-(-dim // 16) * [1]), gain), widths), values(dim, dtype, 2, 70)
+    streams, expected = encoded(codec, x), codec.encode(x.float())
+    assert streams is not None
+    assert {name: (one.shape, one.dtype) for name, one in streams.items()} == {
+        name: (one.shape, one.dtype) for name, one in expected.items()
+    }
+    codec.check({name: stream.numpy() for name, stream in streams.items()}, "x")
+    mine, theirs = (replace(codec, gain="none").decode_frame({"codes": one["codes"]}).double() for one in (streams, expected))
+    assert codec.source is not None
+    frame = x.double() @ codec.source.inverse.double() - codec.source.mean.double()
+    room = NEXT_TO_A_BOUND * (x.double().norm(dim=-1, keepdim=True) * codec.source.inverse.double().abs().max() + 1)
+    errors = [(one - codec.source.mean.double() - frame).abs() for one in (mine, theirs)]
+    assert ((errors[0] - errors[1]).abs() <= 2 * room).all()
+    equal = (mine == theirs).all(-1)
+    assert equal.float().mean() > 0.98
+    if gain != "none":
+        torch.testing.assert_close(streams["gain"][equal], expected["gain"][equal], rtol=2e-3, atol=0)
+    # Bits of no column are looked for by threads of the host.
+    assert codecs.of_codec(codec).has_rules(codec) == (dim % 8 == 0)
 
 
 def test_one_token() -> None:

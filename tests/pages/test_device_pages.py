@@ -133,7 +133,7 @@ def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: st
                 torch.testing.assert_close(x[slot].cpu(), y[number], rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.parametrize("recipe", ["kv=klt:bits=4", "klt-4"])
+@pytest.mark.parametrize("recipe", ["kv=klt:bits=4", "kv=klt:bits=4,widths=heads", "klt-4"])
 def test_pages_of_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     basis = Basis.of_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
     codec = PageCodec(recipe, SMALL, basis=basis)

@@ -129,6 +129,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
         line |= {"metadata": read.metadata} if "metadata" in read.ignorable else {}
         line |= {"states": {name: digest(content) for name, content in read.states.items()}} if read.states else {}
         line |= {"offsets": read.offsets} if read.offsets else {}
+        line |= {"hidden": read.hidden} if read.hidden else {}
         line |= {"starts": read.starts} if set(read.starts) - {read.start} else {}
     return line
 

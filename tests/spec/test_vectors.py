@@ -120,6 +120,9 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     assert states == {name: digest(content) for name, content in read(file).states.items()} == LINES[file].get("states", {})
     starts = LINES[file].get("starts", [read(file).start] * len(read(file).layers))
     assert list(header.starts) == read(file).starts == starts
+    hidden = [tuple(stretch) for stretch in LINES[file].get("hidden", [])]
+    assert [tuple(stretch) for stretch in header.hidden] == read(file).hidden == hidden
+    assert header.is_basis or not hidden or cache.inputs.hidden == header.hidden
     offsets = LINES[file].get("offsets")
     assert (None if header.offsets is None else list(header.offsets)) == read(file).offsets == offsets
     assert header.is_basis or cache.position_offsets == header.offsets

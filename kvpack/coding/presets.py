@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RAW_WORDS = "raw_first=4,raw_low_norm=0.6"
-"""The tokens that presets with a basis keep raw: the first of a sequence, and those whose keys have a low norm (attention sinks)."""
+"""The tokens that presets with a basis keep raw: the first of a sequence, and those whose keys have a low norm (attention sinks).
+
+The addition "raw-sinks" gives these options to any other recipe.
+"""
 
 
 @dataclass(frozen=True)
@@ -110,4 +113,5 @@ PUBLISHED: dict[str, Preset] = _all()
 
 ADDITIONS: dict[str, Preset] = {
     "boundary-1": Preset("layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the keys of the first and the last layer raw"),
+    "raw-sinks": Preset(RAW_WORDS, "attention sinks raw: the first 4 tokens, and those of low norm, of all lossy clauses before it"),
 }

@@ -6,7 +6,8 @@
     codec   = id [ ":" option { "," option } ]
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
-Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
+Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw", and "raw-sinks" gives
+the options "raw_first=4,raw_low_norm=0.6" to all lossy clauses before it.
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
 "transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw_first=4,raw_low_norm=0.6": tokens that
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -119,6 +120,13 @@ class Rule:
             self._codecs[asked] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
         return self._codecs[asked]
 
+    def with_raw_tokens(self) -> Rule:
+        """The rule with the options of ``RAW_WORDS``, unless its codec loses nothing or it names raw tokens itself."""
+        words = dict(option.split("=") for option in RAW_WORDS.split(","))
+        if self.codec_id in _DTYPES or not words.keys().isdisjoint(dict(self.words)):
+            return self
+        return replace(self, words=(*self.words, *words.items()))
+
     def canonical(self, side: str) -> str:
         """The codec of ``side`` in its canonical spelling."""
         words = dict(self.words)
@@ -202,7 +210,13 @@ class Recipe:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The rules in the order given; the last rule that covers a layer and side applies."""
-        return tuple(rule for clause, written in self._clauses() if (rule := self._rule(clause, written)) is not None)
+        found: list[Rule] = []
+        for clause, written in self._clauses():
+            if clause == RAW_WORDS:
+                found = [rule.with_raw_tokens() for rule in found]
+            elif (rule := self._rule(clause, written)) is not None:
+                found.append(rule)
+        return tuple(found)
 
     @property
     def needs_basis(self) -> bool:

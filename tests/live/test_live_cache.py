@@ -27,6 +27,7 @@ RECIPES = [
     "kivi-2",
     "kivi-2;tail=64",
     "kv=group:b=4,g=32,outliers=3,sinks=4,channel_scale=fp16",
+    "octopus-3;raw-sinks",
     "raw",
     "k=raw;v=group:b=2,g=32",
 ]

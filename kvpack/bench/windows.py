@@ -179,11 +179,11 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
     """``pairs`` as models hold them, in bf16, packed, saved to ``path`` and loaded from it."""
     kvpack.save(_pack(pairs, recipe), path)
-    return _load(path, recipe)
+    return _load(path, recipe, pairs[0][0].device)
 
 
-def _load(path: str, recipe: str | Recipe) -> Cache:
-    return kvpack.load(path, basis=recipe.basis if isinstance(recipe, Recipe) else None)
+def _load(path: str, recipe: str | Recipe, device: torch.device) -> Cache:
+    return kvpack.load(path, device=device, basis=recipe.basis if isinstance(recipe, Recipe) else None)
 
 
 def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
@@ -249,23 +249,23 @@ def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
     return torch.cat(read)
 
 
-def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS) -> Measured:
+def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS, *, errors: bool = True) -> Measured:
     """Pack the window's first part, save it to ``path``, load it, and read the rest over it, at most ``step`` tokens at once.
 
-    The bytes are those of a file of the whole window, including the appended tokens.
+    The bytes are those of a file of the whole window, including the appended tokens. Without ``errors``, those of layers are left out.
     """
     started = time.perf_counter()
     packed = _pack(exact.first, recipe)
     encoded = time.perf_counter()
     kvpack.save(packed, path)
     saved = time.perf_counter()
-    cache = _load(path, recipe)
+    cache = _load(path, recipe, exact.tokens.device)
     loaded = time.perf_counter()
     predicted = read_packed(model, exact, cache, step)
     whole = predicted.whole
     with torch.inference_mode():
-        errors = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache)]
-    k_cosine, v_cosine, attention_error = (list(column) for column in zip(*errors, strict=True))
+        found = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache) if errors]
+    k_cosine, v_cosine, attention_error = ([layer[part] for layer in found] for part in range(3))
     return Measured(
         log_perplexity=predicted.log_perplexity,
         kl_divergence=predicted.kl_divergence,

@@ -637,5 +637,5 @@ def test_one_report_one_picture(tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main(["bench", "quality", "--model", "demo", "--out", str(tmp_path)]) == 1
+    assert cli.main(["bench", "quality", "--model", "demo", "--out", str(tmp_path)]) == 3
     assert capsys.readouterr().err == "kvpack: the picture needs matplotlib: pip install 'kvpack[bench]'\n"

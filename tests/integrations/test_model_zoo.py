@@ -1,4 +1,4 @@
-"""Every architecture works over packed caches without loss, or is refused in one sentence; the README tells which."""
+"""Every architecture of transformers works over packed caches without loss, or is refused in one sentence; a page says which."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import warm_python
-from model_zoo import FOLLOWING, PROMPT, STEPS, Row, Subject, examined, table
-from zoo_models import ZOO
+from model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examined, page
+from tiny_configs import tiny_config
 
-README = Path(__file__).parents[2] / "README.md"
+NOT_RUN = {
+    "cpmant": "it puts a prompt of its own before the tokens",
+    "gemma3n": "its images need timm",
+    "gemma4_assistant": "it needs the keys and values of another model",
+    "gemma4_unified_assistant": "it needs the keys and values of another model",
+    "musicgen": "its configuration is not the one that its class for text takes",
+    "musicgen_melody": "its configuration is not the one that its class for text takes",
+    "nemo_speechlm (sequence to sequence)": "it needs audio",
+    "prophetnet": "after the first pass it takes one token at a time",
+    "prophetnet (sequence to sequence)": "after the first pass it takes one token at a time",
+    "vibevoice_asr (sequence to sequence)": "it needs audio",
+    "voxtral_realtime (sequence to sequence)": "it needs audio",
+}
+"""Architectures that do not run alone in tiny sizes, with the reason: any other is new, and needs sizes in ``tiny_configs``."""
 
 
 pytestmark = pytest.mark.scenario
@@ -28,31 +42,54 @@ def test_nothing_is_wrong(rows: list[Row]) -> None:
 
 
 def test_every_step_works_or_is_refused_in_one_sentence(rows: list[Row]) -> None:
-    assert len(rows) >= 20
     for row in rows:
-        assert sorted([*row.works, *row.refused]) == sorted(STEPS)
+        assert sorted([*row.works, *row.refused]) == sorted([] if row.not_run else STEPS)
         for why in row.refused.values():
             assert why
             assert "\n" not in why
             assert "Traceback" not in why
 
 
+def test_all_architectures_run_but_those_that_are_listed(rows: list[Row]) -> None:
+    assert {row.name for row in rows if row.not_run} <= NOT_RUN.keys()
+    assert len(rows) - len(NOT_RUN) >= 200
+
+
 def test_most_architectures_work_in_every_step(rows: list[Row]) -> None:
-    assert len([row for row in rows if not row.refused]) >= 20
-    assert all({"pack", "save", "load", "continue", "beam", "generate"} <= set(row.works) for row in rows)
+    assert len([row for row in rows if row.works == list(STEPS)]) >= 110
+    most = {"pack", "save", "load", "continue", "beam", "generate"}
+    assert len([row for row in rows if most <= set(row.works)]) >= 180
 
 
-def test_readme_has_the_table(rows: list[Row]) -> None:
-    assert table(rows) in README.read_text(encoding="utf-8")
+def test_the_page_has_the_table(rows: list[Row]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("the page is of another version of transformers")
+    assert page(rows) == text
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma-2", "DeepSeek-V3", "T5"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "t5"])
 def test_the_logits_would_tell_another_cache(name: str, tmp_path: Path) -> None:
     """The tolerance is far below what one other token of the prompt changes."""
+    kind = "AutoModelForSeq2SeqLM" if name == "t5" else "AutoModelForCausalLM"
     with torch.no_grad():
-        subject = Subject(next(architecture for architecture in ZOO if architecture.name == name), tmp_path)
+        subject = Subject(Architecture(name, kind), tmp_path)
         other = PROMPT.clone()
         other[0, -3] += 1
         past = subject.forward(other, subject.empty()).past_key_values
         difference = float((subject.forward(FOLLOWING, past).logits - subject.expected).abs().max())
     assert difference > 20 * subject.tolerance
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart", "pegasus", "whisper", "blenderbot"])
+def test_tiny_encoders_have_more_layers_than_decoders(model_type: str) -> None:
+    config = tiny_config(model_type)
+    encoder, decoder = (getattr(config, name, None) for name in ("encoder_layers", "decoder_layers"))
+    assert (encoder or config.num_layers, decoder or config.num_decoder_layers) == (3, 2)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "qwen3_next", "gemma4_text"])
+def test_tiny_models_have_a_layer_of_each_type(model_type: str) -> None:
+    types = transformers.CONFIG_MAPPING[model_type]().layer_types
+    assert set(tiny_config(model_type).layer_types) == set(types)
+    assert tiny_config(model_type).num_hidden_layers <= 4

@@ -1,7 +1,8 @@
-"""Run every architecture of the zoo over packed caches, and list what works and what is refused.
+"""Run every architecture that transformers can generate text with over packed caches, and list what works and what is refused.
 
-``python tests/support/model_zoo.py`` prints the table. Models are tiny and random; keys and values are packed without loss, so they
-must come back bit for bit, and logits must lie within what the model's own eager and SDPA attention differ by.
+``python tests/support/model_zoo.py --write`` writes the table of the installed version to PAGE. Models are tiny and random; keys and
+values are packed without loss, so they must come back bit for bit, and logits must lie within what the model's own eager and SDPA
+attention differ by.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
+from tiny_configs import tiny_config
 from transformers import DynamicCache, EncoderDecoderCache
-from zoo_models import ZOO, Architecture
+from transformers.models.auto import modeling_auto
 
 import kvpack
 from kvpack.integrations.transformers import KvpackCache, recording
@@ -28,6 +31,7 @@ from kvpack.integrations.transformers import KvpackCache, recording
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PAGE = Path(__file__).parents[2] / "kvpack" / "integrations" / "transformers" / "README.md"
 RECIPE = "raw"
 STEPS = ("pack", "save", "load", "continue", "beam", "crop", "store", "generate")
 PROMPT, FOLLOWING = torch.arange(3, 35)[None], torch.tensor([[7, 40, 9, 22, 5]])
@@ -37,17 +41,65 @@ ROUNDING = 16 * torch.finfo(torch.float32).eps
 """The least tolerance of logits, relative to the largest, for models whose two attentions agree closer, or that have only one."""
 
 
+KINDS = {
+    "AutoModelForCausalLM": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ""),
+    "AutoModelForSeq2SeqLM": (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, " (sequence to sequence)"),
+}
+"""The classes of transformers that choose a model by its configuration, what they choose from, and what the names of rows end with."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model type of transformers, and the class that makes a model of it."""
+
+    model_type: str
+    kind: str = "AutoModelForCausalLM"
+
+    @property
+    def name(self) -> str:
+        return self.model_type + KINDS[self.kind][1]
+
+    def model(self) -> Any:
+        """The model, the same in every process."""
+        torch.manual_seed(0)
+        config = tiny_config(self.model_type)
+        if self.kind == "AutoModelForCausalLM" and hasattr(config, "is_decoder"):
+            config.is_decoder = True
+        model = getattr(transformers, self.kind).from_config(config).eval()
+        if hasattr(model, "set_default_language"):
+            model.set_default_language("en_XX")
+        # Parameters that a model leaves uninitialized, such as sinks, are effectively random.
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        first = 0 if model.config.is_encoder_decoder else None
+        settings = {"forced_bos_token_id": None, "forced_eos_token_id": None, "decoder_start_token_id": first}
+        model.generation_config.update(eos_token_id=None, bos_token_id=0, pad_token_id=0, **settings)
+        return model
+
+
+ZOO = [Architecture(name, kind) for kind, (names, _) in KINDS.items() for name in names]
+"""Every architecture of the installed transformers."""
+
+
+class NotRun(Exception):
+    """transformers alone makes or runs no such model of the sizes here."""
+
+
 @dataclass
 class Row:
-    """One architecture: the reason for each refused step; a step that is neither in ``refused`` nor in ``wrong`` works."""
+    """One architecture: the reason for each refused step; a step that is neither in ``refused`` nor in ``wrong`` works.
+
+    With ``not_run``, transformers alone ran no such model, for that reason.
+    """
 
     name: str
     refused: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
+    not_run: str = ""
 
     @property
     def works(self) -> list[str]:
-        return [step for step in STEPS if step not in self.refused and step not in self.wrong]
+        return [step for step in STEPS if not self.not_run and step not in self.refused and step not in self.wrong]
 
 
 class Subject:
@@ -55,8 +107,18 @@ class Subject:
 
     def __init__(self, architecture: Architecture, folder: Path) -> None:
         self.name, self.file = architecture.name, folder / f"{architecture.name}.kvpack"
-        self.model = architecture.model()
-        self.encoder = self.model.config.is_encoder_decoder
+        try:
+            self.model = architecture.model()
+            self.encoder = self.model.config.is_encoder_decoder
+            alone = self.forward(PROMPT, self.empty())
+            if not torch.isfinite(alone.logits).all() or alone.past_key_values.get_seq_length() != PROMPT.shape[1]:
+                raise NotRun(f"{type(self.model).__name__} fills no cache, or its logits are not finite")
+            self.continued(alone.past_key_values)
+        except Exception as error:
+            if hasattr(self, "model"):
+                # One without a cache of layers is refused before it runs.
+                KvpackCache(self.model, RECIPE).release()
+            raise error if isinstance(error, NotRun) else NotRun(f"{type(error).__name__}: {error}") from None
         self.attention = self.model.config._attn_implementation
         with recording(self.model) as record:
             self.dense = self.forward(PROMPT, self.empty()).past_key_values
@@ -64,9 +126,9 @@ class Subject:
         self.expected, self.tolerance = self._expected()
 
     def empty(self) -> Any:
-        """A dense cache without tokens."""
+        """A dense cache without tokens. Windows are of tokens that a decoder has computed."""
         if self.encoder:
-            return EncoderDecoderCache(DynamicCache(config=self.model.config), DynamicCache(config=self.model.config))
+            return EncoderDecoderCache(DynamicCache(config=self.model.config), DynamicCache())
         return DynamicCache(config=self.model.config)
 
     def forward(self, ids: torch.Tensor, past: Any) -> Any:
@@ -246,10 +308,18 @@ def in_this_process(architectures: list[Architecture], folder: Path, steps: dict
     rows = []
     for architecture in architectures:
         row = Row(architecture.name)
-        with torch.no_grad():
-            subject = Subject(architecture, folder)
-        examine(row, subject, steps)
         rows.append(row)
+        try:
+            with torch.no_grad():
+                subject = Subject(architecture, folder)
+        except NotRun as error:
+            row.not_run = str(error)
+        except kvpack.KvpackError as error:
+            row.refused = dict.fromkeys(STEPS, str(error))
+        except Exception as error:
+            row.wrong["pack"] = f"{type(error).__name__}: {error}"
+        else:
+            examine(row, subject, steps)
     return rows
 
 
@@ -269,24 +339,56 @@ def examined(architectures: list[Architecture], folder: Path, python: str = sys.
     return rows
 
 
+def counts(rows: list[Row]) -> dict[str, int]:
+    """How many architectures work in every step, in some, in none, are wrong in one, and were not run."""
+    ran = [row for row in rows if not row.not_run]
+    right = [row for row in ran if not row.wrong]
+    return {
+        "work in every step": sum(not row.refused for row in right),
+        "are refused in some steps": sum(bool(row.refused and row.works) for row in right),
+        "are refused": sum(not row.works for row in right),
+        "are wrong": len(ran) - len(right),
+        "were not run": len(rows) - len(ran),
+    }
+
+
+_SPECIFIC = re.compile(r"\d+(, \d+)*|\w*(Layer|Cache|For\w+|LMHead\w*)\b|(conv|recurrent)\.( and )?")
+"""What differs between messages of one reason: numbers, classes, and names of states."""
+
+
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown; architectures with the same results and reasons share a row."""
-    lines = ["| architecture | works | refused because |", "|---|---|---|"]
+    """The rows as Markdown; architectures with the same results and reasons share a row, those that work in most steps first."""
+    lines = ["| architectures | works | refused because |", "|---|---|---|"]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        reasons = dict.fromkeys(re.sub(r"\d+|\w+Layer", "", why) for why in [*row.wrong.values(), *row.refused.values()])
-        groups.setdefault((*row.works, *reasons), []).append(row)
-    for alike in groups.values():
+        whys = [*row.wrong.values(), *row.refused.values()] if not row.not_run else ["not run"]
+        groups.setdefault((*row.works, *dict.fromkeys(_SPECIFIC.sub("", why) for why in whys)), []).append(row)
+    for alike in sorted(groups.values(), key=lambda group: (bool(group[0].not_run), -len(group[0].works), -len(group))):
         first = alike[0]
         reasons = [f"{step} WRONG: {why}" for step, why in first.wrong.items()] + [*dict.fromkeys(first.refused.values())]
         works = "all" if first.works == list(STEPS) else ", ".join(first.works) or "none"
+        if first.not_run:
+            works, reasons = "not run", ["transformers alone makes or runs no such model of the sizes here"]
         lines.append(f"| {', '.join(row.name for row in alike)} | {works} | {'; '.join(reasons)} |")
     return "\n".join(lines)
 
 
+def page(rows: list[Row]) -> str:
+    """PAGE with the results of ``rows``."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    summary = ", ".join(f"{count} {what}" for what, count in counts(rows).items())
+    found = f"transformers {transformers.__version__}, {len(rows)} architectures: {summary}."
+    return f"{before}{BEGIN}\n{found}\n\n{table(rows)}\n{END}{after}"
+
+
+BEGIN, END = "<!-- make zoo -->\n", "<!-- end -->"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="architectures (default: all)")
+    parser.add_argument("names", nargs="*", help="architectures, such as bart or 'bart (sequence to sequence)' (default: all)")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} of the integration, from all architectures")
     parser.add_argument("--elsewhere", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     chosen = [architecture for architecture in ZOO if not options.names or architecture.name in options.names]
@@ -297,6 +399,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = examined(chosen, Path(folder))
     print(table(rows))
+    print(counts(rows))
+    for row in rows:
+        if row.not_run:
+            print(f"not run: {row.name}: {' '.join(row.not_run.split())[:200]}")
+    if options.write and not options.names:
+        PAGE.write_text(page(rows), encoding="utf-8")
     sys.exit(any(row.wrong for row in rows))
 
 

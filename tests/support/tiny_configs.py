@@ -10,12 +10,13 @@ from transformers import CONFIG_MAPPING
 VOCABULARY = 64
 WINDOW = 12
 
+_LAYERS = r"(^|_)(num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks)$"
 _SIZES = [
     (r"vocab", VOCABULARY),
     (r"head_?dim$|^d_kv$|^d_head$|kv_channels$|head_size$|_rank$|rotary_dim$", 8),
     # Encoders have more layers than decoders, so that no code takes the number of one for that of the other.
     (r"(^|_)encoder_(layers|num_layers|num_hidden_layers|depth)$|^num_encoder_layers$", 3),
-    (r"(^|_)(num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks)$", 2),
+    (_LAYERS, 2),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads)$", 2),
     (r"(^|_)(n_heads?|num_heads|attention_heads|num_attention_heads|num_\w*_heads|linear_num_\w*heads)$", 4),
     (r"(^|_)(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|embedding_size|emb_dim|lru_width)$|hidden_size_", 32),
@@ -31,7 +32,6 @@ _SIZES = [
 _LARGEST = 32
 """The largest of all other sizes above 64."""
 
-_LAYERS = re.compile(_SIZES[2][0])
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 
 _SHARED_ATTENTION = {"attention_hidden_size": 64, "attention_head_dim": 16}
@@ -86,8 +86,9 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
         part = getattr(config, name, None)
         if part is not None:
             small[name] = {"model_type": part.model_type, **_shrunk(part, part.model_type)}
-    if "num_decoder_layers" in small and "num_layers" in small:
-        small["num_layers"] = small["num_decoder_layers"] + 1
+    for encoder, decoder in (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers")):
+        if encoder in small and decoder in small:
+            small[encoder] = small[decoder] + 1
     types = defaults.get("layer_types")
     if isinstance(types, list) and types:
         # One layer of each type, but at least two.
@@ -95,7 +96,7 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
         chosen = sorted(chosen if len(chosen) > 1 else [0, len(types) - 1])
         listed = {name: value for name, value in defaults.items() if isinstance(value, list) and len(value) == len(types)}
         small |= {name: [_small(name, value[i]) for i in chosen] for name, value in listed.items()}
-        small |= {name: len(chosen) for name, value in defaults.items() if _LAYERS.search(name) and value == len(types)}
+        small |= {name: len(chosen) for name, value in defaults.items() if re.search(_LAYERS, name) and value == len(types)}
     if defaults.get("num_kv_shared_layers") and isinstance(types, list):
         # Of each type one layer that keeps keys and values, and one that shares them.
         small |= {name: value * 2 for name, value in small.items() if isinstance(value, list) and len(value) == len(chosen)}
@@ -106,8 +107,18 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
     return {**small, **_OTHERS.get(model_type, {})}
 
 
-_LEFT_OUT = {"model_type", "transformers_version", "architectures", "_name_or_path", "dtype", "id2label", "label2id", "per_layer_config"}
-_LEFT_OUT.add("attention_layers")
+_LEFT_OUT = {
+    "_name_or_path",
+    "architectures",
+    "attention_layers",
+    "dtype",
+    "id2label",
+    "label2id",
+    "model_type",
+    "per_layer_config",
+    "transformers_version",
+}
+"""What a configuration finds by itself."""
 
 
 def _small(name: str, value: Any) -> Any:

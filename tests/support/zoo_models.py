@@ -1,4 +1,4 @@
-"""The architectures of the model zoo, as tiny random models."""
+"""Tiny random models of the architectures that tests name; ``model_zoo`` walks all that transformers has."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def checked_device(device: Any) -> torch.device:
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0][:80]
         raise InvalidParameter(f"device is {str(found)!r}, which this PyTorch cannot use ({reason}); name another, such as 'cpu'") from None
     return found
 

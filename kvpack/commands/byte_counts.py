@@ -6,7 +6,7 @@ import argparse
 import re
 
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", re.ASCII | re.IGNORECASE)
-_UNITS = {
+_UNITS: dict[str, int] = {
     "": 1,
     "b": 1,
     **{f"{name}b": 1000**power for power, name in enumerate("kmgt", 1)},

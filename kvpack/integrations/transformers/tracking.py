@@ -389,10 +389,10 @@ class Tracking:
                 f"{held} ids of the cache, then new ones. {_SHARED}"
             )
         if following <= 0:
-            instead = "crop(-1) drops the newest, which is then computed again" if ids.shape[1] == held else _SHARED
+            instead = "To go on from exactly these, call crop(-1) on the cache first, or load it with prompt=ids"
             raise InvalidParameter(
                 f"generate was given {ids.shape[1]} token ids, and the cache holds {held}: give those {held} ids, then at least one that "
-                f"follows them. {instead[0].upper()}{instead[1:]}"
+                f"follows them. {instead if ids.shape[1] == held else _SHARED}"
             )
         # The caller knows of the tokens that a failed pass left.
         self._left = None

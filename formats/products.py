@@ -16,12 +16,17 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     Where the process lets products round their factors to tf32 or bf16, these are of binary64. On the CPU a row's result does not depend
     on how many others there are.
     """
+    count = rows.shape[-2]
+    if rows.device.type != "cpu" or count >= FEWEST_ROWS or is_reduced("cpu"):
+        return plain_product(rows, matrix)
+    return (torch.nn.functional.pad(rows, (0, 0, 0, FEWEST_ROWS - count)) @ matrix)[..., :count, :]
+
+
+def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``product`` of which a row's result may depend on how many others there are: attention, and searches."""
     if is_reduced(rows.device.type):
         return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
-    count = rows.shape[-2]
-    if rows.device.type != "cpu" or count >= FEWEST_ROWS:
-        return rows @ matrix
-    return (torch.nn.functional.pad(rows, (0, 0, 0, FEWEST_ROWS - count)) @ matrix)[..., :count, :]
+    return rows @ matrix
 
 
 def is_reduced(device_type: str) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .lazy import torch
+from .products import is_reduced, plain_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,10 +74,12 @@ class Search:
         codebook = self._codebook.to(planes[0].device).T
         chunks, size = torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1])
         nearest = torch.empty(len(chunks), dtype=torch.int32, device=chunks.device)
+        reduced = is_reduced(chunks.device.type)
         # One buffer for all blocks: an allocator would keep several.
         products = chunks.new_empty(min(size, len(chunks)), codebook.shape[1])
         for some, found in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
-            found.copy_(torch.mm(some, codebook, out=products[: len(some)]).argmax(1))
+            scores = plain_product(some, codebook) if reduced else torch.mm(some, codebook, out=products[: len(some)])
+            found.copy_(scores.argmax(1))
         return nearest
 
     def explicit(self, planes: Planes) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from kvpack.coding.blocks import for_each_block
 from kvpack.coding.modes import own_modes
+from kvpack.formats.products import plain_product
 
 from .side import sequences_at_once, tokens_at_once
 
@@ -136,7 +137,7 @@ def _attend_tiles(
         keys, page = k.frame(start, stop)
         if page is not queried_page:
             page_q, queried_page = raw_q if page is None else page.query(raw_q), page
-        scores = page_q @ keys.transpose(-1, -2)
+        scores = plain_product(page_q, keys.transpose(-1, -2))
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         mask(scores, start, stop)
@@ -149,7 +150,7 @@ def _attend_tiles(
             out.add_(page_sum if summed_page is None else summed_page.original(page_sum))
             page_sum, summed_page = torch.zeros_like(out), page
         out.mul_(kept)
-        page_sum.mul_(kept).add_(weights @ clear(values, start, stop))
+        page_sum.mul_(kept).add_(plain_product(weights, clear(values, start, stop)))
         total = total * kept + weights.sum(-1, keepdim=True)
         largest = new_largest
     out.add_(page_sum if summed_page is None else summed_page.original(page_sum))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +17,10 @@ def own_modes(device: torch.device) -> AbstractContextManager[None]:
     """Encode and decode on ``device`` in true float32, on ordinary tensors without gradients.
 
     Autocast would round the rotation to bfloat16. Tensors made in inference mode cannot be used by other threads or by
-    autograd later. A cache with gradients would keep alive everything that its model computed.
+    autograd later. A cache with gradients would keep alive everything that its model computed. Products of reduced precision are
+    left to ``formats.products``: their setting is of the whole process.
     """
-    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type):
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type) or flushes_subnormals():
         return _set_modes(device)
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
@@ -29,12 +31,37 @@ def writing(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Compute float32 products in float32."""
-    if not torch.is_autocast_enabled(device.type):
+    """Compute float32 products in float32, and keep subnormal numbers."""
+    autocast = torch.is_autocast_enabled(device.type)
+    if flushes_subnormals():
+        return _keeping_subnormals(torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext())
+    if not autocast:
         # Autocast takes some microseconds to be set to what it is.
         return contextlib.nullcontext()
     off: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
     return off
+
+
+def flushes_subnormals() -> bool:
+    """Whether the calling thread replaces subnormal numbers by 0, as after ``torch.set_flush_denormal(True)``.
+
+    The setting is of each thread, and of the threads that it starts. PyTorch has no function that returns it.
+    """
+    return _SMALLEST_NORMAL * 0.5 == 0.0
+
+
+_SMALLEST_NORMAL = sys.float_info.min
+
+
+@contextlib.contextmanager
+def _keeping_subnormals(inside: AbstractContextManager[None]) -> Iterator[None]:
+    """Keep subnormal numbers in the calling thread, which flushes them, within the block."""
+    torch.set_flush_denormal(False)
+    try:
+        with inside:
+            yield
+    finally:
+        torch.set_flush_denormal(True)
 
 
 @contextlib.contextmanager

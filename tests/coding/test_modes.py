@@ -29,6 +29,8 @@ if mode == "autocast":
     context = torch.autocast("cpu", dtype=torch.bfloat16)
 elif mode == "default device":
     context = torch.device("meta")
+elif mode == "flushed subnormals":
+    torch.set_flush_denormal(True)
 elif mode == "numpy's errors":
     numpy.seterr(all="raise")
 elif mode != "none":
@@ -62,7 +64,7 @@ with context:
             digest.update(x.numpy().tobytes())
         print(mode, recipe, digest.hexdigest(), sep="; ", flush=True)
 """
-MODES = ("bfloat16", "autocast", "default device", "numpy's errors")
+MODES = ("bfloat16", "autocast", "default device", "flushed subnormals", "numpy's errors")
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ class Range(NamedTuple):
         if self.counts == BOTH:
             return [] if self == other else [self]
         parts = (self.begin, min(self.end, other.begin - 1)), (max(self.begin, other.end + 1), self.end)
-        return [Range(self.counts, begin, end) for begin, end in parts if begin <= end]
+        return [Range(self.counts, begin, end) for begin, end in parts if begin <= end and begin < math.inf and end > -math.inf]
 
 
 class Exceptions(NamedTuple):

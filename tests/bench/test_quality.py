@@ -200,7 +200,7 @@ def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.Exact,
     measured = windows.measure(model, exact, "octopus-3", str(path))
     assert measured.bytes == path.stat().st_size
     cache = kvpack.load(path)
-    assert (cache.tokens, cache.values, cache.recipe) == (416, measured.values, "k=octahedral:b=3;v=group:b=3")
+    assert (cache.tokens, cache.values, cache.recipe) == (416, measured.values, kvpack.Recipe("octopus-3").text)
     # Everything is packed, and what was appended came from a model that read packed layers.
     assert all(side.tail.shape[2] == 0 for layer in cache for side in layer.sides.values())
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.coding.presets import ADDITIONS, PUBLISHED
-from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, recorded_text
+from kvpack.coding.recipes import CALIBRATED, PRESETS, Recipe, parse_recipe, recorded_text
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.formats.errors import InvalidRecipe
@@ -26,7 +26,6 @@ DIGEST = "ab" * 32
             "k=octahedral:b=4;v=group:b=4",
             [
                 "k=octahedral:b=4;v=group:b=4,g=32",
-                "octopus-4 ",
                 " k=octahedral:b=4 ;  v=group:g=32,b=4",
                 "v=group:b=4,g=32;k=octahedral:b_norm=3,b_dir=5",
                 "k=octahedral:b=04,norm=fp16,rotation=signed-hadamard,seed=0,rounding=local3x3,norm_rule=unbiased;v=group:b=4,axis=channel",
@@ -37,9 +36,11 @@ DIGEST = "ab" * 32
                 "kv=raw;layers=0,1--1:k=octahedral:b=4;layers=0--2,-1:v=group:b=4",
             ],
         ),
-        ("kv=group:b=2", ["k=group:b=2;v=group:b=2", "k=group:b=2,axis=token;v=group:b=2,axis=channel", "kivi-2"]),
+        ("kv=group:b=2", ["k=group:b=2;v=group:b=2", "k=group:b=2,axis=token;v=group:b=2,axis=channel"]),
         ("k=group:axis=channel,b=2;v=group:b=2", ["kv=group:b=2,axis=channel"]),
         ("kv=raw", ["raw", "k=raw;v=raw"]),
+        ("kv=raw;layers=1--1:v=group:b=2", ["kv=raw;layers=2--1:v=scalar:b=2;layers=1--1:v=group:b=2"]),
+        ("kv=raw;layers=0--2:v=group:b=2", ["kv=raw;layers=0--3:v=scalar:b=2;layers=0--2:v=group:b=2"]),
         ("kv=raw:dtype=bf16", ["bf16"]),
         ("kv=klt:bits=2", ["kv=klt", "kv=klt:gain=fp16", "kv=klt:bits=02.000,rows=basis,widths=shared"]),
         ("kv=klt:bits=2,widths=heads", ["kv=klt:widths=heads"]),
@@ -116,7 +117,7 @@ def test_no_name_of_a_preset_is_recorded(name: str) -> None:
     assert name not in text.split(";")
     assert all("=" in clause for clause in text.split(";"))
     assert Recipe(text).text == text
-    assert parse_recipe(name) == parse_recipe(text)
+    assert parse_recipe(name) == parse_recipe(f" {name} ") == parse_recipe(PRESETS.get(name, text)) == parse_recipe(text)
 
 
 WORDS = {
@@ -173,15 +174,15 @@ def everything(codec: Any) -> Any:
 
 
 def codecs(recipe: Recipe, layers: int, dim: int) -> Any:
-    """Every codec of a cache; klt and transform, which have no basis here, by their words."""
+    """Every codec of a cache; klt and transform have no basis here."""
     found = []
     for layer in range(layers):
         for side in "kv":
             rule = next(rule for rule in reversed(recipe.rules) if side in rule.sides and rule.covers(layer, layers))
-            if rule.codec_id in ("klt", "transform"):
-                found.append([rule.codec_id, rule.bits, *sorted(word for word in rule.words if word[0] != "bits")])
-            else:
-                found.append([everything(rule.codec(dim, side, dtype)) for dtype in ("bf16", "fp16")])
+            found.append([everything(rule.codec(dim, side, dtype)) for dtype in ("bf16", "fp16")])
+            if rule.codec_id in CALIBRATED:
+                words = dict(rule.words)
+                found[-1] += [rule.bits, words.get("basis"), words.get("widths", "shared")]
     return found
 
 

@@ -55,8 +55,8 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "ls", folder)["prefixes"]
     assert [(row["model"]["name"], row["recipe"], row["tokens"], row["pinned"]) for row in rows] == [
         ("other", "kv=raw:dtype=bf16", CHUNK, False),
-        ("model", "kv=group:b=2", 2 * CHUNK, False),
-        ("model", "kv=group:b=2", 3 * CHUNK, True),
+        ("model", kvpack.Recipe("kivi-2").text, 2 * CHUNK, False),
+        ("model", kvpack.Recipe("kivi-2").text, 3 * CHUNK, True),
     ]
     store = open_store(folder)
     assert rows[2]["key"] == store.keys(prompt(3, first=1, seed=1))[-1].hex()
@@ -84,7 +84,7 @@ def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["entries"], found["pinned"], found["unreadable"]) == (5, 3, 0)
     assert found["bytes"] == sum(os.stat(path).st_size for path in entries(folder))
     assert {(row["model"]["name"], row["recipe"]): row["tokens"] for row in found["identities"]} == {
-        ("model", "kv=group:b=2"): 4 * CHUNK,
+        ("model", kvpack.Recipe("kivi-2").text): 4 * CHUNK,
         ("other", "kv=raw:dtype=bf16"): CHUNK,
     }
     run("stat", folder)
@@ -134,7 +134,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     n, again = imported.load(ids)
     assert n == 3 * CHUNK
     assert same(again, whole)
-    assert open_store(tmp_path / "new", kvpack.Identity("model", "kv=group:b=2")).match(ids) == 0
+    assert open_store(tmp_path / "new", kvpack.Identity("model", kvpack.Recipe("kivi-2").text)).match(ids) == 0
 
 
 def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

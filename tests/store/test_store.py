@@ -440,7 +440,7 @@ def test_the_identity_of_a_model() -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=50, name_or_path="org/model"))
     mine = kvpack.Identity.of(model, "octopus-3", tenant="t")
-    assert mine.recipe == "k=octahedral:b=3;v=group:b=3"
+    assert mine.recipe == kvpack.Recipe("octopus-3").text
     assert (mine.model, mine.dtype, mine.tenant, mine.adapter) == ("org/model", "float32", "t", "")
     assert "rope_theta" in mine.rope
     assert mine.weights.startswith("sha256:")

@@ -273,7 +273,7 @@ def test_packed_cross_attention_is_decoded_with_a_warning() -> None:
     options["decoder_input_ids"] = torch.tensor([[9]])
     expected = model(**options, past_key_values=past).logits
     model.set_attn_implementation("kvpack")
-    with pytest.warns(kvpack.KvpackWarning, match="decodes the keys and values") as told:
+    with pytest.warns(kvpack.KvpackWarning, match="was read, which decodes all") as told:
         found = model(**options, past_key_values=EncoderDecoderCache(*(KvpackCache(cache) for cache in packed))).logits
     assert [one.category for one in told].count(KvpackWarning) == 1
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -532,7 +532,9 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
     ],
 )
 def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidDtype, match=re.escape(instead.format("KvpackCache("))):
+    path = isinstance(given, (str, Path))
+    continued = "KvpackCache.load(path, model) continues a file" if path else instead.format("KvpackCache(")
+    with pytest.raises(InvalidDtype, match=re.escape(continued)):
         KvpackCache(given)
     with pytest.raises(InvalidDtype, match=re.escape(instead.format("kvpack.save("))):
         kvpack.save(given, tmp_path / "file")
@@ -542,7 +544,7 @@ def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tm
 def test_arguments_of_another_type_are_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"model is a str, expected a map of names to text, such as \{'name': 'llama'\}"):
         pack(PAST, FP32, model="llama")
-    with pytest.raises(InvalidParameter, match="model is a str, expected a transformers model"):
+    with pytest.raises(InvalidDtype, match="the second argument is 'llama', expected the model that continues the cache"):
         KvpackCache(pack(PAST, FP32), "llama")
     with pytest.raises(InvalidParameter, match="inputs is a list, expected a kvpack"):
         pack(PAST, FP32, inputs=[1, 2])

@@ -289,7 +289,7 @@ def _basis_places(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
 def basis_numbers(codec: Klt, rows: BasisRows) -> torch.Tensor:
     """The mean, the tables and the matrix of each head, float32 ``[batch or 1, kv_head, number]``."""
     places, matrix = _basis_places(codec)
-    result = torch.zeros(*rows.rows.shape[:2], matrix + codec.dim**2, device="cpu")
+    result = torch.zeros(*rows.rows.shape[:2], matrix + codec.dim**2, dtype=torch.float32, device="cpu")
     result[..., : codec.dim], result[..., matrix:] = rows.mean[:, :, 0], rows.matrix.flatten(2)
     count = len(codec.widths) // (codec.fixed_heads or 1)
     for (head, run), at in places.items():

@@ -96,7 +96,8 @@ def _add_quality(kinds: Any) -> None:
         "--needles",
         type=int,
         metavar="N",
-        help="prompts of 1,024 and of 2,048 tokens with a pass key each, or for a model of bytes, with 5 key lines (default: 8 of each)",
+        help="prompts of 1,024 and of 2,048 tokens with a pass key each, or for a model of bytes, with 5 key lines (default: 8 of "
+        "each, or as many as fit)",
     )
     quality.add_argument(
         "--generate", type=int, default=768, metavar="N", help="tell the divergence along N generated tokens; 0 for none (default: 768)"

@@ -176,7 +176,8 @@ class WithSideCars(Codec):
             own.update(step.streams)
             steps.add(step.encode)
 
-        for tokens in self.kept_tokens:
+        # Decoding puts the last of them last, over what the others put in the same places.
+        for tokens in reversed(self.kept_tokens):
             add(tokens.begin(steps.run(), before, self.token_group))
         for value_map in self.value_maps:
             add(value_map.begin(steps.run(), before))

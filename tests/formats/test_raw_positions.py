@@ -282,3 +282,13 @@ def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
     assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[0, 0, 1], [0, 0, 0]]
     assert together.streams[POSITIONS][:, 0, 0].tolist() == [6, 10, 10]
     assert together.rest.abs().max() < 10
+
+
+def test_positions_are_put_over_flags() -> None:
+    """A token of both side-cars is what the positions say, in both ways to encode."""
+    from kvpack.coding.encoding import encode
+
+    codec = create("scalar", DIM, "k", b="2", sinks="2", raw_tokens="fp32", raw_first="3", raw_dtype="fp32")
+    x = pairs()[0][0].to(torch.float32)
+    for streams in (codec.encode(x), encode(codec, x, "x")):
+        assert torch.equal(codec.decode(streams)[:, :, :3], x[:, :, :3])

@@ -265,7 +265,9 @@ def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
     dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
     if codec_id not in ("raw", "lossless"):
         taken = SIDE_CARS if codec_id not in ("klt", "transform") else ("raw_positions",)
-        for name in sorted(draw(st.sets(st.sampled_from([name for name in taken if dim in SIDE_CAR_DIMS[name]])))):
+        drawn = draw(st.sets(st.sampled_from([name for name in taken if dim in SIDE_CAR_DIMS[name]])))
+        # Both together round a token twice.
+        for name in sorted(drawn - {"raw_tokens"} if "raw_positions" in drawn else drawn):
             words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
     try:
         return create(codec_id, dim, side, **words)

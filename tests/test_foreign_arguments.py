@@ -259,11 +259,11 @@ CALLS = entries(Path(_FOLDER.name))
 
 PARTS = {
     "Cache": {"check_ends"},
-    "Identity": {"of_header", "of_parts"},
+    "Identity": {"of_header", "of_parts", "weights_of_kind"},
     "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice"},
     "LiveCache": {"frozen_as_it_is"},
     "PageCodec": {"checked"},
-    "PageGeometry": {"codec"},
+    "PageGeometry": {"codec", "slots"},
     "Recipe": {"check_layers", "recorded"},
     "Side": {"followed_by", "frame", "moved", "norms", "place", "repacked", "tiles"},
 }

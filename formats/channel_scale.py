@@ -72,7 +72,7 @@ class ChannelScale(ValueMap):
         for block in run.blocks():
             first, before = divmod(start, _SPAN)
             start += block.shape[2]
-            spans = functional.pad(block, (0, 0, before, -start % _SPAN)).unflatten(2, (-1, _SPAN))
+            spans = functional.pad(block, (0, 0, before, -start % _SPAN)).reshape(batch, heads, -1, _SPAN, dim)
             norms = torch.linalg.vector_norm(spans, dim=3, dtype=torch.float64)
             squares[:, :, first : first + norms.shape[2]] += norms.square()
         squares[:, :, -1] *= _SPAN / ((tokens - 1) % _SPAN + 1)

@@ -114,7 +114,9 @@ class Reading:
             signal.setitimer(signal.ITIMER_REAL, 0)
             found: BaseException | None = error
             while found is not None:
-                self.frames |= {(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(found.__traceback__)}
+                frames = traceback.walk_tb(found.__traceback__)
+                # formats/ is imported through a link.
+                self.frames |= {(os.path.realpath(frame.f_code.co_filename), line) for frame, line in frames}
                 found = found.__context__
             return error.rule if isinstance(error, decoder.Refused) else type(error).__name__
         finally:

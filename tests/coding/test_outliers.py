@@ -1,0 +1,45 @@
+"""Tokens whose outlier costs other values precision are named in a warning."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.errors import KvpackWarning
+
+PLAIN = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32"
+RAW = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16,raw_high_norm=4;v=group:b=2,g=32,raw_high_norm=4"
+
+
+def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys with ``value`` in one channel of one head of token 9 of the second sequence, and values."""
+    k, v = torch.randn(2, 2, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    k[1, 1, 9, 3] = value
+    return k, v
+
+
+@pytest.mark.parametrize("value", [100.0, 7e4])
+def test_a_shared_token_scale_names_the_token_and_what_to_do(value: float) -> None:
+    with pytest.warns(KvpackWarning, match=r"the norm of token 9 of sequence 1 is [0-9]+ times the median.*raw_high_norm=4"):
+        kvpack.pack([pair(value)], PLAIN)
+
+
+def test_the_remedy_keeps_the_token_and_warns_of_nothing() -> None:
+    k, v = pair(1e3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoded, _ = kvpack.pack([(k, v)], RAW)[0].unpack(torch.float32)
+    assert decoded is not None
+    assert torch.equal(decoded[1, :, 9], k[1, :, 9].to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_ordinary_keys_and_keys_of_zeros_warn_of_nothing(tokens: int) -> None:
+    x = torch.randn(1, 2, tokens, 64, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpack.pack([(x, x)], PLAIN)
+        kvpack.pack([(x * 0, x)], PLAIN)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import models, windows
+from kvpack.bench import models, twins, windows
 from kvpack.bench.sizes import starts, window
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
@@ -206,7 +206,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
         model = load_model(folder)
     # Outlier channels in the keys of one layer: a rotation spreads their error over all channels.
     with torch.inference_mode():
-        models._scale(model.model.layers[2].self_attn, factor, torch.Generator().manual_seed(0))
+        twins._scale(model.model.layers[2].self_attn, factor, torch.Generator().manual_seed(0))
     model.save_pretrained(tmp_path)
     words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
     # Room for the finer keys of one layer, and not of two.
@@ -498,7 +498,7 @@ def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: P
     with pytest.raises(MissingBasis, match="needs a basis: give basis="):
         tune.run(None, None, 3.0, settings, candidates=few)
     quick = tune.run(None, None, 3.0, settings, quick=True, basis=str(basis))
-    assert set(re.findall(r"=([a-z]+)", quick["recipe"])) <= {"klt", "kv"}
+    assert set(re.findall(r"=([a-z]+)", quick["recipe"])) <= {"heads", "klt", "kv"}
 
 
 def test_frames_add_candidates_that_are_decoded_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,8 @@ from kvpack.cache.checksums import checksums, has_checksums
 from kvpack.cache.dense_states import keys_and_values
 from kvpack.formats.errors import KvpackError
 
+from .layers import PackedLayer
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -124,6 +126,9 @@ def _by_row(sums: torch.Tensor) -> list[bytes]:
 def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
     """Layer and name, the position of the first token, and the values of each side that can be read."""
     for number, layer in enumerate(past.layers):
+        if isinstance(layer, PackedLayer):
+            # Nothing but a pass changes packed layers, and reading them decodes them.
+            continue
         try:
             held = keys_and_values(layer, f"layers[{number}]")
         except KvpackError:

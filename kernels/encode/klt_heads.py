@@ -113,9 +113,9 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
     heads, tiles = codec.fixed_heads or 1, -(-codec.dim // COLUMNS.value)
     if len(source.rows) != 1:
         return None
-    numbers = torch.zeros(heads, tiles, _OF_COLUMN.value, COLUMNS.value, dtype=torch.int32)
-    places = torch.zeros(codec.row_bytes, _OF_BYTE.value, dtype=torch.int32)
-    tables: list[list[torch.Tensor]] = [[torch.zeros(2)] for _ in range(heads)]
+    numbers = torch.zeros(heads, tiles, _OF_COLUMN.value, COLUMNS.value, dtype=torch.int32, device="cpu")
+    places = torch.zeros(codec.row_bytes, _OF_BYTE.value, dtype=torch.int32, device="cpu")
+    tables: list[list[torch.Tensor]] = [[torch.zeros(2, dtype=torch.float32, device="cpu")] for _ in range(heads)]
     for part in codec.runs:
         for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
             table = source.tables_of((head,), (run,), part.width)[0, 0].cpu()
@@ -126,7 +126,7 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
             columns[0], columns[1] = part.width, sum(map(len, tables[head]))
             tables[head] += [table, (table[1:] + table[:-1]) / 2, table[:1]]
             for number, byte in enumerate(own):
-                places[byte] = torch.tensor([head, HEAD_RUN_COLUMNS * run, part.width, 8 * number])
+                places[byte] = torch.tensor([head, HEAD_RUN_COLUMNS * run, part.width, 8 * number], dtype=torch.int32, device="cpu")
     joined = [torch.cat(table) for table in tables]
     most = max(map(len, joined))
     rest = _in_tiles(source.inverse[0].cpu(), tiles)

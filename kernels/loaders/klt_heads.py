@@ -74,7 +74,7 @@ def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, t
     tables, numbers = [], []
     for sequence, head in product(range(len(source.rows)), range(heads)):
         # A column without codes has entry 0.
-        entries, at = [torch.zeros(1)], 1
+        entries, at = [torch.zeros(1, dtype=torch.float32, device="cpu")], 1
         first: dict[tuple[int, int], int] = {}
         begins, masks = [], []
         for step in steps:
@@ -91,7 +91,7 @@ def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, t
     most = max(map(len, tables))
     padded = torch.stack([torch.nn.functional.pad(table, (0, most - len(table))) for table in tables])
     bits = padded.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
-    return bits | bits << 16, torch.tensor(numbers, dtype=torch.int32), steps
+    return bits | bits << 16, torch.tensor(numbers, dtype=torch.int32, device="cpu"), steps
 
 
 @triton.jit

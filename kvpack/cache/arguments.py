@@ -35,7 +35,7 @@ def checked_device(device: Any) -> torch.device:
     if found.type == "meta":
         raise InvalidParameter("device is 'meta', which holds no values, expected a device such as 'cpu' or 'cuda:0'")
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, dtype=torch.uint8, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0][:80]
         raise InvalidParameter(f"device is {str(found)!r}, which this PyTorch cannot use ({reason}); name another, such as 'cpu'") from None

@@ -108,7 +108,7 @@ class Stretch:
         if layout.per == "run":
             return first, last + 1
         if (tokens := self._entry_tokens.get(name)) is not None:
-            begin, end = torch.searchsorted(tokens, torch.tensor([start, stop], device="cpu")).tolist()
+            begin, end = torch.searchsorted(tokens, torch.tensor([start, stop], dtype=torch.int64, device="cpu")).tolist()
             return begin, end
         step = layout.tokens_per_row
         if step > 1:

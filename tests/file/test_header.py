@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvpack.file import limits
-from kvpack.file.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, layout_bytes, side_tensors
+from kvpack.file.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, features_of, layout_bytes, side_tensors
 from kvpack.file.header_scan import news
 from kvpack.file.header_tensor import pack_header, parse_header
 from kvpack.file.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
@@ -68,6 +68,7 @@ def any_contents(draw: DrawFn) -> Contents:
         model=draw(st.dictionaries(names, names, max_size=3)),
         recipe=draw(names),
         start=draw(st.integers(0, MAX_TOKENS)),
+        required=tuple(features_of(listed)),
         ignorable=draw(st.dictionaries(names, st.binary(max_size=9), max_size=3)),
     )
 

@@ -120,7 +120,8 @@ def test_without_their_rows_they_are_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_messages_list_their_words() -> None:
-    with pytest.raises(InvalidRecipe, match=r"its options are b, .*, raw_first, raw_low_norm, raw_dtype, token_mean, multiples"):
+    options = r"its options are b, .*, raw_first, raw_low_norm, raw_high_norm, raw_dtype, token_mean, multiples"
+    with pytest.raises(InvalidRecipe, match=options):
         kvpack.pack(pairs(20), "kv=group:b=4,g=32,token_means=fp16")
     with pytest.raises(InvalidRecipe, match=r"unknown codec 'larges'; expected one of .*largest.*did you mean largest"):
         kvpack.pack(pairs(20), "kv=larges")

@@ -68,8 +68,8 @@ def test_prefixes_of_equal_ids_and_other_inputs_share_nothing(tmp_path: Path) ->
         ([b""] * 4, "inputs has 4 digests"),
         ([b"", b"x" * 65], r"inputs\[1\] is 65 bytes, the limit is 64 bytes"),
         ([b"", "digest"], r"inputs\[1\] is of type str"),
-        (b"ab", "inputs is a bytes, expected a sequence"),
-        (7, "inputs is a int"),
+        (b"ab", "inputs is 2 bytes, expected a list of digests"),
+        (7, "inputs is 7, expected a list of digests"),
     ],
     ids=["few", "many", "long", "text", "bytes", "number"],
 )
@@ -223,7 +223,7 @@ def test_entries_of_older_layouts_are_reclaimed_and_no_others(tmp_path: Path, ca
         feature = chunk + bytes(32) + bytes(16) + token_bytes(ids[number * CHUNK : (number + 1) * CHUNK])
         rewrite(path, {"prefix-store": feature})
     good = Path(entry_of(store, kept, 1))
-    both, later, damaged = (good.with_name(digits * 32) for digits in ("ab", "cd", "ef"))
+    both, later, damaged = (good.with_name(good.name[:2] + digits * 31) for digits in ("ab", "cd", "ef"))
     for path, features in ((both, {"prefix-store": b"", FEATURE: b""}), (later, {"prefix-store-3": b"of a later kvpack"})):
         shutil.copy(good, path)
         rewrite(str(path), features)

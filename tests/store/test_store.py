@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe
+from kvpack.formats.errors import InvalidParameter, InvalidRecipe, MissingPackage
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.store import entries as entries_module
 from kvpack.store.basis_keys import basis_keys
@@ -388,7 +388,7 @@ def test_metrics_are_registered_with_prometheus_client(tmp_path: Path, monkeypat
     store = open_store(tmp_path)
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "prometheus_client", None)
-        with pytest.raises(InvalidParameter, match="prometheus_client, which is not installed"):
+        with pytest.raises(MissingPackage, match="pip install prometheus-client"):
             register_metrics(store)
     registered: list[Any] = []
     client: Any = types.ModuleType("prometheus_client")

@@ -64,9 +64,10 @@ class RotaryPositions:
                 )
             rope_deltas = 0
         deltas = torch.as_tensor(recorded if rope_deltas is None else rope_deltas, device="cpu").detach().to(torch.int64).reshape(-1, 1)
-        if rope_deltas is not None and recorded is not None and not bool((deltas == torch.tensor(recorded)[:, None]).all()):
+        known = None if recorded is None else torch.tensor(recorded, dtype=torch.int64, device="cpu")[:, None]
+        if rope_deltas is not None and known is not None and not bool((deltas == known).all()):
             raise InvalidParameter(
-                f"rope_deltas is {deltas.flatten().tolist()}, and the cache records {list(recorded)}: leave rope_deltas out"
+                f"rope_deltas is {deltas.flatten().tolist()}, and the cache records {known.flatten().tolist()}: leave rope_deltas out"
             )
         return cls(deltas, tokens, model)
 
@@ -90,7 +91,7 @@ class RotaryPositions:
                 "KvpackCache(cache.packed, model, rope_deltas=...) with what model.model.rope_deltas is after these tokens"
             )
         mask = arguments.get("attention_mask")
-        hidden = torch.zeros(1, 1, dtype=torch.int64)
+        hidden = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             # Models count the tokens that a mask does not hide.
             hidden = (mask[:, :start] == 0).sum(1, keepdim=True).cpu()
@@ -109,7 +110,7 @@ class RotaryPositions:
         if not isinstance(positions, torch.Tensor) or not positions.numel():
             return
         self._given = True
-        plain = torch.arange(start, start + positions.shape[-1], device="cpu")
+        plain = torch.arange(start, start + positions.shape[-1], dtype=torch.int64, device="cpu")
         found = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
         # The first of four is the number of the token, for masks.
         rotary = found[1:] if len(found) == 4 else found
@@ -128,7 +129,8 @@ class RotaryPositions:
         """Raise InvalidParameter when no positions were given, and those that the model takes then are others."""
         if not self._given and not start:
             # As for text.
-            self._deltas, self._hidden = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+            self._deltas = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+            self._hidden = torch.zeros_like(self._deltas)
             self._largest, self._end, self._cut = None, 0, None
         if not self._given and bool(self._deltas.any()):
             self._refuse([start], start)

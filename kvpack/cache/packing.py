@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,16 @@ from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import check_callback
-from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidShape, LimitExceeded, MissingBasis, OutOfBounds
+from kvpack.formats.errors import (
+    InvalidDtype,
+    InvalidHeader,
+    InvalidParameter,
+    InvalidShape,
+    KvpackWarning,
+    LimitExceeded,
+    MissingBasis,
+    OutOfBounds,
+)
 from kvpack.formats.raw_positions import RawPositions, norms_of
 from kvpack.kernels.cpu.memory import together
 
@@ -28,6 +38,14 @@ from .dense_states import DenseLayer, dense_states
 from .layer import Layer
 from .minifloats import ELEMENT_DTYPES
 from .side import Side, check_tensor, packed_side
+
+TOKEN_SCALE = "token_scale"
+
+OUTLIER_RATIO = 4.0
+"""A token scale of more than this many times the median is out of the ordinary."""
+
+HEAD_RATIO = 8.0
+"""A head whose norm is more than this many times that of the others decides a token's scale."""
 
 if TYPE_CHECKING:
     import os
@@ -168,7 +186,32 @@ def _pack_side(
                 f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
             )
         return x.side(recipe.window)
-    return packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
+    packed = packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
+    for page in packed.pages:
+        if TOKEN_SCALE in page.streams:
+            _warn_of_outliers(x, page.streams[TOKEN_SCALE], where)
+    return packed
+
+
+def _warn_of_outliers(x: torch.Tensor, scales: torch.Tensor, where: str) -> None:
+    """Issue a KvpackWarning that names a token of ``x`` ``[batch, kv_head, token, dim]`` in which one head decides the scale of all.
+
+    ``scales`` ``[batch, 1, token]`` are the scales that heads share. Only tokens whose scale is far above the median are looked at.
+    """
+    factors = scales[:, 0].to(torch.float32)
+    if not factors.numel():
+        return
+    for sequence, token in (factors > OUTLIER_RATIO * factors.median(1, keepdim=True).values).nonzero().tolist():
+        norms = torch.linalg.vector_norm(x[sequence, :, token], dim=1, dtype=torch.float64)
+        head, usual = int(norms.argmax()), float(norms.median())
+        if norms[head] > HEAD_RATIO * usual > 0:
+            warnings.warn(
+                f"{where}: token {token} of sequence {sequence} has a norm of {norms[head]:.4g} in head {head} and {usual:.4g} in others, "
+                "which share one token scale with it and lose precision: add the option raw_high_norm=4, which keeps such tokens raw",
+                KvpackWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encoded | None], where: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvpack.errors import KvpackWarning, RoundedWarning
+from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import HOLDS
@@ -42,9 +42,6 @@ RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
 BLOCK_VALUES = 1 << 19
 """The number of values encoded at once on the CPU: they fit the cache, and are enough to hide the cost of a call."""
 
-OUTLIER_RATIO = 4.0
-"""A token scale of more than this many times the median is named in a warning."""
-
 _GROUP_MULTIPLE = 128
 
 
@@ -68,8 +65,7 @@ def encode(
     are those of the layer's keys (``raw_positions.norms_of``), as far as these are known.
     Raises NonFinite for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
-    Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it, and a KvpackWarning that names a token
-    whose outlier costs it precision in every head.
+    Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it.
     """
     raw = codec.side_car(RawPositions)
     if raw is not None:
@@ -78,29 +74,11 @@ def encode(
         streams = dispatch.encode(codec, x, before)
     if streams is None:
         streams = _encode_in_blocks(codec, x, where, before, position)
-    if "token_scale" in streams:
-        _warn_of_outliers(streams["token_scale"], where)
     kept = codec.exact_dtype
     if kept is not None and RAW_NAMES[x.dtype] not in HOLDS[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
         names = f"{RAW_NAMES[x.dtype]} values as {kept}"
         warnings.warn(f"the recipe stores {names} and rounds them; the recipe raw keeps every value", RoundedWarning, stacklevel=2)
     return streams
-
-
-def _warn_of_outliers(scales: torch.Tensor, where: str) -> None:
-    """Issue a KvpackWarning if one of the token scales ``[batch, 1, token]``, which all heads share, is far above the median."""
-    if not scales.numel():
-        return
-    ratios = scales.to(torch.float32) / scales.to(torch.float32).median(2, keepdim=True).values
-    ratios = torch.where(torch.isfinite(ratios), ratios, 0.0)
-    largest, at = float(ratios.max()), int(ratios.argmax())
-    if largest > OUTLIER_RATIO:
-        sequence, token = divmod(at, scales.shape[2])
-        message = (
-            f"{where}: the norm of token {token} of sequence {sequence} is {largest:.0f} times the median, and its heads share one token "
-            "scale, so that those without the outlier lose precision: add the option raw_high_norm=4, which keeps such tokens raw"
-        )
-        warnings.warn(message, KvpackWarning, stacklevel=3)
 
 
 def _encode_beside_raw(

@@ -55,9 +55,11 @@ def _klt_bound(side: Side) -> torch.Tensor:
     """Twice the error that the spec allows (klt-8), for each of both: ``[batch, kv_head, token, dim]``."""
     bounds = []
     for page in side.pages:
-        assert isinstance(page.codec, Klt)
-        rows = page.codec.parts(page.streams)
-        coded = page.codec.decode_frame(page.streams).double()
+        # Raw tokens beside it are exact.
+        codec = page.codec.family
+        assert isinstance(codec, Klt)
+        rows = codec.parts(page.streams)
+        coded = codec.decode_frame(page.streams).double()
         sizes = rows.mean.double().abs() + (coded - rows.mean.double()).abs()
         bounds.append(2.0**-17 * sizes @ rows.matrix.double().abs())
     return torch.cat([*bounds, torch.zeros(side.tail.shape, dtype=torch.float64)], 2)

@@ -23,7 +23,7 @@ def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("value", [100.0, 7e4])
 def test_a_shared_token_scale_names_the_token_and_what_to_do(value: float) -> None:
-    with pytest.warns(KvpackWarning, match=r"the norm of token 9 of sequence 1 is [0-9]+ times the median.*raw_high_norm=4"):
+    with pytest.warns(KvpackWarning, match=r"k: token 9 of sequence 1 has a norm of .* in head 1 .*raw_high_norm=4"):
         kvpack.pack([pair(value)], PLAIN)
 
 
@@ -34,6 +34,14 @@ def test_the_remedy_keeps_the_token_and_warns_of_nothing() -> None:
         decoded, _ = kvpack.pack([(k, v)], RAW)[0].unpack(torch.float32)
     assert decoded is not None
     assert torch.equal(decoded[1, :, 9], k[1, :, 9].to(torch.bfloat16).float())
+
+
+def test_a_token_that_is_large_in_all_heads_is_what_the_scale_is_for() -> None:
+    k, v = pair(1.0)
+    k[1, :, 9] *= 500
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpack.pack([(k, v)], PLAIN)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40])

@@ -119,13 +119,13 @@ def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int, held: b
     codec, streams = random_streams(dim, 2, chunk, 70, "v")
     codec = codec if held else with_longer_numbers(codec)
     source = codec.source_for(2)
-    found = codec.symbols(streams)
+    ((_, found),) = codec.symbols(streams)
     assert len(found.escaped) > 5
     # The high half of an escape's level: more than any of both dtypes holds.
     sizes = zip(found.symbols, found.columns, found.tokens, strict=True)
     escaping = next(number for number, (row, columns, tokens) in enumerate(sizes) if not row[: columns * tokens].all())
     streams["words"].view(torch.int16).view(-1)[int(found.counts[: escaping + 1].sum()) - 1] = 0x1234
-    found = codec.symbols(streams)
+    ((_, found),) = codec.symbols(streams)
     on_device = transform_chunks.on_device(codec, source, 2, torch.device(DEVICE))
     assert on_device is not None
     assert on_device.rows.dtype == on_device.values.dtype == (torch.float16 if held else torch.float32)

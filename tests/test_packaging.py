@@ -129,7 +129,9 @@ def test_a_type_checker_finds_misspelt_names_of_the_checkout(tmp_path: Path) -> 
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", "misspelt.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     found = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
-    assert [line.split(": ")[0] for line in found.splitlines() if "error: " in line] == [f"misspelt.py:{line}" for line in (5, 6, 7)]
+    # Without the settings of the checkout, mypy misses the stubs of its dependencies, too.
+    errors = [line.split(": ")[0] for line in found.splitlines() if line.startswith("misspelt.py:")]
+    assert errors == [f"misspelt.py:{line}" for line in (5, 6, 7)]
 
 
 @pytest.mark.scenario

@@ -73,12 +73,17 @@ class Raw(CodecFamily):
         """Any bytes are valid."""
 
 
+def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """``x`` of any float dtype in ``dtype``, ties to even; finite values may become infinity."""
+    return x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
+
+
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """``x`` of any float dtype in ``dtype``, ties to even; values of that dtype keep their bits.
 
     Raises OutOfRange when a finite value would become infinity.
     """
-    values = x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
+    values = cast(x, dtype)
     # Only rounding loses values. The sum is one cheap pass; where it is not finite (it may just overflow) every value is examined.
     if values.dtype != x.dtype and not torch.isfinite(values.sum()):
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
-from .raw import DTYPES
+from .raw import DTYPES, cast
 from .side_car import KeptTokens, RunStep, known_word
 from .value_blocks import BLOCK_VALUES, row_blocks, values_between
 
@@ -130,16 +130,7 @@ class RawPositions(KeptTokens):
         ``start`` is the number of the first token in its run. Raises OutOfRange when a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
-        exact = x.permute(2, 0, 1, 3)[token, sequence]
-        values = exact.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
-        lost = torch.isinf(values) & torch.isfinite(exact)
-        if lost.any():
-            entry, head, channel = torch.nonzero(lost)[0].tolist()
-            raise OutOfRange(
-                f"the raw token at batch {int(sequence[entry])}, head {head}, token {int(token[entry])} is "
-                f"{exact[entry, head, channel].item():.6g} at channel {channel}, the largest {self.dtype} is "
-                f"{torch.finfo(values.dtype).max:.6g}; choose a wider raw_dtype"
-            )
+        values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return replaced(x, token, sequence, chosen, token_group), {POSITIONS: _stored(token + start, sequence), VALUES: values[None, None]}
 
     def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +226,7 @@ def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_grou
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
-    values = exact.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[raw.dtype])
+    values = cast(exact, raw.dtype)
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
         raise OutOfRange("a raw token is beyond the largest fp16, 65504; choose a wider raw_dtype")
@@ -264,6 +255,24 @@ def norms_of(x: torch.Tensor) -> torch.Tensor:
     """The norm of each token of ``x`` ``[batch, kv_head, token, dim]`` over all heads: float32 ``[batch, token]``."""
     size = max(PAGE, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
     return torch.cat([part.to(torch.float32).square().sum((1, 3)).sqrt() for part in torch.split(x, size, 2)], 1)
+
+
+def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
+    """The values of each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]`` in ``dtype``: ``[entry, kv_head, dim]``.
+
+    Raises OutOfRange, with the ``remedy``, for a finite value that does not fit the dtype.
+    """
+    exact = x.permute(2, 0, 1, 3)[token, sequence]
+    values = cast(exact, dtype)
+    lost = torch.isinf(values) & torch.isfinite(exact)
+    if lost.any():
+        entry, head, channel = torch.nonzero(lost)[0].tolist()
+        raise OutOfRange(
+            f"the raw token at batch {int(sequence[entry])}, head {head}, token {int(token[entry])} is "
+            f"{exact[entry, head, channel].item():.6g} at channel {channel}, the largest {dtype} is "
+            f"{torch.finfo(values.dtype).max:.6g}; {remedy}"
+        )
+    return values
 
 
 def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
-from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .raw import DTYPES
-from .raw_positions import replaced
+from .raw_positions import replaced, values_of
 from .side_car import KeptTokens, RunStep, known_word
 from .value_blocks import first_place, value_blocks
 
@@ -96,15 +96,7 @@ class RawTokens(KeptTokens):
         Raises OutOfRange when a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
-        exact = x.permute(2, 0, 1, 3)[token, sequence]
-        values = exact.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype])
-        if torch.isinf(values).any():
-            entry, head, channel = torch.nonzero(torch.isinf(values))[0].tolist()
-            token, batch = torch.nonzero(chosen.T)[entry].tolist()
-            raise OutOfRange(
-                f"the raw token at batch {batch}, head {head}, token {token} is {exact[entry, head, channel].item():.6g} at channel "
-                f"{channel}, the largest {self.dtype} is {torch.finfo(values.dtype).max:.6g}; choose a wider dtype for raw_tokens"
-            )
+        values = values_of(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")
         flags = chosen.to(torch.uint8)[:, None]
         return replaced(x, token, sequence, chosen, token_group), {FLAGS: flags, VALUES: values[None, None]}
 

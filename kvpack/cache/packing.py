@@ -47,6 +47,8 @@ OUTLIER_RATIO = 4.0
 HEAD_RATIO = 8.0
 """A head whose norm is more than this many times that of the others decides a token's scale."""
 
+_TOKENS_AT_ONCE = 1024
+
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
@@ -201,13 +203,18 @@ def _warn_of_outliers(x: torch.Tensor, scales: torch.Tensor, where: str) -> None
     factors = scales[:, 0].to(torch.float32)
     if not factors.numel():
         return
-    for sequence, token in (factors > OUTLIER_RATIO * factors.median(1, keepdim=True).values).nonzero().tolist():
-        norms = torch.linalg.vector_norm(x[sequence, :, token], dim=1, dtype=torch.float64)
-        head, usual = int(norms.argmax()), float(norms.median())
-        if norms[head] > HEAD_RATIO * usual > 0:
+    places = (factors > OUTLIER_RATIO * factors.median(1, keepdim=True).values).nonzero()
+    for some in torch.split(places, _TOKENS_AT_ONCE):
+        norms = torch.linalg.vector_norm(x[some[:, 0], :, some[:, 1]], dim=2, dtype=torch.float64)
+        usual = norms.median(1).values
+        found = ((norms.amax(1) > HEAD_RATIO * usual) & (usual > 0)).nonzero().flatten().tolist()
+        if found:
+            first = found[0]
+            (sequence, token), head = some[first].tolist(), int(norms[first].argmax())
             warnings.warn(
-                f"{where}: token {token} of sequence {sequence} has a norm of {norms[head]:.4g} in head {head} and {usual:.4g} in others, "
-                "which share one token scale with it and lose precision: add the option raw_high_norm=4, which keeps such tokens raw",
+                f"{where}: token {token} of sequence {sequence} has a norm of {norms[first, head]:.4g} in head {head} and "
+                f"{usual[first]:.4g} in others, which share one token scale with it and lose precision: add the option raw_high_norm=4, "
+                "which keeps such tokens raw",
                 KvpackWarning,
                 stacklevel=5,
             )

@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: real-model demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo engines
+.PHONY: real-model demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo engines code-size
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -67,6 +67,10 @@ guards: $(INSTALLED)
 # Tiny models of all architectures of transformers over packed caches: writes what works, and what is refused.
 zoo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/model_zoo.py --write
+
+# Lines of code, and the functions that pack, load, attend and a decode step run, beside their limits.
+code-size: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/code_size.py
 
 # Encoders on tensors of any contents.
 roundtrip: $(INSTALLED)

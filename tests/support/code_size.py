@@ -1,0 +1,184 @@
+"""How much code there is, and how much of it one call runs: ``python tests/support/code_size.py``, for ``make code-size``.
+
+Lines are counted without blank lines, comments and docstrings. A call is traced by ``sys.setprofile`` on its second run, when
+everything that is imported or built once is there: the distinct functions of kvpack that it enters, the files that hold them, its
+calls of such functions, and how deep they nest. ``--root DIR`` measures another checkout, whose C library is built, and ``--check``
+fails if a figure is above its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tempfile
+import tokenize
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("kvpack", "formats", "kernels")
+
+LINES_BEFORE = 48_185
+"""Lines in FOLDERS before parts that did the same job began to be merged, commit 9e2580e."""
+MAX_LINES = LINES_BEFORE * 85 // 100
+
+
+class Calls(NamedTuple):
+    """The functions of kvpack that a call enters, the files that hold them, all calls of these functions, and their depth."""
+
+    functions: int
+    files: int
+    calls: int
+    depth: int
+
+
+LIMITS: dict[str, dict[str, int]] = {
+    "pack": {"functions": 65, "files": 16},
+    "load": {"functions": 90, "files": 18},
+    "attend": {"functions": 28, "files": 12},
+    "decode step": {"calls": 450},
+}
+
+_C_TOKENS = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'""", re.DOTALL)
+
+
+def python_lines(source: str) -> int:
+    """Lines of a Python source that hold code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    # A string that is a statement documents what it follows: a module, a class, a function or a constant.
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def c_lines(source: str) -> int:
+    """Lines of a C source that hold code."""
+    without = _C_TOKENS.sub(lambda match: "" if match[0].startswith("/") else "x", source)
+    return sum(1 for line in without.splitlines() if line.strip())
+
+
+def folder_lines(folder: Path) -> dict[str, int]:
+    """Lines of code of each folder and file right below a folder. Links are not followed."""
+    counts: dict[str, int] = {}
+    for path in sorted(folder.rglob("*")):
+        count = {".py": python_lines, ".c": c_lines, ".h": c_lines}.get(path.suffix)
+        if count and path.is_file():
+            name = path.relative_to(folder).parts[0]
+            counts[name] = counts.get(name, 0) + count(path.read_text(encoding="utf-8"))
+    return counts
+
+
+def trace(call: Callable[[], object], root: Path) -> Calls:
+    """Count the Python functions below ``root`` that a call enters."""
+    entered: dict[tuple[str, int, str], int] = {}
+    inside: list[FrameType] = []
+    depth = 0
+    folders = tuple(f"{root / name}/" for name in FOLDERS)
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal depth
+        code = frame.f_code
+        if not code.co_filename.startswith(folders):
+            return
+        if event == "call":
+            key = (code.co_filename, code.co_firstlineno, code.co_name)
+            entered[key] = entered.get(key, 0) + 1
+            inside.append(frame)
+            depth = max(depth, len(inside))
+        elif event == "return" and inside and inside[-1] is frame:
+            inside.pop()
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    files = {Path(name).resolve() for name, _, _ in entered}
+    return Calls(len(entered), len(files), sum(entered.values()), depth)
+
+
+def operations(folder: Path) -> dict[str, Callable[[], object]]:
+    """Calls of users on the CPU: on one layer in octopus-4, and a decode step over four layers."""
+    import torch
+    from small_models import small_llama
+
+    import kvpack
+    from kvpack.integrations.transformers import KvpackCache
+
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator)
+
+    pair = (tensor(1, 2, 512, 64), tensor(1, 2, 512, 64))
+    cache = kvpack.pack([pair], "octopus-4")
+    path = folder / "cache.kvpack"
+    kvpack.save(cache, path)
+    loaded = kvpack.load(path)
+    query = tensor(1, 8, 1, 64)
+    model = small_llama(num_hidden_layers=4)
+    past = KvpackCache(model, "octopus-4")
+    with torch.inference_mode():
+        model(torch.arange(300)[None] % 50, past_key_values=past)
+
+    def step() -> None:
+        with torch.inference_mode():
+            model(torch.tensor([[1]]), past_key_values=past)
+
+    return {
+        "pack": lambda: kvpack.pack([pair], "octopus-4"),
+        "save": lambda: kvpack.save(cache, path),
+        "load": lambda: kvpack.load(path),
+        "attend": lambda: kvpack.attend(query, loaded[0]),
+        "decode step": step,
+    }
+
+
+def traced(root: Path) -> dict[str, Calls]:
+    """The calls of all operations, each on its second run."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = {}
+        for name, call in operations(Path(folder)).items():
+            call()
+            result[name] = trace(call, root)
+        return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to measure (default: this one)")
+    parser.add_argument("--check", action="store_true", help="fail if a figure is above its limit")
+    arguments = parser.parse_args()
+    root = arguments.root.resolve()
+    sys.path.insert(0, str(root))
+
+    above = []
+    total = 0
+    for folder in FOLDERS:
+        parts = folder_lines(root / folder)
+        total += sum(parts.values())
+        largest = sorted(parts.items(), key=lambda item: -item[1])[:8]
+        print(f"{folder:12}{sum(parts.values()):7,}  " + ", ".join(f"{name} {count:,}" for name, count in largest))
+    print(f"{'together':12}{total:7,}  limit {MAX_LINES:,}")
+    above += ["lines"] if total > MAX_LINES else []
+    print(f"\n{'':12}{'functions':>14}{'files':>14}{'calls':>14}{'depth':>14}")
+    for name, calls in traced(root).items():
+        limits = LIMITS.get(name, {})
+        cells = [f"{value}" + (f" / {limits[field]}" if field in limits else "") for field, value in calls._asdict().items()]
+        print(f"{name:12}" + "".join(f"{cell:>14}" for cell in cells))
+        above += [f"{field} of {name}" for field, limit in limits.items() if getattr(calls, field) > limit]
+    print(f"\nabove the limit: {', '.join(above) or 'nothing'}")
+    return 1 if above and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

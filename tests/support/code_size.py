@@ -62,7 +62,7 @@ def python_lines(source: str) -> int:
 
 def c_lines(source: str) -> int:
     """Lines of a C source that hold code."""
-    without = _C_TOKENS.sub(lambda match: "" if match[0].startswith("/") else "x", source)
+    without = _C_TOKENS.sub(lambda match: "\n" * match[0].count("\n") if match[0].startswith("/") else "x", source)
     return sum(1 for line in without.splitlines() if line.strip())
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import lru_cache
 from itertools import chain
 from json.encoder import encode_basestring_ascii as encoded
 from operator import itemgetter
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
@@ -43,8 +45,22 @@ _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
 _NOTED_POSITIONS = "rope_deltas"
 """The attribute in which a model notes where the last prompt's text goes on after its images; None before the first."""
+_HUB_FOLDER = "models--"
+"""How the folder of a model begins in the hub's cache folder."""
 _FREQUENCIES = "inv_freq"
 """The ending of buffers with the frequencies of a rotary embedding."""
+
+
+def model_name(loaded_from: str) -> str:
+    """A model's name on the hub, or the last part of the folder that it was loaded from: no path of this machine goes into a file."""
+    path = PurePath(loaded_from)
+    for part in reversed(path.parts):
+        # A snapshot in the hub's cache folder lies in models--OWNER--NAME/snapshots/COMMIT.
+        if part.startswith(_HUB_FOLDER):
+            return part.removeprefix(_HUB_FOLDER).replace("--", "/")
+    # A hub's name has at most two parts, none of which begins with a dot or a tilde.
+    is_path = path.is_absolute() or len(path.parts) > 2 or loaded_from.startswith((".", "~")) or os.path.isdir(loaded_from)
+    return path.name if is_path else loaded_from
 
 
 def weights_of(found: Iterable[Part]) -> Weights:

@@ -78,11 +78,11 @@ class Identity:
     ) -> Self:
         """The identity of a transformers ``model``, as it is now, whose caches are packed with ``recipe``.
 
-        ``model`` may have PEFT adapters in it or around it. Unless given, ``name`` is where the model was loaded from,
-        ``adapter`` the names of the adapters in effect, and ``weights`` a digest of every parameter. All weights that are in memory
-        are read once, also where ``weights`` names them: caches are compared with them. Adapters, configuration, modules and
-        buffers are always digested: take a new identity after any of them changes. ``extra`` names inputs that kvpack cannot see
-        (spec/store.md lists those that it does).
+        ``model`` may have PEFT adapters in it or around it. Unless given, ``name`` is the model's on the hub or the last part of the
+        folder that it was loaded from, ``adapter`` the names of the adapters in effect, and ``weights`` a digest of every parameter. All
+        weights that are in memory are read once, also where ``weights`` names them: caches are compared with them. Adapters,
+        configuration, modules and buffers are always digested: take a new identity after any of them changes. ``extra`` names inputs that
+        kvpack cannot see (spec/store.md lists those that it does).
 
         Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
         (on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
@@ -110,7 +110,7 @@ class Identity:
         With ``digests`` and ``weights``, no weights are read.
         """
         from .adapters import adapters_text
-        from .fingerprint import check_deterministic, config_digest, dtype_text, weights_of, weights_sample
+        from .fingerprint import check_deterministic, config_digest, dtype_text, model_name, weights_of, weights_sample
         from .modules import base_model
         from .rope import rope_text
 
@@ -121,7 +121,7 @@ class Identity:
             with contextlib.nullcontext() if weights is None else contextlib.suppress(InvalidParameter):
                 digests = weights_of(found).text, weights_sample(found)
         return cls(
-            model=getattr(base.config, "name_or_path", "") if name is None else name,
+            model=model_name(getattr(base.config, "name_or_path", "") or "") if name is None else name,
             recipe=parse_recipe(recipe).canonical,
             weights=digests[0] if weights is None else weights,
             adapter=adapters_text(found, adapter),

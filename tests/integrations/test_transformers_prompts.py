@@ -205,8 +205,10 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     assert longer.model == named
     assert longer.metadata == {"title": "one"}
     assert longer.inputs.tokens == longer.tokens == 120
+    moved_file = replace(kvpack.load(path), model={**named, "name": "/a/folder of/another machine"})
     with kvpack.Store(tmp_path / "store", kvpack.Identity.of(model, "raw"), chunk=20) as store:
-        assert store.save(IDS[0].tolist(), kvpack.load(path)) == 60
+        assert store.save(IDS[0].tolist(), moved_file) == 60
+    KvpackCache(moved_file, model)
     other = model_of("Llama", rms_norm_eps=1e-3)
     with pytest.raises(InvalidParameter, match="the cache was computed by a model whose config is '"):
         KvpackCache.load(path, other)

@@ -141,6 +141,36 @@ def test_the_same_model_has_the_same_identity_in_another_process() -> None:
         assert printed_elsewhere(script).split() == [mine, mine]
 
 
+@pytest.mark.parametrize(
+    ("loaded_from", "name"),
+    [
+        ("org/model", "org/model"),
+        ("model", "model"),
+        ("", ""),
+        ("/data/models/llama", "llama"),
+        ("/data/models/llama/", "llama"),
+        ("models/org/llama", "llama"),
+        ("./llama", "llama"),
+        ("../llama", "llama"),
+        ("~/llama", "llama"),
+        ("/home/me/.cache/huggingface/hub/models--org--model/snapshots/12ab34", "org/model"),
+        ("/home/me/.cache/huggingface/hub/models--gpt2/snapshots/12ab34/", "gpt2"),
+    ],
+)
+def test_no_path_of_this_machine_names_a_model(loaded_from: str, name: str) -> None:
+    model = small_llama()
+    model.config._name_or_path = loaded_from
+    assert kvpack.Identity.of(model, "raw", weights="w").model == name
+
+
+def test_a_folder_below_this_one_is_named_by_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    model = small_llama()
+    model.config._name_or_path = "org/model"
+    assert kvpack.Identity.of(model, "raw", weights="w").model == "model"
+
+
 def test_weights_are_digested_by_value_unless_they_are_named() -> None:
     model = small_llama()
     mine = kvpack.Identity.of(model, "octopus-3")

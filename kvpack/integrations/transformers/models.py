@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from os.path import basename
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -288,7 +289,8 @@ def check_identity(cache: Cache, model: Any) -> Named:
     # What a user changed comes before the digests that change with it.
     for field in ("dtype", "rope", "adapter", "weights" if compared else "name", "config"):
         mine, theirs = cache.model.get(field, ""), found.get(field, "")
-        if field == "name" and not (mine and theirs):
+        if field == "name" and not (mine and theirs and basename(mine) != basename(theirs)):
+            # Files of earlier versions name the whole path.
             continue
         if field == "adapter":
             # A caller may have named them; what they do is in the digest.

@@ -15,6 +15,7 @@ from kvpack.store.encryption import Cipher
 from kvpack.store.forms import Form
 from kvpack.store.key_files import read_key_file
 from kvpack.store.locations import open_existing
+from kvpack.store.options import LocationOptions
 
 if TYPE_CHECKING:
     import argparse
@@ -37,7 +38,7 @@ class Opened:
         self.faults: list[tuple[str, BaseException]] = []
         self.counters = Counters(tell=lambda operation, error: self.faults.append((operation, error)))
         form = Form(self.max_entry_bytes, None if self.cipher is None else self.cipher.key_ids)
-        self.backend = open_existing(arguments.store, self.counters, form, looking=looking, **options)
+        self.backend = open_existing(arguments.store, self.counters, form, LocationOptions(**options), looking=looking)
 
     @property
     def name(self) -> str:

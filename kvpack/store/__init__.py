@@ -8,7 +8,7 @@ For example::
 """
 
 from .identity import Identity
-from .locations import Tier
+from .options import Tier
 from .store import Store
 
 __all__ = ["Identity", "Store", "Tier"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, MissingFile
 
 from .counters import Counters
@@ -18,6 +15,7 @@ from .forms import Form
 from .memory import Memory
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
+from .options import Tier
 from .redis import SCHEMES as REDIS_SCHEMES
 from .redis import Redis, is_redis
 from .tiers import Tiers
@@ -26,36 +24,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from .backend import Backend
+    from .options import LocationOptions
 
 MEMORY = "memory://"
 _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _OF_TIERS = {"write_back"}
 """The options that only a list of tiers takes."""
-_LEAST = {"max_bytes": 0, "min_free": 0, "ttl": 1}
 
 
-@dataclass(frozen=True)
-class Tier:
-    """One location of a store of several tiers, with options of its own, which are those of ``Store``."""
-
-    location: Any
-    max_bytes: int | None = None
-    min_free: int | None = None
-    durable: bool | None = None
-    ttl: int | None = None
-    timeout: float | None = None
-    storage_options: Mapping[str, Any] | None = None
-
-
-def open_backend(location: Any, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
+def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
     """The backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, else a folder.
 
-    A list of locations and Tiers gives one backend of all tiers. ``form`` is the form of entries; ``options`` are those of the
-    backend, where None means not given. With ``looking`` opening it changes nothing there. Raises InvalidParameter for an unknown
-    or invalid option and for a URL of an unknown kind, and the errors of the backend.
+    A list of locations and Tiers gives one backend of all tiers. ``form`` is the form of entries. With ``looking`` opening it changes
+    nothing there. Raises InvalidParameter for an option that the location does not have or an invalid one and for a URL of an unknown
+    kind, and the errors of the backend.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = options.given()
     if isinstance(location, (list, tuple)):
         _check_options("a list of tiers", given, _OF_TIERS, ": each Tier has its own")
         return _open_tiers(location, counters, form, looking=looking, **given)
@@ -65,17 +50,9 @@ def open_backend(location: Any, counters: Counters, form: Form, *, looking: bool
 
 
 def _check_options(kind: str, given: Mapping[str, Any], known: set[str], instead: str = "") -> None:
-    """Raise InvalidParameter for an option that ``kind`` does not have, and for an invalid count."""
+    """Raise InvalidParameter for an option that ``kind`` does not have."""
     if unknown := set(given) - known:
         raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{instead}")
-    for name, least in _LEAST.items():
-        check_count(name, given.get(name, least), least)
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise InvalidParameter unless ``value`` is an integer of at least ``least``."""
-    if type(value) is not int or value < least:
-        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer of at least {least}")
 
 
 def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, looking: bool = False, write_back: bool = False) -> Tiers:
@@ -87,16 +64,15 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
         if isinstance(tier.location, (list, tuple)):
             raise InvalidParameter("a tier is a list of tiers, expected one location")
         own = Counters(counters)
-        options = {field.name: getattr(tier, field.name) for field in dataclasses.fields(tier) if field.name != "location"}
-        tiers.append((open_backend(tier.location, own, form, looking=looking, **options), own))
+        tiers.append((open_backend(tier.location, own, form, tier, looking=looking), own))
     return Tiers(tiers, counters, write_back=write_back)
 
 
-def open_existing(location: str, counters: Counters, form: Form, *, looking: bool = False, **options: Any) -> Backend:
+def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
     """The backend at an existing location, as ``open_backend`` opens it. Raises MissingFile for a missing folder."""
     if _kind(location) is FOLDER and not os.path.isdir(os.path.expanduser(_folder(location))):
         raise MissingFile(f"{location}: is not a folder")
-    return open_backend(location, counters, form, looking=looking, **options)
+    return open_backend(location, counters, form, options, looking=looking)
 
 
 class Kind(NamedTuple):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpack.formats.errors import InvalidParameter
+
 from .encryption import Cipher
 from .forms import Form
+from .identity import Identity
 from .locations import open_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .backend import Backend
     from .counters import Counters
-    from .identity import Identity
+    from .options import StoreOptions
 
 
 class Opened(NamedTuple):
@@ -24,21 +25,20 @@ class Opened(NamedTuple):
     check_values: bool
 
 
-def opened(
-    location: Any,
-    identity: Identity,
-    counters: Counters,
-    max_entry_bytes: int,
-    encryption: Mapping[str, bytes] | None,
-    check_values: bool | None,
-    **options: Any,
-) -> Opened:
-    """Open ``location`` for entries of ``identity``, with ``options`` of ``open_backend``.
+def opened(location: Any, identity: Identity, counters: Counters, options: StoreOptions, *, looking: bool = False) -> Opened:
+    """Open ``location`` for entries of ``identity``; with ``looking`` opening it changes nothing there.
 
     Values are checked where users other than this one may write unencrypted entries, unless ``check_values`` says otherwise.
     Raises InvalidParameter, and the errors of the backend.
     """
-    cipher = None if encryption is None else Cipher(encryption, identity.tenant)
-    backend = open_backend(location, counters, Form(max_entry_bytes, None if cipher is None else cipher.key_ids), **options)
+    cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)
+    form = Form(options.max_entry_bytes, None if cipher is None else cipher.key_ids)
+    backend = open_backend(location, counters, form, options, looking=looking)
     trusted = backend.private or cipher is not None
-    return Opened(backend, cipher, not trusted if check_values is None else check_values)
+    return Opened(backend, cipher, not trusted if options.check_values is None else options.check_values)
+
+
+def check_identity(identity: Any) -> None:
+    """Raise InvalidParameter unless ``identity`` is an ``Identity``."""
+    if not isinstance(identity, Identity):
+        raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")

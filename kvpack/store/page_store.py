@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from kvpack.coding.pools import OwnThreads
 from kvpack.coding.recipes import basis_for, parse_recipe
@@ -16,27 +16,27 @@ from kvpack.formats.arguments import items
 from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.codec import PageCodec, key_digest
 
-from .backend import MAX_ENTRY_BYTES
 from .catalog import rows_of
 from .counters import Counters
 from .encryption import in_clear
 from .forms import check_size
-from .identity import Identity
 from .loading import FAULTS, refuse
-from .locations import check_count
 from .locks import Lock
-from .opening import opened
+from .opening import check_identity, opened
+from .options import StoreOptions, check_count
 from .page_keys import page_key
 from .tiers import Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from kvpack.coding.bases import Basis
     from kvpack.pages.buffer import PageBuffer
     from kvpack.pages.geometry import PageGeometry
 
     from .backend import Found
+    from .identity import Identity
+    from .options import StoreKeywords
 
 _PAGES_AT_ONCE = 16
 """Pages of a call that are encoded or read before their entries are written, or decoded."""
@@ -79,45 +79,21 @@ class PageStore:
         *,
         threads: int = 1,
         jobs: int = 1,
-        max_bytes: int | None = None,
-        min_free: int | None = None,
-        durable: bool | None = None,
-        ttl: int | None = None,
-        timeout: float | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        write_back: bool | None = None,
-        encryption: Mapping[str, bytes] | None = None,
-        check_values: bool | None = None,
-        max_entry_bytes: int = MAX_ENTRY_BYTES,
         basis: Basis | str | os.PathLike[str] | None = None,
+        **options: Unpack[StoreKeywords],
     ) -> None:
-        if not isinstance(identity, Identity):
-            raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
+        check_identity(identity)
+        chosen = StoreOptions(**options)
         recipe = parse_recipe(identity.recipe)
         recipe = parse_recipe(recipe, basis_for(recipe, basis))
         if recipe.basis is not None:
             recipe.basis.check_model(identity.header_model, identity.digests)
-        check_count("max_entry_bytes", max_entry_bytes, 1)
         check_count("jobs", jobs, 1)
         self.location, self.identity = location, identity
         self.codec = PageCodec(recipe, geometry, threads=threads, namespace=identity.digest)
-        self._max_entry_bytes = max_entry_bytes
+        self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
-        self._backend, self._cipher, self._values = opened(
-            location,
-            identity,
-            self._counters,
-            max_entry_bytes,
-            encryption,
-            check_values,
-            max_bytes=max_bytes,
-            min_free=min_free,
-            durable=durable,
-            ttl=ttl,
-            timeout=timeout,
-            storage_options=storage_options,
-            write_back=write_back,
-        )
+        self._backend, self._cipher, self._values = opened(location, identity, self._counters, chosen)
         self._jobs, self._threads = count(), OwnThreads(jobs, "kvpack-page-store")
         self._submitted: dict[int, dict[int, Job]] = {}
         self._lock, self._closed = Lock(), False

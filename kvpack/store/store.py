@@ -6,36 +6,37 @@ import contextlib
 import time
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvpack.coding.recipes import basis_for, basis_named, parse_recipe
 from kvpack.file.parallel import in_parallel
 from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
 
-from .backend import MAX_ENTRY_BYTES
 from .bases import StoredBasis
 from .counters import Counters
 from .entries import Reader, check_decoded, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found
 from .forms import check_size
-from .identity import Identity
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .loading import FAULTS, Loader
-from .locations import check_count
-from .opening import opened
+from .opening import check_identity, opened
+from .options import StoreOptions, check_count
 from .reclaim import reclaim
 from .rope import longest_sequence
 from .tiers import Tiers
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
+
+    from .identity import Identity
+    from .options import StoreKeywords
 
 
 CHUNK_TOKENS = 256
@@ -83,52 +84,28 @@ class Store:
         identity: Identity,
         *,
         chunk: int = CHUNK_TOKENS,
-        max_bytes: int | None = None,
-        min_free: int | None = None,
-        durable: bool | None = None,
-        ttl: int | None = None,
-        timeout: float | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        write_back: bool | None = None,
-        encryption: Mapping[str, bytes] | None = None,
-        check_values: bool | None = None,
-        max_entry_bytes: int = MAX_ENTRY_BYTES,
         basis: Basis | str | os.PathLike[str] | None = None,
+        **options: Unpack[StoreKeywords],
     ) -> None:
-        if not isinstance(identity, Identity):
-            raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
+        check_identity(identity)
+        chosen = StoreOptions(**options)
         check_count("chunk", chunk, 1)
         check_groups(identity, chunk)
         recipe = parse_recipe(identity.recipe)
         named, given = basis_named(recipe), basis_for(recipe, basis)
         self.location, self.identity, self.chunk = location, identity, chunk
-        self._max_entry_bytes = max_entry_bytes
-        check_count("max_entry_bytes", max_entry_bytes, 1)
+        self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
-        self._backend, self._cipher, checked = opened(
-            location,
-            identity,
-            self._counters,
-            max_entry_bytes,
-            encryption,
-            check_values,
-            max_bytes=max_bytes,
-            min_free=min_free,
-            durable=durable,
-            ttl=ttl,
-            timeout=timeout,
-            storage_options=storage_options,
-            write_back=write_back,
-        )
+        self._backend, self._cipher, checked = opened(location, identity, self._counters, chosen)
         self._root = identity.digest
         self._model = identity.header_model
         self._longest = longest_sequence(identity.rope)
         self._stored = None
         if named is not None:
-            kept = self._backend, self._cipher, self._counters, max_entry_bytes
+            kept = self._backend, self._cipher, self._counters, chosen.max_entry_bytes
             self._stored = StoredBasis(named, self._model, *kept, given, identity.digests)
         self._before = [] if self._stored is None else self._stored.keys
-        self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=max_entry_bytes)
+        self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=chosen.max_entry_bytes)
         self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before)
 
     def __enter__(self) -> Self:

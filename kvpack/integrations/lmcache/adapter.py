@@ -14,12 +14,12 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store.backend import MAX_ENTRY_BYTES
 from kvpack.store.counters import Counters
 from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.metrics import shared_collector
 from kvpack.store.opening import opened
+from kvpack.store.options import StoreOptions
 from kvpack.store.page_store import PageStore
 
 from .accounts import LOOKED_AT, Accounts
@@ -164,9 +164,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _check_location(self) -> None:
         """Raise InvalidParameter, and what a backend raises, for a location that can be no store's: there is no object yet."""
-        options = {"max_bytes": self._max_bytes, "looking": True}
-        store = opened(self._location, self._identity, Counters(), MAX_ENTRY_BYTES, self._encryption, check_values=None, **options)
-        store.backend.close()
+        options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
+        opened(self._location, self._identity, Counters(), options, looking=True).backend.close()
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
         """The store of objects of one layout. Raises InvalidShape and InvalidParameter."""

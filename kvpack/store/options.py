@@ -1,0 +1,90 @@
+"""The options of a store: those of each location, and those of the entries in all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from kvpack.formats.arguments import shown
+from kvpack.formats.errors import InvalidParameter
+
+from .backend import MAX_ENTRY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LEAST = {"max_bytes": 0, "min_free": 0, "ttl": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocationOptions:
+    """The options of one location, where None means not given; a kind of location takes some of them (locations.py)."""
+
+    max_bytes: int | None = None
+    """A budget for all entries there, of all writers."""
+    min_free: int | None = None
+    """The bytes that stay free on a folder's disk."""
+    durable: bool | None = None
+    """Whether an entry is on a folder's disk before its put returns."""
+    ttl: int | None = None
+    """The seconds after which an unused entry expires."""
+    timeout: float | None = None
+    """The most seconds per request to a server."""
+    storage_options: Mapping[str, Any] | None = None
+    """The settings of obstore by name, for an object store."""
+
+    def given(self) -> dict[str, Any]:
+        """The options of the location that are not None. Raises InvalidParameter for an invalid count."""
+        given = {field.name: value for field in fields(LocationOptions) if (value := getattr(self, field.name)) is not None}
+        for name, least in _LEAST.items():
+            check_count(name, given.get(name, least), least)
+        return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(LocationOptions):
+    """The options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
+
+    write_back: bool | None = None
+    """Whether tiers other than the first are written in the background."""
+    encryption: Mapping[str, bytes] | None = None
+    """AES keys by id."""
+    check_values: bool | None = None
+    """Whether every load checks the rules of the codecs, and not digests alone."""
+    max_entry_bytes: int = MAX_ENTRY_BYTES
+    """The most bytes of one entry."""
+
+    def __post_init__(self) -> None:
+        check_count("max_entry_bytes", self.max_entry_bytes, 1)
+
+    def given(self) -> dict[str, Any]:
+        """The options of the location, with ``write_back``, that are not None. Raises InvalidParameter for an invalid count."""
+        return super().given() | ({} if self.write_back is None else {"write_back": self.write_back})
+
+
+class StoreKeywords(TypedDict, total=False):
+    """The fields of ``StoreOptions`` as keyword arguments."""
+
+    max_bytes: int | None
+    min_free: int | None
+    durable: bool | None
+    ttl: int | None
+    timeout: float | None
+    storage_options: Mapping[str, Any] | None
+    write_back: bool | None
+    encryption: Mapping[str, bytes] | None
+    check_values: bool | None
+    max_entry_bytes: int
+
+
+@dataclass(frozen=True)
+class Tier(LocationOptions):
+    """One location of a store of several tiers, with options of its own, which are those of ``Store``."""
+
+    location: Any
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise InvalidParameter unless ``value`` is an integer of at least ``least``."""
+    if type(value) is not int or value < least:
+        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer of at least {least}")

@@ -1,0 +1,52 @@
+"""The options of a store: declared once, and the same for stores of chunks and of pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store.locations import FOLDER, KINDS
+from kvpack.store.options import LocationOptions, StoreKeywords, StoreOptions
+
+from foreign_values import GEOMETRY  # isort: skip
+from store_caches import IDENTITY  # isort: skip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = [field.name for field in dataclasses.fields(StoreOptions)]
+
+
+def test_the_keywords_are_the_fields() -> None:
+    assert set(StoreKeywords.__annotations__) == set(NAMES)
+    for store in (kvpack.Store, kvpack.PageStore):
+        (options,) = (one for one in inspect.signature(store).parameters.values() if one.kind is one.VAR_KEYWORD)
+        assert "StoreKeywords" in str(options.annotation)
+
+
+def test_kinds_take_options_that_there_are() -> None:
+    known = {field.name for field in dataclasses.fields(LocationOptions)}
+    taken = set().union(*(kind.options for kind in (*KINDS, FOLDER)))
+    assert taken == known
+
+
+def test_a_tier_has_the_options_of_a_location() -> None:
+    assert {field.name for field in dataclasses.fields(kvpack.Tier)} == {"location"} | {f.name for f in dataclasses.fields(LocationOptions)}
+
+
+@pytest.mark.parametrize("options", [{"max_entry_bytes": 0}, {"max_bytes": -1}, {"min_free": 1.5}, {"max_bytes": True}])
+def test_invalid_counts_are_refused_by_both(options: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = options
+    for opened in (lambda: kvpack.Store(tmp_path, IDENTITY, **options), lambda: kvpack.PageStore(tmp_path, IDENTITY, GEOMETRY, **options)):
+        with pytest.raises(InvalidParameter, match=f"{name} is "):
+            opened()
+
+
+def test_an_option_that_nobody_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="max_byte"):
+        kvpack.Store(tmp_path, IDENTITY, max_byte=1)

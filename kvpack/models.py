@@ -1,4 +1,4 @@
-"""The language models of the demo, the benchmarks and the tuner: a transformers folder, or the demo's own model."""
+"""The language models of commands: a transformers folder, a model on the hub, or the demo's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack import hub
+from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers_version import installed
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ BOS = 256
 
 
 def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa") -> Any:
-    """The causal language model in the folder ``path``, or the demo's, in float32 with the named transformers attention.
+    """The causal language model ``path``, a folder or a name on the hub, or the demo's, in float32 with the named transformers attention.
 
     A model without scaled dot-product attention (Gemma-2, GPT-OSS) has its eager one in place of "sdpa". Raises MissingFile,
     InvalidParameter for a model with an encoder and for one that transformers does not load so, and MissingPackage without transformers.
@@ -45,14 +46,12 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
 
 @contextlib.contextmanager
 def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """The folder of a transformers model: ``path``, or the demo's own. Raises MissingFile."""
+    """The folder of a transformers model: ``path``, a folder or a name on the hub, or the demo's own. Raises MissingFile."""
     if path is None:
         with as_file(files("kvpack.demo") / "tinylm") as folder:
             yield folder
-    elif Path(path, "config.json").is_file():
-        yield Path(path)
     else:
-        raise MissingFile(f"{path}: has no config.json, expected the folder of a transformers model")
+        yield hub.model_folder(path)
 
 
 def demo_text() -> bytes:

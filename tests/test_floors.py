@@ -16,7 +16,7 @@ PARTS = {"formats": "kvpack.formats", "kernels": "kvpack.kernels", "kvpack": "kv
 
 FLOORS = (
     ("formats",),
-    ("cache_names", "errors", "file"),
+    ("cache_names", "errors", "file", "hub"),
     ("kernels",),
     ("coding",),
     ("cache",),

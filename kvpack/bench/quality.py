@@ -24,6 +24,7 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import load_model, model_folder
+from kvpack.store.fingerprint import model_name
 
 from . import generated, needles, picture
 from .models import Text, own_text, read_text, vocabulary
@@ -139,7 +140,7 @@ def run(
         own = text is None and model is not None
         words = own_text(TEXT, folder, ids_below) if own else read_text(text, folder, ids_below)
         others = [own_text(name, folder, ids_below) for name in OTHERS] if own else []
-        name = folder.resolve().name
+        name = model_name(str(folder.resolve()))
     most = positions(network)
     long = others[-1] if own else words
     sizes = _sizes(settings, words, long, most)

@@ -79,7 +79,7 @@ def run(
     dtype: str | None = None,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """Measure; the report that ``show`` prints. ``shape`` is a name in SHAPES, or the path of a config.json or of its folder.
+    """Measure; the report that ``show`` prints. ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or its folder.
 
     ``dtype``, a name in DTYPES, is that of weights, keys and values; None: the configuration's, or bf16. With ``compiled``, a device also
     generates over a StaticCache as transformers compiles it. Raises InvalidParameter for a
@@ -163,9 +163,15 @@ def _config(shape: str, layers: int | None) -> Any:
         if layers is not None:
             settings = {**settings, "num_hidden_layers": layers}
         return getattr(library, name)(**settings, max_position_embeddings=1 << 20)
-    if not Path(shape).exists():
-        raise InvalidParameter(f"shape is {shape!r}, expected one of {', '.join(SHAPES)}, or the path of a config.json or of its folder")
-    config = library.AutoConfig.from_pretrained(shape).get_text_config(decoder=True)
+    try:
+        config = library.AutoConfig.from_pretrained(shape).get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        if Path(shape).exists():
+            raise InvalidParameter(f"{shape}: transformers does not read this configuration: {error}") from None
+        raise InvalidParameter(
+            f"shape is {shape!r}, expected one of {', '.join(SHAPES)}, a model's name on the hub, or the path of a config.json or of its "
+            f"folder; where the hub can be reached, get a model's configuration with: hf download {shape} config.json"
+        ) from None
     types = getattr(config, "layer_types", None) or []
     if layers is not None:
         config.num_hidden_layers = layers

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     import argparse
 
 
-MODEL_HELP = "the folder of a transformers causal language model; without a tokenizer, its tokens are bytes (default: the demo's model)"
+MODEL_HELP = (
+    "a transformers causal language model, by its folder or its name on the hub; without a tokenizer, its tokens are bytes "
+    "(default: the demo's model)"
+)
 DEMO = "demo"
 """What bench quality calls the demo's model."""
 
@@ -30,7 +33,7 @@ def add(commands: Any) -> None:
         "safetensors, torch.save, pickle, zstd and a memory copy.",
     )
     source = io.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="measure the KV cache of this model (default with --text: the demo's)")
+    source.add_argument("--model", metavar="MODEL", help="measure the KV cache of this model (default with --text: the demo's)")
     source.add_argument(
         "--synthetic",
         metavar="LxBxHxTxD",
@@ -69,9 +72,9 @@ def _add_quality(kinds: Any) -> None:
     )
     quality.add_argument(
         "--model",
-        metavar="DIR",
-        help="the folder of a transformers causal language model; without a tokenizer, its tokens are bytes. 'demo' is the demo's small "
-        "model (default: SmolLM2-135M-Instruct, which `python -m kvpack.bench.real_model` gets)",
+        metavar="MODEL",
+        help="a transformers causal language model, by its folder or its name on the hub; without a tokenizer, its tokens are bytes. "
+        "'demo' is the demo's small model (default: SmolLM2-135M-Instruct, which `python -m kvpack.bench.real_model` gets)",
     )
     quality.add_argument(
         "--text", metavar="FILE", help="the text that the model reads, not one that it was calibrated on (default: prose, code and a long "
@@ -252,7 +255,8 @@ def _add_serve(kinds: Any) -> None:
     serve.add_argument(
         "--shape",
         metavar="SHAPE",
-        help="llama-3-8b, qwen3-4b, gemma-3-12b, small, or the path of a config.json or its folder (default: llama-3-8b, on a CPU small)",
+        help="llama-3-8b, qwen3-4b, gemma-3-12b, small, a name on the hub, or the path of a config.json or its folder (default: "
+        "llama-3-8b, on a CPU small)",
     )
     serve.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
     serve.add_argument(
@@ -303,7 +307,7 @@ def _add_weights(kinds: Any) -> None:
         description="Time the digest of all weights of a model, which names it in files and stores, compared with a decode step, and the "
         "digest of its checkpoint, which an engine's first start computes.",
     )
-    weights.add_argument("--model", metavar="DIR", help=MODEL_HELP)
+    weights.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     weights.add_argument("--shape", metavar="SHAPE", help="a shape of bench serve, such as llama-3-8b, with random bf16 weights")
     weights.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the weights are (default: cpu)")
     weights.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         description="Read a text with a model, find what its keys and values are best described in, and write that as a basis file. "
         "An interrupted calibration goes on where it was.",
     )
-    parser.add_argument("--model", metavar="DIR", help=MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
     parser.add_argument("--out", default="model.kvbasis", metavar="FILE", help="the basis file to write (default: model.kvbasis)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         description="Choose a codec for every layer and side of a model within a budget of bits, by the model's own predictions over "
         "packed files of its KV caches, and write a recipe file.",
     )
-    parser.add_argument("--model", metavar="DIR", help=MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
     parser.add_argument(
         "--bits", type=float, required=True, metavar="N", help="the budget in bits per value, counting every byte of a window's file"

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.hub import model_folder
 
 from .checkpoints import checkpoint_digest
+from .fingerprint import model_name
 
 if TYPE_CHECKING:
     import os
@@ -40,7 +42,7 @@ def engine_fields(
         raise InvalidParameter(f"tp is {tp!r:.80}, expected the rank and the number of ranks, such as (0, 1)")
     folder = Path(path_text(model_path)).expanduser()
     if not folder.is_dir():
-        raise MissingFile(f"{folder}: is not a folder; of_engine takes that of a model, with its config.json")
+        folder = model_folder(folder)
     try:
         config = (folder / "config.json").read_bytes()
         settings = json.loads(config)
@@ -56,7 +58,7 @@ def engine_fields(
     if not weights:
         raise InvalidParameter(f"{folder}: holds no *.safetensors: give revision, which names the weights")
     return {
-        "model": folder.resolve().name,
+        "model": model_name(str(folder.resolve())),
         "weights": weights,
         "rope": _rope_text(settings) if rope is None else rope,
         "config": digest.hexdigest(),

@@ -20,6 +20,7 @@ from kvpack.coding.bases import Basis
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import load_model, model_folder
+from kvpack.store.fingerprint import model_name
 
 from .allocation import recipe_clauses, recipe_text
 from .calibrate import check_basis
@@ -122,7 +123,7 @@ def run(
     with model_folder(model) as folder:
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
-        name = folder.resolve().name
+        name = model_name(str(folder.resolve()))
         if given is not None:
             check_basis(given, folder)
     sizes = _sizes(settings, words, positions(network))

@@ -447,7 +447,7 @@ def test_an_engines_identity_needs_no_model_in_memory(tmp_path: Path) -> None:
     (path / "modeling_m.py").rename(path / "modeling_n.py")
     digests.add(Identity.of_engine(path, "octopus-3", **options).digest)
     assert len(digests) == 13
-    with pytest.raises(MissingFile, match="is not a folder"):
+    with pytest.raises(MissingFile, match=r"has no config\.json, expected the folder of a transformers model"):
         Identity.of_engine(tmp_path / "none", "octopus-3", **options)
     (path / "model.safetensors").unlink()
     with pytest.raises(InvalidParameter, match=r"holds no \*.safetensors: give revision"):

@@ -1,0 +1,83 @@
+"""Folders of models: a path, or the name of a model on the hub, whose files are in huggingface_hub's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvpack.formats.errors import MissingFile, MissingPackage
+
+_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
+"""A model's name on the hub, such as gpt2 or HuggingFaceTB/SmolLM2-135M-Instruct."""
+
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
+_WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of weights, the better kind first: a repository may hold both."""
+
+
+def model_folder(model: str | os.PathLike[str]) -> Path:
+    """The folder of ``model``: its path, or its name on the hub, of which the newest revision in huggingface_hub's cache is taken.
+
+    A model that is not in the cache is downloaded there, unless HF_HUB_OFFLINE is set. Raises MissingFile, naming the command that gets
+    the model, and MissingPackage without huggingface_hub.
+    """
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        return folder
+    name = os.fspath(model)
+    if folder.exists() or not _NAME.fullmatch(name):
+        expected = "expected the folder of a transformers model, or a model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        raise MissingFile(f"{name}: has no config.json, {expected}", filename=name)
+    return _cached(name) or _downloaded(name)
+
+
+def _cached(name: str) -> Path | None:
+    """The folder in the cache; None unless it is complete."""
+    config = _library(name).try_to_load_from_cache(name, "config.json")
+    folder = Path(config).parent if isinstance(config, str) else None
+    return folder if folder is not None and _is_complete(folder) else None
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(map(partial(_has_weights, folder), _WEIGHTS))
+
+
+def _has_weights(folder: Path, pattern: str) -> bool:
+    """Whether ``folder`` has all weights of this kind: a model of several files has an index of them."""
+    for index in folder.glob(f"{pattern}.index.json"):
+        try:
+            return all((folder / part).is_file() for part in json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, LookupError, AttributeError):
+            return False
+    return any(True for _ in folder.glob(pattern))
+
+
+def _downloaded(name: str) -> Path:
+    hub = _library(name)
+    reason = "it has no config.json, or no weights"
+    try:
+        for weights in _WEIGHTS:
+            folder = Path(hub.snapshot_download(name, allow_patterns=[*_SETTINGS, weights]))
+            if _is_complete(folder):
+                return folder
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    raise MissingFile(
+        f"{name}: is not a folder with a config.json, nor whole in huggingface_hub's cache, and it cannot be downloaded ({reason}); where "
+        f"the hub can be reached, get it with: hf download {name}; or give the folder of a model",
+        filename=name,
+    )
+
+
+def _library(name: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise MissingPackage(
+            f"{name}: is not a folder with a config.json, and names on the hub need huggingface_hub: pip install 'kvpack[transformers]'"
+        ) from None
+    return huggingface_hub

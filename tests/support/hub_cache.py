@@ -1,0 +1,33 @@
+"""A cache of huggingface_hub with models in it, on a machine that is offline."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+import pytest
+from huggingface_hub import constants
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMIT = "5" * 40
+
+
+def offline(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let ``folder`` be the cache, and the hub be out of reach."""
+    patch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    patch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def add(cache: Path, name: str, source: Path | None = None) -> Path:
+    """Put the model in the folder ``source``, or the demo's, into ``cache`` under ``name``, and return its snapshot."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    held = files("kvpack.demo") / "tinylm" if source is None else source
+    for file in held.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    return snapshot

@@ -1,0 +1,80 @@
+"""Models by their names on the hub, from huggingface_hub's cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hub_cache
+import pytest
+
+from kvpack import Identity, MissingFile, cli
+from kvpack.hub import model_folder
+from kvpack.models import load_model
+
+NAME = "someone/tiny-model"
+ENGINE = {"kv_dtype": "bf16", "layout": "nhd"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    hub_cache.offline(tmp_path / "hub", monkeypatch)
+    return tmp_path / "hub"
+
+
+def test_a_name_is_found_in_the_cache(cache: Path) -> None:
+    snapshot = hub_cache.add(cache, NAME)
+    assert model_folder(NAME) == snapshot
+    assert model_folder(snapshot) == snapshot
+    assert Identity.of(load_model(NAME), "octopus-4").model == NAME
+
+
+def test_identities_of_engines_take_a_name(cache: Path) -> None:
+    snapshot = hub_cache.add(cache, NAME)
+    identity = Identity.of_engine(NAME, "octopus-4", **ENGINE)
+    assert identity == Identity.of_engine(snapshot, "octopus-4", **ENGINE)
+    assert identity.model == NAME
+
+
+def test_commands_take_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub_cache.add(cache, NAME)
+    assert cli.main(["bench", "io", "--model", NAME, "--tokens", "64", "--repeats", "1", "--recipe", "octopus-4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", [NAME, "gpt2"])
+def test_a_model_that_is_not_there_names_the_command(cache: Path, name: str) -> None:
+    with pytest.raises(MissingFile, match=f"{name}: is not a folder .* get it with: hf download {name};"):
+        model_folder(name)
+    assert cli.main(["tune", "--bits", "3", "--model", name]) == 3
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "a/b/c", "../up", "~/model", "a b", "-x", ""])
+def test_other_paths_are_not_looked_up(cache: Path, name: str) -> None:
+    with pytest.raises(MissingFile, match=r"has no config\.json, expected the folder of a transformers model, or a"):
+        model_folder(name)
+
+
+def test_a_folder_without_a_configuration_is_no_name(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    hub_cache.add(cache, "gpt2")
+    with pytest.raises(MissingFile, match=r"gpt2: has no config\.json, expected the folder"):
+        model_folder("gpt2")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_half_a_model_in_the_cache_is_none(cache: Path, missing: str) -> None:
+    (hub_cache.add(cache, NAME) / missing).unlink()
+    with pytest.raises(MissingFile, match=f"hf download {NAME}"):
+        model_folder(NAME)
+
+
+def test_all_files_of_an_index_have_to_be_there(cache: Path) -> None:
+    snapshot = hub_cache.add(cache, NAME)
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    with pytest.raises(MissingFile, match=f"hf download {NAME}"):
+        model_folder(NAME)
+    (snapshot / "model-2.safetensors").write_bytes(b"")
+    assert model_folder(NAME) == snapshot

@@ -1,4 +1,4 @@
-"""The guides run from top to bottom as they stand, and print what they show."""
+"""The guides run from top to bottom as they stand and print what they show; their tables are what the code gives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,32 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import kvpack
 from kvpack import formats
+from kvpack.cli import parser
+from kvpack.coding.presets import PUBLISHED
+from kvpack.coding.recipes import Recipe
+from kvpack.commands.recipes import rates
 
 from markdown_examples import run_examples  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "kvpack" / "guides"
-GUIDES = ("save-and-continue", "share-prefixes", "pick-a-recipe", "write-a-reader", "write-a-codec")
+GUIDES = (
+    "save-and-continue",
+    "share-prefixes",
+    "pick-a-recipe",
+    "write-a-reader",
+    "write-a-codec",
+    "transformers",
+    "serving-engines",
+    "codecs-and-recipes",
+    "command-line",
+    "limits",
+    "results",
+)
 
 
 def test_the_index_names_every_guide() -> None:
@@ -22,7 +40,11 @@ def test_the_index_names_every_guide() -> None:
     assert [guide for guide in re.findall(r"\]\(([\w-]+)\.md\)", index) if guide in GUIDES] == list(GUIDES)
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+RECIPES, COMMANDS = ((FOLDER / f"{guide}.md").read_text(encoding="utf-8") for guide in ("codecs-and-recipes", "command-line"))
+EXAMPLES = [guide for guide in GUIDES if "\n```python" in (FOLDER / f"{guide}.md").read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("guide", EXAMPLES)
 def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A guide that reads the conformance vectors finds them as in a clone of the repository.
     (tmp_path / "spec").symlink_to(ROOT / "spec")
@@ -42,3 +64,41 @@ def test_links_of_a_guide_lead_somewhere(guide: str) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", text):
         if "://" not in link:
             assert (FOLDER / link.partition("#")[0]).exists(), link
+
+
+def _rows(columns: int) -> dict[str, list[str]]:
+    """The rows that begin with a name in code, of tables with so many columns."""
+    found = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", RECIPES, re.MULTILINE)
+    rows = [(name, [cell.strip() for cell in cells.split("|")]) for name, cells in found]
+    return {name: cells for name, cells in rows if len(cells) == columns - 1}
+
+
+def test_the_tables_are_there() -> None:
+    assert len(_rows(4)) >= 8
+    assert set(_rows(3)) == set(formats.CODECS)
+
+
+@pytest.mark.parametrize("preset", _rows(4))
+def test_the_bits_are_honest(preset: str) -> None:
+    source, nominal, stored = _rows(4)[preset]
+    assert source == PUBLISHED[preset].source
+    nominal_bits, stored_bits = rates(Recipe(preset), layers=32, heads=8, tokens=4096, dim=128)
+    assert (nominal, stored) == (f"{nominal_bits:.2f}", f"{stored_bits:.2f}")
+    # The rates of a cache that is not made are those of one that is.
+    x = torch.randn(1, 2, 300, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    cache = kvpack.pack((x, x), preset)
+    # What entropy coding takes is known for normally distributed values only nearly.
+    near = 2e-3 if preset == "lossless" else None
+    assert (cache.nominal_bits, cache.bits_per_value) == pytest.approx(rates(Recipe(preset), layers=1, heads=2, tokens=300, dim=128), near)
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    block = re.search(r"^```text\n(kvpack inspect .*?)^```", COMMANDS, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    commands = re.search(r"^commands:\n(.*)", parser().format_help(), re.DOTALL | re.MULTILINE)
+    assert commands is not None
+    assert set(re.findall(r"^kvpack (\w+)", block[1], re.MULTILINE)) == set(re.findall(r"^    (\w+)", commands[1], re.MULTILINE))
+    with pytest.raises(SystemExit):
+        parser().parse_args(["bench", "--help"])
+    benches = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert set(re.findall(r"^kvpack bench (\w+)", block[1], re.MULTILINE)) == set(benches)

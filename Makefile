@@ -68,6 +68,10 @@ guards: $(INSTALLED)
 zoo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/model_zoo.py --write
 
+# Measurements for developers: bench-fidelity, bench-overview, bench-pages and bench-decode; OPTIONS are those of `--help`.
+bench-%: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks $* $(OPTIONS)
+
 # Lines of code, and the functions that pack, load, attend and a decode step run, beside their limits.
 code-size: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/code_size.py
@@ -104,7 +108,7 @@ engines: $(INSTALLED)
 	PYTHONPATH=build/engines/llama_cpp $(BIN)/python tests/support/engines/llama_cpp_round_trip.py
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/bench/test_pages.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py
+GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/benchmarks/test_pages.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py
 
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal $(GPU_TESTS)

@@ -47,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, the error's ``exit_code``, 130 after Ctrl-C, 141 after a closed pipe.
+def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.ArgumentParser] = parser) -> int:
+    """Run one command of ``parser`` and return its exit code: 0, the error's ``exit_code``, 130 after Ctrl-C, 141 after a closed pipe.
 
     An error's message goes to standard error as ``kvpack: <message>``: the Python message with control characters escaped.
     """
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            return _run(argv)
+            return _run(parser, argv)
         finally:
             # Flush here, also after --help: a failed write is then reported once, and not again when the interpreter exits.
             sys.stdout.flush()
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SYSTEM_REFUSED
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | None) -> int:
     try:
         arguments = parser().parse_args(argv)
         with warnings.catch_warnings():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(kvpack.__file__).parents[1]
 FOLDERS = ("kvpack", "kernels", "formats")
-EXCLUDED = ("kvpack/bench", "kvpack/demo")
+EXCLUDED = ("kvpack/bench", "kvpack/demo", "kvpack/evaluation")
 """Programs, which are alone in their process."""
 
 OF_DEFAULT_DTYPE = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"}

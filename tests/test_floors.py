@@ -25,8 +25,8 @@ FLOORS = (
     ("store",),
     ("integrations",),
     ("models", "output"),
-    ("bench", "demo"),
-    ("tuning",),
+    ("evaluation",),
+    ("bench", "demo", "tuning"),
     ("commands",),
     ("cli",),
     ("__main__",),
@@ -39,7 +39,7 @@ ALONE = {"file": {"formats"}, "kernels": {"formats"}}
 KERNEL_FLOORS = ("triton_insides", "words", "tables", "loaders", "codecs", "attend")
 """Of the folders in ``kernels/``, from the ground up. ``encode`` and ``decode`` have their entry above ``codecs`` and the rest below it."""
 
-FACADE = {"bench", "demo", "tuning", "commands", "cli"}
+FACADE = {"evaluation", "bench", "demo", "tuning", "commands", "cli"}
 """Those that may use the public names, ``import kvpack``, as a user does."""
 
 Graph = dict[str, set[str]]

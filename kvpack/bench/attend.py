@@ -16,11 +16,11 @@ from kvpack.attention import cpu_kernels
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
+from kvpack.evaluation.sizes import check_size
 
 from . import attend_load
 from .dense import by_products
 from .process_time import interleaved
-from .sizes import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

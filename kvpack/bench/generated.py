@@ -14,8 +14,7 @@ import torch
 from torch.nn import functional
 
 from kvpack import cache_names
-
-from .windows import Exact, divergences, packed_file, prefill, read_packed, uncompressed
+from kvpack.evaluation.windows import Exact, divergences, packed_file, prefill, read_packed, uncompressed
 
 if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe

@@ -18,7 +18,7 @@ from kvpack import cache_names
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .models import Text
+    from kvpack.evaluation.models import Text
 
 LINES = 5
 """The number of key lines in a prompt; each is asked for."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import SIDES, Recipe, Rule
 from kvpack.errors import InvalidParameter
+from kvpack.evaluation.intervals import CONFIDENCE, student_t
 from kvpack.formats import CODECS
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.output import print_table
 
 from . import quality
-from .intervals import CONFIDENCE, student_t
 from .summary import CHECKED_DIM
 
 if TYPE_CHECKING:

@@ -22,17 +22,28 @@ import torch
 
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.evaluation.models import Text, own_text, read_text, vocabulary
+from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
+from kvpack.evaluation.windows import (
+    PASS,
+    Bf16Cache,
+    Forgotten,
+    Measured,
+    measure,
+    packed_file,
+    prefill,
+    read_exactly,
+    read_forgotten,
+    uncompressed,
+)
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import load_model, model_folder
 from kvpack.store.fingerprint import model_name
 
 from . import generated, needles, picture
-from .models import Text, own_text, read_text, vocabulary
 from .quality_peers import Peer, PeerMeasured, installed, measure_peer
-from .sizes import check_size, positions, starts, window, window_ids, window_tokens
 from .summary import Asked, along_summary, part_summary, recall, show, summary
-from .twins import OUTLIER_PAIRS, make_twin, offset_keys
-from .windows import PASS, Bf16Cache, Forgotten, Measured, measure, packed_file, prefill, read_exactly, read_forgotten, uncompressed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack.evaluation.windows import compared, read_over
 from kvpack.formats.errors import InvalidParameter
-
-from .windows import compared, read_over
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .windows import Exact
+    from kvpack.evaluation.windows import Exact
 
 LIBRARIES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 """The module of each backend."""

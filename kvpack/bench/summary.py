@@ -8,17 +8,17 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import parse_recipe
+from kvpack.evaluation.intervals import CONFIDENCE, significantly_less, student_t, wilson
+from kvpack.evaluation.windows import KEPT
 from kvpack.output import counted, print_table
-
-from .intervals import CONFIDENCE, significantly_less, student_t, wilson
-from .windows import KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvpack.evaluation.windows import Forgotten, Measured
+
     from .generated import Along
     from .quality_peers import PeerMeasured
-    from .windows import Forgotten, Measured
 
 CHECKED_DIM = 128
 

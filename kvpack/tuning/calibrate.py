@@ -11,11 +11,11 @@ import torch
 import xxhash
 
 import kvpack
-from kvpack.bench.models import Text, read_text, vocabulary
-from kvpack.bench.sizes import check_size, positions, starts, window, window_ids, window_tokens
-from kvpack.bench.twins import make_twin
-from kvpack.bench.windows import prefill
 from kvpack.coding.bases import Basis, basis_bytes, weights_key
+from kvpack.evaluation.models import Text, read_text, vocabulary
+from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.twins import make_twin
+from kvpack.evaluation.windows import prefill
 from kvpack.file.atomic import write_file
 from kvpack.file.basis import SUFFIX
 from kvpack.formats import rans

@@ -20,9 +20,9 @@ from .allocation import Allocation, Place, recipe_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.bench.windows import Exact
     from kvpack.cache.side import Side
     from kvpack.coding.bases import Basis
+    from kvpack.evaluation.windows import Exact
 
 _SCALED = ("", ",channel_scale=fp16")
 """Keys without and with channel scales: with outlier channels a rotation needs them, elsewhere they may do harm."""

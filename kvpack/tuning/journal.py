@@ -20,7 +20,7 @@ from .measurement import Loss
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.bench.windows import Exact
+    from kvpack.evaluation.windows import Exact
 
 EVERY = 16
 """Recipes after which the file is written again."""

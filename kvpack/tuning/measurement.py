@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.bench.windows import packed_file, read_exactly, read_packed
 from kvpack.coding.recipes import parse_recipe
+from kvpack.evaluation.windows import packed_file, read_exactly, read_packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvpack.bench.windows import Exact
     from kvpack.coding.bases import Basis
+    from kvpack.evaluation.windows import Exact
 
 
 @dataclass(frozen=True)

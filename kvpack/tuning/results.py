@@ -6,7 +6,7 @@ import math
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvpack.bench.intervals import student_t
+from kvpack.evaluation.intervals import student_t
 from kvpack.output import printable
 
 from .allocation import recipe_text

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.bench.sizes import positions
-from kvpack.bench.windows import prefill
+from kvpack.evaluation.sizes import positions
+from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import LARGEST_FREQUENCY, PAIRINGS, Rope
 from kvpack.store.rope import same_up_to

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.bench.models import Text, read_text, vocabulary
-from kvpack.bench.sizes import check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.coding.bases import Basis
+from kvpack.evaluation.models import Text, read_text, vocabulary
+from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import load_model, model_folder

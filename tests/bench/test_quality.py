@@ -29,12 +29,12 @@ from transformers import (
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import generated, needles, picture, quality, summary, windows
-from kvpack.bench.intervals import student_t, t_quantile, wilson
-from kvpack.bench.models import Text, read_text
-from kvpack.bench.sizes import starts
-from kvpack.bench.twins import make_twin, offset_keys
+from kvpack.bench import generated, needles, picture, quality, summary
 from kvpack.coding.recipes import PRESETS
+from kvpack.evaluation import windows
+from kvpack.evaluation.models import Text, read_text
+from kvpack.evaluation.sizes import starts
+from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import demo_text, model_folder
@@ -253,25 +253,6 @@ def test_one_window_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["settings"]["score"] == 32
     quality.show(found)
     assert "Needles" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("freedom", "expected"), [(1, 12.7062), (2, 4.30265), (5, 2.57058), (11, 2.20099), (30, 2.04227), (1000, 1.96234)])
-def test_t_quantile(freedom: int, expected: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(expected, rel=1e-4)
-
-
-def test_student_t_covers_the_mean_19_times_in_20() -> None:
-    assert student_t([3.0]) is None
-    samples = numpy.random.default_rng(0).normal(2, 3, (4000, 5))
-    covered = sum(low <= 2 <= high for low, high in (student_t(list(sample)) or (0.0, 0.0) for sample in samples))
-    assert 0.94 < covered / 4000 < 0.96
-
-
-@pytest.mark.parametrize(
-    ("right", "asked", "low", "high"), [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (40, 40, 0.9124, 1.0)]
-)
-def test_wilson(right: int, asked: int, low: float, high: float) -> None:
-    assert wilson(right, asked) == pytest.approx((low, high), abs=1e-4)
 
 
 def bytes_text(data: bytes = b"") -> Text:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import kvpack
-from kvpack.bench.models import read_text as read_measured_text
 from kvpack.coding.recipes import parse_recipe
+from kvpack.evaluation.models import read_text as read_measured_text
 from kvpack.file.user_files import open_regular, read_bytes, read_json, read_text, read_text_and_mode
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, KvpackError, LimitExceeded, MissingFile
 from kvpack.store.transfer import read_exported

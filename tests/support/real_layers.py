@@ -37,8 +37,8 @@ def make(model: str, whole: str) -> None:
     """Write both files."""
     from transformers import AttentionInterface
 
-    from kvpack.bench.models import own_text, vocabulary
-    from kvpack.bench.sizes import window
+    from kvpack.evaluation.models import own_text, vocabulary
+    from kvpack.evaluation.sizes import window
     from kvpack.integrations.transformers import attention
     from kvpack.models import load_model
 

@@ -51,6 +51,8 @@ def needed_by(file: str) -> set[str]:
         return {path.parent.as_posix()}
     if path.parts[:2] == ("tests", "support"):
         return _importers(path.parts[2].removesuffix(".py"))
+    if path.parts[:2] == ("tests", "benchmarks"):
+        return {"tests/benchmarks"}
     if path.parts[0] == "kernels":
         return _of_kernels(path.parts[1] == "cpu")
     for tree, folder in TREES.items():

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 import torch
+from benchmarks import decode
 from transformers import AutoModelForCausalLM
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import decode, quality
+from kvpack.bench import quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache

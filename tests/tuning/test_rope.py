@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from kvpack.bench.windows import prefill
+from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.tuning import rope
 

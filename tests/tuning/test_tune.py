@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import models, twins, windows
-from kvpack.bench.sizes import starts, window
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.evaluation import models, twins, windows
+from kvpack.evaluation.sizes import starts, window
 from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, early_boost, greedy, journal, measurement, results, search, tune

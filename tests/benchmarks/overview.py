@@ -1,4 +1,4 @@
-"""kvpack bench overview: one picture of the quality that recipes cost and of the speedup of attention over them.
+"""make bench-overview: one picture of the quality that recipes cost and of the speedup of attention over them.
 
 It is drawn from the reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows that of ``measured/``, where
 ``quality.json`` has no values of single windows and layers, and ``kernels.json`` only the ratios that kernels/README.md lists.
@@ -10,10 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvpack.bench import picture
+from kvpack.bench.summary import family
 from kvpack.errors import InvalidParameter, MissingFile, WriteFailed
-
-from . import picture
-from .summary import family
 
 RECIPES = (
     "fp8",

@@ -223,7 +223,7 @@ def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """By layer, what ``kvpack.bench.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``; None for a model as it is."""
+    """By layer, what ``kvpack.evaluation.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``; None for a model as it is."""
     return getattr(model, "kvpack_key_offsets", None)
 
 

@@ -1,4 +1,4 @@
-"""kvpack bench decode: decoding files of the codec transform on one core, compared with what it cannot do without.
+"""make bench-decode: decoding files of the codec transform on one core, compared with what it cannot do without.
 
 Columns are normally distributed, as widely as the basis says; keys and values are made of them. What decoding cannot do without is the
 products of the columns that have symbols with the rows of the frames, and the symbols themselves; each is also timed alone.
@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack.bench.process_time import interleaved
 from kvpack.coding.bases import Basis
 from kvpack.coding.modes import one_thread
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import SCALES_PER_OCTAVE, Frames
 from kvpack.formats.transform import Transform
 from kvpack.output import print_table
-
-from .process_time import interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

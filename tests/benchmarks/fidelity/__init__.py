@@ -1,4 +1,4 @@
-"""kvpack bench fidelity: the papers' figures next to this library's measurements of its codecs on packed streams."""
+"""make bench-fidelity: the papers' figures next to this library's measurements of its codecs on packed streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack bench decode: what it measures, and what it refuses."""
+"""make bench-decode: what it measures, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvpack import cli
-from kvpack.bench import decode
+from benchmarks import decode
+from benchmarks.__main__ import main
 from kvpack.errors import InvalidParameter
 
 from klt_bases import random_basis  # isort: skip
@@ -23,14 +23,14 @@ SHAPES = {(0, "k"): (2, 16), (0, "v"): (2, 16)}
 def test_decoding_is_timed_beside_its_products(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.kvbasis"
     path.write_bytes(random_basis(SHAPES, 1, scopes=dict.fromkeys(SHAPES, scope)))
-    words = ["bench", "decode", "--basis", str(path), "--tokens", "300", "--bits", "4", "--repeats", "1"]
-    assert cli.main([*words, "--json"]) == 0
+    words = ["decode", "--basis", str(path), "--tokens", "300", "--bits", "4", "--repeats", "1"]
+    assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (row,) = report["rows"]
     assert (report["scope"], row["bytes"]) == (scope, 2 * 2 * 2 * 300 * 16)
     assert 0 < row["products_per_value"] <= (16 if scope == "head" else 32)
     assert min(row["seconds"], row["symbols_seconds"], row["products_seconds"]) > 0
-    assert cli.main(words) == 0
+    assert main(words) == 0
     assert "transform-4" in capsys.readouterr().out
 
 

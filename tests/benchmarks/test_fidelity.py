@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from kvpack import cli
-from kvpack.bench import fidelity
-from kvpack.bench.fidelity import hqmq, octopus
-from kvpack.bench.fidelity.measure import codec, rate
-from kvpack.bench.fidelity.rows import Row, around
+from benchmarks import fidelity
+from benchmarks.__main__ import main, parser
+from benchmarks.fidelity import hqmq, octopus
+from benchmarks.fidelity.measure import codec, rate
+from benchmarks.fidelity.rows import Row, around
 from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.qjl import Qjl
@@ -120,7 +120,7 @@ def test_a_broken_codec_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     right = Scalar.decode_frame
     monkeypatch.setattr(Scalar, "decode_frame", lambda self, streams: 1.1 * right(self, streams))
     monkeypatch.setitem(fidelity.PAPERS, "octopus", ("OCTOPUS", octopus.SECTIONS[1:2]))
-    assert cli.main(["bench", "fidelity", "--only", "octopus", "--quick"]) == 1
+    assert main(["fidelity", "--only", "octopus", "--quick"]) == 1
     rows = fidelity.run(["octopus"], QUICK)["rows"]
     differing = {row["name"] for row in rows if row["verdict"] == "differs"}
     assert {f"b = 3, {system}: MSE" for system in ("TurboQuant-MSE", "TurboQuant-QJL")} <= differing
@@ -163,7 +163,7 @@ def refuse(name: str) -> NoReturn:
 def test_json_is_strict_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for _ in range(2):
-        assert cli.main(["bench", "fidelity", "--only", "oscar", "--quick", "--seed", "7", "--json"]) == 0
+        assert main(["fidelity", "--only", "oscar", "--quick", "--seed", "7", "--json"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     found = json.loads(printed[0], parse_constant=refuse)
@@ -181,9 +181,9 @@ def test_tables_are_printed(report: Any, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_command_knows_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
     for paper in fidelity.PAPERS:
-        assert cli.parser().parse_args(["bench", "fidelity", "--only", paper]).only == [paper]
+        assert parser().parse_args(["fidelity", "--only", paper]).only == [paper]
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "fidelity", "--only", "kivi"])
+        main(["fidelity", "--only", "kivi"])
     assert "octopus" in capsys.readouterr().err
 
 

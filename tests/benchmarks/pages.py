@@ -1,4 +1,4 @@
-"""kvpack bench pages: pages of an engine to rows and back, beside the kernels alone on one page and a copy, in one interleaved run.
+"""make bench-pages: pages of an engine to rows and back, beside the kernels alone on one page and a copy, in one interleaved run.
 
 Times are of the process, in one thread: other load on the machine disturbs them least.
 """
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack.bench.process_time import interleaved
 from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import encode, rounding_is_shown
 from kvpack.coding.modes import one_thread
-
-from .process_time import interleaved
-from .sizes import check_size
+from kvpack.evaluation.sizes import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""kvpack bench pages --device cuda: pages of an engine to rows and back in a device's memory, beside a copy of the same bytes."""
+"""make bench-pages with ``--device cuda``: pages of an engine to rows and back in a device's memory, beside a copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack.bench.timing import eager_seconds, queued_seconds, repeated_seconds
+from kvpack.evaluation.sizes import check_size
 from kvpack.formats.errors import InvalidParameter
 
 from .pages import DIM, HEADS, LAYERS, MOST_PAGES, TOKENS
-from .sizes import check_size
-from .timing import eager_seconds, queued_seconds, repeated_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvpack.bench import kernels, overview
-from kvpack.cli import main
+from benchmarks import overview
+from benchmarks.__main__ import main
+from kvpack.bench import kernels
 from kvpack.errors import InvalidParameter, MissingFile
 
 pytest.importorskip("matplotlib")
@@ -56,7 +57,7 @@ def test_the_committed_picture_is_that_of_the_reports(folder: Path) -> None:
 
 
 def test_the_command_prints_where_the_picture_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "overview", str(folder), "--json"]) == 0
+    assert main(["overview", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"picture": str(folder / "overview.svg")}
 
 

@@ -1,4 +1,4 @@
-"""kvpack bench pages."""
+"""make bench-pages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 
-from kvpack import cli
-from kvpack.bench import device_pages, pages
+from benchmarks import device_pages, pages
+from benchmarks.__main__ import main
 from kvpack.errors import InvalidParameter
 
 
 def test_the_report_compares_jobs_with_the_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "HEADS", 1)
     threads = torch.get_num_threads()
-    assert cli.main(["bench", "pages", "--pages", "2", "--recipe", "kivi-4", "--recipe", "raw", "--repeats", "1", "--json"]) == 0
+    assert main(["pages", "--pages", "2", "--recipe", "kivi-4", "--recipe", "raw", "--repeats", "1", "--json"]) == 0
     assert torch.get_num_threads() == threads
     report = json.loads(capsys.readouterr().out)
     assert [row["recipe"] for row in report["rows"]] == ["kivi-4", "raw"]

@@ -1,0 +1,1 @@
+"""Measurements for developers, which users of kvpack do not need: ``python -m benchmarks``."""

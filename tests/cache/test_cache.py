@@ -273,7 +273,7 @@ def test_raw_tails_keep_the_input_dtype(dtype: torch.dtype) -> None:
 
 
 X = torch.zeros(1, 2, 8, 64)
-LONG_RECIPE = ";".join(["kv=group:b=2", *(f"layers={layer}:kv=group:b={2 + layer % 7},g={32 << layer % 3}" for layer in range(1, 2000))])
+LONG_RECIPE = ";".join(["kv=group:b=2", *(f"layers={n}00000:kv=group:b={2 + n % 7},g={32 << n % 3}" for n in range(1, 520))])
 BAD_INPUT = {
     "rank": ([(X[0], X)], InvalidShape, r"layers\[0\].k: rank 3"),
     "dtype": ([(X.to(torch.int32), X)], InvalidDtype, r"layers\[0\].k: dtype torch.int32"),

@@ -260,7 +260,7 @@ def test_a_cache_that_nothing_is_done_to_is_the_one_it_was_made_from(recipe: str
 @pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
 @pytest.mark.parametrize("step", [1, 7, 33])
 def test_turns_end_with_the_groups_of_one_turn(recipe: str, step: int, tmp_path: Path) -> None:
-    parts = [tokens(step, seed) for seed in range(-(-300 // step))]
+    parts = [tokens(step, seed) for seed in range(-(-150 // step))]
     path = tmp_path / "turn.kvpack"
     first = LiveCache(recipe, layers=1)
     first.update(0, *tokens(89, 1000))

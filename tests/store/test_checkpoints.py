@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from kvpack import Identity
 from kvpack.store import checkpoints
 
-DIM = 1024
+DIM = 256
 
 
 @pytest.fixture(autouse=True)

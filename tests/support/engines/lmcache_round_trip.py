@@ -1,4 +1,4 @@
-"""Objects through LMCache's own storage manager, with kvpack's L2 adapter and with its serde: ``make engines``.
+"""Objects through LMCache's own storage manager, with kvpack's L2 adapter: ``make engines``.
 
 Each run stores three objects, empties LMCache's memory, loads them, and loads them again after one flipped bit in the second.
 """
@@ -16,7 +16,6 @@ from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, Obje
 from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
-from lmcache.v1.distributed.serde import SerdeConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 from prometheus_client import REGISTRY
 
@@ -28,14 +27,9 @@ SPLIT, FUSED = torch.Size([2, 4, 256, 128]), torch.Size([1, 4, 256, 256])
 KEYS = [ObjectKey(chunk_hash=bytes(31) + bytes([number]), model_name="a-model", kv_rank=0) for number in range(3)]
 
 
-def config(kind: str, recipe: str, shape: torch.Size, folder: Path) -> Any:
-    packed = {"recipe": recipe, "head_dim": 64, "revision": "abc", "fused": shape == FUSED}
-    if kind == "adapter":
-        given = {"location": str(folder), **packed}
-        return PluginL2AdapterConfig("kvpack.integrations.lmcache.adapter", "KvpackL2Adapter", given)
-    found = PluginL2AdapterConfig("kvpack.integrations.lmcache.fs", "FSL2Adapter", {"base_path": str(folder)}, "FSL2AdapterConfig")
-    found.serde_config = SerdeConfig(type="kvpack", kwargs=packed)
-    return found
+def config(recipe: str, shape: torch.Size, folder: Path) -> Any:
+    given = {"location": str(folder), "recipe": recipe, "head_dim": 64, "revision": "abc", "fused": shape == FUSED}
+    return PluginL2AdapterConfig("kvpack.integrations.lmcache.adapter", "KvpackL2Adapter", given)
 
 
 def waited(done: Callable[[], bool], seconds: float = 30) -> bool:
@@ -90,11 +84,11 @@ def metrics() -> dict[str, float]:
     return {name: sum(sample.value for sample in samples if sample.name == name) for name in {sample.name for sample in samples}}
 
 
-def run(kind: str, recipe: str, shape: torch.Size) -> bool:
+def run(recipe: str, shape: torch.Size) -> bool:
     layout = MemoryLayoutDesc(shapes=[shape], dtypes=[torch.bfloat16])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        manager = manager_of(config(kind, recipe, shape, folder))
+        manager = manager_of(config(recipe, shape, folder))
         source = torch.Generator().manual_seed(0)
         given = [torch.randn(shape, generator=source).to(torch.bfloat16) for _ in KEYS]
         for key, values in zip(KEYS, given, strict=True):
@@ -116,13 +110,10 @@ def run(kind: str, recipe: str, shape: torch.Size) -> bool:
     # LMCache serves the registry of prometheus_client.
     told = shown.get("kvpack_store_damaged_entries_total") == 1 and shown.get("kvpack_store_hit_tokens_total", 0) >= 3 * shape[2]
     errors = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(whole, given, strict=False)]
-    # LMCache takes a task through a serde all or nothing.
-    good = (told or kind == "serde") and (
-        len(whole) == 3 and len(damaged) == (1 if kind == "adapter" else 0) and released and max(errors) <= (0 if recipe == "raw" else 0.1)
-    )
+    good = told and len(whole) == 3 and len(damaged) == 1 and released and max(errors) <= (0 if recipe == "raw" else 0.1)
     planes = "fused" if shape == FUSED else "split"
     print(
-        f"LMCache, {kind}, {recipe}, {planes}: {given[0].nbytes / size:.2f} times smaller; {len(whole)} of 3 objects come back, errors at "
+        f"LMCache, {recipe}, {planes}: {given[0].nbytes / size:.2f} times smaller; {len(whole)} of 3 objects come back, errors at "
         f"most {max(errors):.4f}; after one flipped bit {len(damaged)} before the damaged one {'good' if good else 'WRONG'}",
         flush=True,
     )
@@ -130,5 +121,4 @@ def run(kind: str, recipe: str, shape: torch.Size) -> bool:
 
 
 if __name__ == "__main__":
-    kinds = [(kind, recipe, shape) for kind in ("adapter", "serde") for recipe in ("raw", "octopus-4") for shape in (SPLIT, FUSED)]
-    sys.exit(sum(not run(*kind) for kind in kinds))
+    sys.exit(sum(not run(recipe, shape) for recipe in ("raw", "octopus-4") for shape in (SPLIT, FUSED)))

@@ -1,0 +1,47 @@
+"""Objects of LMCache as pages: which shapes hold keys and values, and which options are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpack.errors import InvalidParameter, InvalidShape
+from kvpack.integrations.lmcache.layouts import geometry_of, is_fused, pages_of, recipe_of
+from kvpack.pages.codec import PageCodec
+from kvpack.pages.geometry import PageGeometry
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("planes", [(1,), ()], ids=["four axes", "three axes"])
+def test_fused_objects_are_pages_of_keys_and_values(planes: tuple[int, ...]) -> None:
+    """A head's key is followed by its value; as pages they are the same keys and values as those of two planes."""
+    x = torch.randn(2, 3, 32, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    split, fused = x.flatten(3), torch.stack([x[0], x[1]], 3).reshape(*planes, 3, 32, 256)
+    geometry = geometry_of(split.shape, BF16, 64, "", False)
+    assert geometry == geometry_of(fused.shape, BF16, 64, "", True) == PageGeometry(3, 2, 32, 64, 64, "bf16")
+    codec = PageCodec("octopus-4", geometry)
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
+    for row, given in zip(rows, (split, fused), strict=True):
+        assert codec.encode_into(pages_of(geometry, given), [0], row[None]) == [None]
+    assert torch.equal(*rows)
+    with pytest.raises(InvalidShape, match=r"or with fused \[1, layer, token, head \* 128\], which engines have"):
+        geometry_of(fused.shape, BF16, 64, "", False)
+    with pytest.raises(InvalidShape, match="latents, recurrent states and other objects are not packed"):
+        geometry_of((*planes, 3, 32, 576), BF16, 64, "", True)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 32, 100), (1, 3, 32, 576), (3, 32, 576), (3, 32, 128)])
+def test_other_objects_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidShape, match=r"expected \[2, layer, token, head \* 64\]"):
+        geometry_of(shape, BF16, 64, "", False)
+
+
+def test_options_are_checked() -> None:
+    assert is_fused({"fused": True})
+    with pytest.raises(InvalidParameter, match="fused is 'yes', expected true or false"):
+        is_fused({"fused": "yes"})
+    with pytest.raises(InvalidParameter, match="give kv_dtype, such as fp8_e4m3"):
+        geometry_of((2, 3, 32, 128), torch.uint8, 64, "", False)
+    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and LMCache's objects do not tell which layers"):
+        recipe_of("octopus-4;boundary-1", None, 64, "")

@@ -519,13 +519,12 @@ class Quantization:
         (config(options={"layout": None}), "layout is missing"),
         (config(options={"cpu_bytes_to_use": 100}), "cpu_bytes_to_use is 100, and one chunk takes"),
         (config(options={"revision": None}), "nothing tells its weights"),
-        (config(options={"secondary_tiers": [{"type": "kvpack"}]}), "the primary tier holds rows already"),
         (config(canonical_layout=True), "canonical_layout is set"),
         (config(parallel={"pp_size": 2}), "pp_size is 2, and kvpack's spec takes tensor parallelism alone"),
         (config(options={"recipe": "octopus-4;boundary-1"}), "names layers by 'layers=0,-1:k=raw', and the model has several groups"),
         (config(groups=()), "vLLM offloads 1 groups of cache layers, and the connector found 0"),
     ],
-    ids=["connector", "recipe", "layout", "bytes", "weights", "tier", "canonical", "pipeline", "layers", "groups"],
+    ids=["connector", "recipe", "layout", "bytes", "weights", "canonical", "pipeline", "layers", "groups"],
 )
 def test_what_cannot_be_right_is_refused(given: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if message.startswith("vLLM offloads"):
@@ -643,6 +642,9 @@ class OffloadingConnector:
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.registered.append(kv_caches)
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
     def get_kv_connector_stats(self) -> Any:
         return None
 
@@ -669,9 +671,6 @@ def configured(**options: Any) -> Any:
 def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION, STATES])
     config = configured(layout="adjacent", recipe="octopus-4")
-    # For the tier vLLM's own spec stays.
-    told = connector.KvpackTierConnector(config, "scheduler", one_group)
-    assert told.options == {"layout": "adjacent", "recipe": "octopus-4", SETTINGS: settings_of(config)}
     made = connector.KvpackConnector(config, "worker", one_group)
     assert (made.options["spec_name"], made.options["spec_module_path"]) == ("KvpackSpec", "kvpack.integrations.vllm.spec")
     assert made.options["kvpack_groups"] == [ATTENTION, STATES]
@@ -698,45 +697,73 @@ def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: An
 LATENTS = Group(LAYERS, TOKENS, TOKENS * 576 * 2, "latents", 1, 512, 64, "bf16")
 
 
+STORE = {"placement": "store", "location": "/cache", "recipe": "octopus-4", "layout": "adjacent"}
+
+
+def test_the_connector_tells_the_tier_of_a_store_of_the_model(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION])
+    config = configured(**STORE, max_bytes=9, tenant="a", cpu_bytes_to_use=5, secondary_tiers=[{"type": "fs"}])
+    # vLLM asks for the metrics before there is a connector, and for connectors of the scheduler and of the workers.
+    assert connector.KvpackConnector.build_prom_metrics(config, 1, 2) == (1, 2)
+    options = config.kv_transfer_config.kv_connector_extra_config
+    packed = {"type": "kvpack", "location": "/cache", "max_bytes": 9, "recipe": "octopus-4", "layout": "adjacent", "tenant": "a"}
+    assert options["secondary_tiers"] == [packed, {"type": "fs"}]
+    for role in ("scheduler", "worker"):
+        made = connector.KvpackConnector(config, role, one_group)
+        assert made.options["secondary_tiers"] == [packed | {"heads": HEADS, "head_dim": DIM}, {"type": "fs"}]
+    assert (made.options["spec_name"], made.options[SETTINGS]) == ("TieringOffloadingSpec", settings_of(config))
+    assert "spec_module_path" not in made.options
+    # A spec of the operator's own, such as one for another platform, stays.
+    own = configured(**STORE, spec_name="CpuTieringSpec", spec_module_path="module")
+    assert connector.KvpackConnector(own, "worker", one_group).options["spec_name"] == "CpuTieringSpec"
+    # vLLM's own stands.
+    made.connector_worker = types.SimpleNamespace(worker=types.SimpleNamespace(failed_blocks=lambda: {7}))
+    assert made.get_block_ids_with_load_errors() == set()
+
+
 @pytest.mark.parametrize(
-    ("groups", "tier", "message"),
+    ("options", "message"),
     [
-        ([ATTENTION], {"heads": 2 * HEADS, "head_dim": DIM // 2}, "heads and head_dim are 4 and 16, and a worker's cache has 2 and 32"),
-        ([ATTENTION], {"heads": HEADS}, "heads and head_dim are 2 and None, and a worker's cache has 2 and 32"),
-        ([LATENTS], {"heads": 1, "head_dim": 288}, "groups of cache layers are latents, and kvpack's tier takes one of attention"),
-        ([STATES], {}, "groups of cache layers are bytes, and kvpack's tier takes"),
-        ([ATTENTION, STATES], {"heads": HEADS, "head_dim": DIM}, "groups of cache layers are attention, bytes, and kvpack's tier takes"),
+        ({"placement": "tier"}, "placement is 'tier', expected \"primary\" or \"store\""),
+        ({"location": "/cache"}, "the primary tier holds the rows: write \"placement\": \"store\" too"),
+        ({"placement": "store"}, "\"store\" needs location"),
+        ({"secondary_tiers": [{"type": "kvpack"}]}, "write \"placement\": \"store\" and location"),
+        (STORE | {"secondary_tiers": [{"type": "kvpack"}]}, "write \"placement\": \"store\" and location"),
     ],
-    ids=["other heads of as many bytes", "no dim", "latents of as many bytes", "states", "groups"],
+    ids=["no placement", "rows in a store", "no location", "a tier below rows", "a second tier"],
 )
-def test_the_tiers_heads_are_those_of_the_cache(
-    groups: list[Group], tier: dict[str, Any], message: str, connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch
+def test_placements_are_checked(options: dict[str, Any], message: str, connector: Any, one_group: Any) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        connector.KvpackConnector(configured(**options), "scheduler", one_group)
+    with pytest.raises(InvalidParameter, match=message):
+        connector.KvpackConnector.build_prom_metrics(configured(**options), 1, 2)
+
+
+@pytest.mark.parametrize("groups", [[LATENTS], [STATES], [ATTENTION, STATES]], ids=["latents of as many bytes", "states", "groups"])
+def test_a_store_takes_one_group_of_attention(
+    groups: list[Group], connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier sees bytes alone, which several shapes have."""
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: groups)
-    for kind in ("kvpack", "KvpackTier"):
-        config = configured(secondary_tiers=[{"type": "fs"}, {"type": kind, "layout": "adjacent", **tier}])
-        with pytest.raises(InvalidParameter, match=message):
-            connector.KvpackTierConnector(config, "scheduler", one_group)
-    connector.KvpackTierConnector(configured(secondary_tiers=[{"type": "fs"}]), "scheduler", one_group)
+    kinds = ", ".join(group.kind for group in groups)
+    with pytest.raises(InvalidParameter, match=f"groups of cache layers are {kinds}, and a store takes one of attention"):
+        connector.KvpackConnector(configured(**STORE), "scheduler", one_group)
 
 
-def test_the_tiers_layout_is_that_of_the_tensors(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_of_a_store_is_that_of_the_tensors(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION])
     one_group.kv_cache_groups.pop()
     blocks = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM)
     caches = {"layers.0.attn": blocks, "layers.1.attn": blocks}
     for layout, good in (("adjacent", True), ("adjacent-tokens-first", False), ("split", False)):
-        tier = {"type": "kvpack", "heads": HEADS, "head_dim": DIM, "layout": layout}
-        made = connector.KvpackTierConnector(configured(secondary_tiers=[tier]), "worker", one_group)
+        made = connector.KvpackConnector(configured(**STORE | {"layout": layout}), "worker", one_group)
         with nullcontext() if good else pytest.raises(InvalidParameter, match=f"in the layout '{layout}' have"):
             made.register_kv_caches(caches)
         assert made.registered == [caches] * good
 
 
-def test_connectors_refuse_other_versions(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they ask vLLM for anything that may have another name there."""
-    tier = {"type": "kvpack", "heads": HEADS, "head_dim": DIM, "layout": "adjacent"}
+def test_the_connector_refuses_other_versions(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it asks vLLM for anything that may have another name there."""
     asked: list[Any] = []
 
     def groups(*arguments: Any) -> list[Group]:
@@ -744,35 +771,16 @@ def test_connectors_refuse_other_versions(connector: Any, one_group: Any, monkey
         return [ATTENTION]
 
     monkeypatch.setattr(connector, "groups_of", groups)
-    given: tuple[tuple[str, Any], ...] = (("KvpackConnector", {}), ("KvpackTierConnector", {"secondary_tiers": [tier]}))
+    given: tuple[dict[str, Any], ...] = ({}, STORE)
     for version in ("0.320.0", "0.3", "1.0.32"):
         monkeypatch.setattr(connector.vllm, "__version__", version)
-        for name, options in given:
+        for options in given:
             with pytest.raises(InvalidParameter, match=f"vLLM is {version}, and kvpack's tier was run with 0.32: "):
-                getattr(connector, name)(configured(**options), "scheduler", one_group)
+                connector.KvpackConnector(configured(**options), "scheduler", one_group)
         assert not asked
-    connector.KvpackConnector(configured(any_version=True), "scheduler", one_group)
-    connector.KvpackTierConnector(configured(secondary_tiers=[tier | {"any_version": True}]), "scheduler", one_group)
+    for options in given:
+        connector.KvpackConnector(configured(**options, any_version=True), "scheduler", one_group)
     monkeypatch.setattr(connector.vllm, "__version__", "0.32.1")
-    for name, options in given:
-        getattr(connector, name)(configured(**options), "scheduler", one_group)
+    for options in given:
+        connector.KvpackConnector(configured(**options), "scheduler", one_group)
     assert len(asked) == 4
-
-
-def test_a_vllm_without_kvpacks_parts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("spec", "worker", "promotions"):
-        monkeypatch.delitem(__import__("sys").modules, f"kvpack.integrations.vllm.{name}", raising=False)
-    parts = {name: values for name, values in MODULES.items() if not name.endswith("tiering.spec")}
-    with pytest.raises(InvalidParameter, match=r"vLLM is 0.12.0, which lacks what kvpack takes of 0.32: .*tiering.spec"):
-        import_over(monkeypatch, parts | CONNECTOR | {"vllm": {"__version__": "0.12.0"}}, "kvpack.integrations.vllm.connector")
-
-
-def test_rows_of_another_version_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may arrange pages otherwise under the same names."""
-    spec = module(monkeypatch, "spec")
-    names = []
-    for version in ("0.32.0", "0.32.1", "0.33.0", "0.34.0"):
-        monkeypatch.setattr(spec.vllm, "__version__", version)
-        names.append(spec.KvpackSpec(config(options={"any_version": True})).config.model.dtype)
-    assert names[0] == names[1]
-    assert len(set(names)) == 3

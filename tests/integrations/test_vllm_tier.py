@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 import time
@@ -354,7 +355,7 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
         (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, kvpack's tier takes bfloat16"),
         (Config("m", groups=((), ())), {}, "the model has 2 groups of cache layers"),
         (Config("m", canonical_layout=True), {}, "takes the direct layout of rows"),
-        (Config("m", extra_config={}), {}, 'mistaken for one another: write "kv_connector": "KvpackTierConnector"'),
+        (Config("m", extra_config={}), {}, 'mistaken for one another: write "kv_connector": "KvpackConnector" and "placement": "store"'),
         (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', and vLLM keeps the cache in LBNHC"),
         (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', and vLLM keeps the cache in LBHNC"),
         (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', and vLLM keeps the cache in BHLNC"),
@@ -391,21 +392,25 @@ def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[.
     integration.register()
     integration.register()
     assert Factory._registry == {"kvpack": ("kvpack.integrations.vllm.tier", "KvpackTier")}
-    assert ConnectorFactory._registry == {
-        name: ("kvpack.integrations.vllm.connector", name) for name in ("KvpackConnector", "KvpackTierConnector")
-    }
+    assert ConnectorFactory._registry == {"KvpackConnector": ("kvpack.integrations.vllm.connector", "KvpackConnector")}
+
+
+def test_the_connector_passes_every_option_of_the_tier_on(tier_class: Callable[..., Any]) -> None:
+    options = {name for name, one in inspect.signature(tier_class).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    # vLLM gives the last.
+    assert options == {*integration.STORE_OPTIONS, "heads", "head_dim", "locality"}
 
 
 def test_without_vllm_the_entry_point_does_nothing() -> None:
     integration.register()
 
 
-def test_a_vllm_without_tiers_is_told_of_the_connectors(tier_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They refuse it by name. An error here would keep every vLLM from starting beside which kvpack is installed."""
+def test_a_vllm_without_tiers_is_told_of_the_connector(tier_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses that vLLM by name. An error here would keep every vLLM from starting beside which kvpack is installed."""
     ConnectorFactory._registry.clear()
     monkeypatch.delitem(sys.modules, "vllm.v1.kv_offload.tiering.factory")
     integration.register()
-    assert set(ConnectorFactory._registry) == {"KvpackConnector", "KvpackTierConnector"}
+    assert set(ConnectorFactory._registry) == {"KvpackConnector"}
     monkeypatch.delattr(ConnectorFactory, "_registry")
     integration.register()
 

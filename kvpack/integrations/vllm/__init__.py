@@ -1,14 +1,14 @@
-"""kvpack in vLLM: in the worker, so that its memory of the host holds packed rows, or as a tier below that memory::
+"""kvpack in vLLM: in the worker, so that its memory of the host holds packed rows, or in a store below that memory::
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"recipe": "octopus-4", "layout": "adjacent",
         "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "fs", "root_dir": "/var/cache/vllm"}]}}'
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
-        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "kvpack",
-        "location": "/var/cache/kvpack", "recipe": "octopus-4", "heads": 8, "head_dim": 128, "layout": "adjacent"}]}}'
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "placement": "store", "location": "/var/cache/kvpack", "recipe": "octopus-4", "layout": "adjacent",
+        "cpu_bytes_to_use": 10000000000}}'
 
-Importing this package needs no vLLM. ``register`` is the entry point of ``vllm.general_plugins`` that makes both known.
+Importing this package needs no vLLM. ``register`` is the entry point of ``vllm.general_plugins``.
 vLLM calls these interfaces experimental: the versions that were run are ``VERSIONS``, and others are refused.
 """
 
@@ -18,17 +18,22 @@ from contextlib import suppress
 
 VERSIONS = ("0.32",)
 """The versions of vLLM with which the tier was run."""
+PLACEMENTS = ("primary", "store")
+"""Where rows are: in vLLM's own memory of the host, or in a store of kvpack's own below it."""
+STORE_OPTIONS = (
+    "location", "max_bytes", "encryption_key_file", "recipe", "basis", "layout", "threads", "revision", "adapter", "tenant", "any_version",
+)  # fmt: skip
+"""Options of the tier of a store, besides the model's ``heads`` and ``head_dim``."""
 
 
 def register() -> None:
-    """Make the tier type "kvpack" and kvpack's connectors known to vLLM; a vLLM without such registries is left alone."""
-    # Of the connectors also a vLLM without tiers is told: they refuse it by name.
+    """Make kvpack's connector and the tier type "kvpack" known to vLLM; a vLLM without such registries is left alone."""
+    # Of the connector also a vLLM without tiers is told: it refuses it by name.
     with suppress(ImportError, AttributeError):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        for name in ("KvpackConnector", "KvpackTierConnector"):
-            if name not in KVConnectorFactory._registry:
-                KVConnectorFactory.register_connector(name, "kvpack.integrations.vllm.connector", name)
+        if "KvpackConnector" not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector("KvpackConnector", "kvpack.integrations.vllm.connector", "KvpackConnector")
     with suppress(ImportError, AttributeError):
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

@@ -1,7 +1,8 @@
-"""vLLM's OffloadingConnector, which tells kvpack's spec and tier of the model.
+"""KvpackConnector: vLLM's OffloadingConnector, which passes the model's settings and cache layers on to kvpack's spec or tier.
 
-KvpackConnector has KvpackSpec, which also knows the model's cache layers. A block whose row cannot be decoded is reported to vLLM, which
-computes it again with ``"kv_load_failure_policy": "recompute"``.
+``placement`` says where rows are. In ``"primary"``, vLLM's own memory of the host holds them: ``KvpackSpec`` packs in the worker, and a
+block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. In
+``"store"``, that memory holds pages, and ``KvpackTier`` below it packs them into a store of kvpack's own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import vllm
 
 from kvpack.formats.errors import InvalidParameter
 
-from . import VERSIONS
+from . import PLACEMENTS, STORE_OPTIONS, VERSIONS
 from .groups import check_blocks, groups_of
 from .identities import SETTINGS, settings_of
 from .metrics import add_scheduler_stats, worker_stats
@@ -21,7 +22,7 @@ from .versions import check_version
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-    from .spec import GROUPS, TIERS
+    from .spec import GROUPS
 except ImportError as error:
     raise InvalidParameter(f"vLLM is {vllm.__version__}, which lacks what kvpack takes of {', '.join(VERSIONS)}: {error}") from error
 
@@ -30,40 +31,24 @@ if TYPE_CHECKING:
 
     from .groups import Group
 
+TIER = "kvpack_tier"
+"""Marks a configuration that names the spec of its placement: whether it also has kvpack's tier."""
 
-class KvpackTierConnector(OffloadingConnector):  # type: ignore[misc]
-    """The connector for ``"kv_connector": "KvpackTierConnector"``: vLLM's own specs, and what the model was started with for KvpackTier.
+class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
+    """The connector for ``"kv_connector": "KvpackConnector"``; ``kv_connector_extra_config`` has vLLM's options, ``placement``, those of
+    ``KvpackSpec``, and with the placement "store" those of ``KvpackTier``, of which ``heads`` and ``head_dim`` are the model's.
 
-    The tier sees bytes alone. Here its ``heads``, ``head_dim`` and ``layout`` are compared with the model's cache and its tensors.
     Raises InvalidParameter.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._tiers = [tier for tier in options.get("secondary_tiers") or () if tier.get("type") in TIERS]
-        check_version(vllm.__version__, all(tier.get("any_version", False) for tier in self._tiers))
-        self._groups = groups_of(vllm_config, kv_cache_config) if self._tiers else []
-        self._kv_cache_config = kv_cache_config
-        for tier in self._tiers:
-            _check_heads(tier.get("heads"), tier.get("head_dim"), self._groups)
-        options[SETTINGS] = settings_of(vllm_config)
-        super().__init__(vllm_config, role, kv_cache_config)
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Check that the memory of the layers is arranged as the tiers' ``layout`` says, and go on as vLLM's own."""
-        for tier in self._tiers:
-            check_blocks(self._groups, str(tier.get("layout")), self._kv_cache_config, kv_caches)
-        super().register_kv_caches(kv_caches)
-
-
-class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
-    """The connector for ``"kv_connector": "KvpackConnector"``; ``kv_connector_extra_config`` is that of ``KvpackSpec``."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        options = _choose_spec(vllm_config)
+        options, self._is_packed = _placed(vllm_config)
         check_version(vllm.__version__, bool(options.get("any_version", False)))
-        options[GROUPS], options[SETTINGS] = groups_of(vllm_config, kv_cache_config), settings_of(vllm_config)
-        self._kvpack = options[GROUPS], str(options.get("layout", "")), kv_cache_config
+        groups = groups_of(vllm_config, kv_cache_config)
+        options[GROUPS], options[SETTINGS] = groups, settings_of(vllm_config)
+        if not self._is_packed:
+            options["secondary_tiers"][0] |= _heads(groups)
+        self._kvpack = groups, str(options.get("layout", "")), kv_cache_config
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -73,6 +58,9 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that were not loaded."""
+        if not self._is_packed:
+            blocks: set[int] = super().get_block_ids_with_load_errors()
+            return blocks
         if self.connector_worker is None or self.connector_worker.worker is None:
             return set()
         failed: set[int] = self.connector_worker.worker.failed_blocks()
@@ -80,6 +68,8 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> Any:
         """What vLLM counts, and what rows are: in a worker the blocks, in the scheduler the chunks that tiers bring back."""
+        if not self._is_packed:
+            return super().get_kv_connector_stats()
         if self.connector_scheduler is not None:
             return add_scheduler_stats(super().get_kv_connector_stats(), self.connector_scheduler.manager)
         if self.connector_worker is None or self.connector_worker.worker is None:
@@ -88,27 +78,49 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
-        _choose_spec(vllm_config)
+        _placed(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)
 
 
-def _check_heads(heads: Any, head_dim: Any, groups: Sequence[Group]) -> None:
-    """Raise InvalidParameter unless the cache is one of attention, of so many heads of so many values in a worker."""
-    found = [(group.kind, group.heads, group.dim) for group in groups]
-    if [kind for kind, *_ in found] != ["attention"]:
-        kinds = ", ".join(kind for kind, *_ in found) or "none"
+def _heads(groups: Sequence[Group]) -> dict[str, int]:
+    """The heads and the dim of a worker's cache. Raises InvalidParameter unless it is one of attention."""
+    if [group.kind for group in groups] != ["attention"]:
+        kinds = ", ".join(group.kind for group in groups) or "none"
         raise InvalidParameter(
-            f"the model's groups of cache layers are {kinds}, and kvpack's tier takes one of attention in bf16, fp16 or fp32: use "
-            "KvpackConnector, or vLLM's fs tier"
+            f"the model's groups of cache layers are {kinds}, and a store takes one of attention in bf16, fp16 or fp32: write "
+            '"placement": "primary", or use vLLM\'s fs tier'
         )
-    if found != [("attention", heads, head_dim)]:
-        raise InvalidParameter(
-            f"the tier's heads and head_dim are {heads!r} and {head_dim!r}, and a worker's cache has {groups[0].heads} and {groups[0].dim}"
-        )
+    return {"heads": groups[0].heads, "head_dim": groups[0].dim}
 
 
-def _choose_spec(vllm_config: Any) -> Any:
-    """The configuration of the spec, which is kvpack's."""
+def _placed(vllm_config: Any) -> tuple[Any, bool]:
+    """The options, which name the spec and the tier of the placement, and whether the primary tier holds rows. Raises InvalidParameter.
+
+    vLLM asks several times for one configuration, also before there is a connector.
+    """
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
-    options["spec_name"], options["spec_module_path"] = "KvpackSpec", "kvpack.integrations.vllm.spec"
-    return options
+    placement = options.get("placement", "primary")
+    if placement not in PLACEMENTS:
+        raise InvalidParameter(f'placement is {placement!r:.40}, expected "primary" or "store"')
+    is_packed = placement == "primary"
+    if TIER in options:
+        return options, is_packed
+    tiers = list(options.get("secondary_tiers") or ())
+    if any(tier.get("type") == "kvpack" for tier in tiers):
+        raise InvalidParameter(
+            'secondary_tiers has one of the type "kvpack", whose options belong to the connector: write "placement": "store" and location'
+        )
+    if is_packed == ("location" in options):
+        raise InvalidParameter(
+            'location says where a store is, and the primary tier holds the rows: write "placement": "store" too, or leave it out'
+            if is_packed
+            else 'the placement "store" needs location, the folder, server or object store that holds it'
+        )
+    if is_packed:
+        options["spec_name"], options["spec_module_path"] = "KvpackSpec", "kvpack.integrations.vllm.spec"
+    else:
+        options.setdefault("spec_name", "TieringOffloadingSpec")
+        tiers = [{"type": "kvpack"} | {name: options[name] for name in STORE_OPTIONS if name in options}, *tiers]
+        options["secondary_tiers"] = tiers
+    options[TIER] = not is_packed
+    return options, is_packed

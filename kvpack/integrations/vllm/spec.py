@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 GROUPS = "kvpack_groups"
 """Where the connector puts what it knows of the model's cache layers in the configuration of the spec."""
-TIERS = ("kvpack", "KvpackTier")
-"""The types of kvpack's tier in the configuration."""
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -52,7 +50,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self._groups = groups
         given = recipe_with_basis(_text(options, "recipe"), options.get("basis"), config.model.name)
         self._recipe, self._layout = given.text, str(options.get("layout", ""))
-        _check(config, groups, self._layout, self.secondary_tier_configs)
+        _check(config, groups, self._layout)
         if len(groups) > 1:
             check_layers(self._recipe, "the model has several groups of cache layers, whose layers are counted in each")
         elif given.basis is not None and groups[0].kind != "attention":
@@ -161,7 +159,7 @@ def _text(options: Any, name: str) -> str:
     return value
 
 
-def _check(config: Any, groups: list[Group], layout: str, tiers: list[Any]) -> None:
+def _check(config: Any, groups: list[Group], layout: str) -> None:
     """Raise InvalidParameter for what the spec does not take."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
@@ -171,9 +169,5 @@ def _check(config: Any, groups: list[Group], layout: str, tiers: list[Any]) -> N
     for name in ("pp_size", "pcp_size", "dcp_size"):
         if getattr(parallel, name) != 1:
             raise InvalidParameter(f"{name} is {getattr(parallel, name)}, and kvpack's spec takes tensor parallelism alone")
-    if any(tier.get("type") in TIERS for tier in tiers):
-        raise InvalidParameter(
-            "the primary tier holds rows already, and kvpack's tier packs pages: use vLLM's fs, obj or p2p tier below it"
-        )
     if not layout and any(group.kind == "attention" for group in groups):
         raise InvalidParameter("layout is missing in kv_connector_extra_config: adjacent, adjacent-tokens-first, split or cpu-vec")

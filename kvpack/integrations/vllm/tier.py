@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     """Chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
 
-    vLLM hands over bytes without their shape, so ``heads`` (KV heads of one worker), ``head_dim`` and ``layout`` are the caller's, and
-    compared with the bytes of a block; ``layout`` is a name of ``layouts.arrangement``. ``revision`` names the weights where vLLM's
-    model is no folder, and ``basis`` is the file of the basis that a recipe may need. ``max_bytes`` and ``encryption_key_file`` are those
-    of a store. ``any_version`` allows a vLLM that was not run.
+    vLLM hands over bytes without their shape, so ``heads`` (KV heads of one worker) and ``head_dim`` are the connector's, and compared
+    with the bytes of a block, as is ``layout``, a name of ``layouts.arrangement``. ``revision`` names the weights where vLLM's model is no
+    folder, and ``basis`` is the file of the basis that a recipe may need. ``max_bytes`` and ``encryption_key_file`` are those of a store.
+    ``any_version`` allows a vLLM that was not run.
     Raises InvalidParameter, before vLLM serves, for what cannot be right: another version, several cache groups, other sizes, and a
     connector that does not tell what the model was started with.
     """
@@ -72,7 +72,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         if settings is None:
             raise InvalidParameter(
                 "vLLM tells tiers neither its overrides of the model's configuration nor its quantization and load format, and chunks that "
-                'they change would be mistaken for one another: write "kv_connector": "KvpackTierConnector"'
+                'they change would be mistaken for one another: write "kv_connector": "KvpackConnector" and "placement": "store"'
             )
         rows = _rows(config, heads, head_dim, layout)
         packed = recipe_with_basis(recipe, basis, config.model.name)

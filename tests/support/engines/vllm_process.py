@@ -24,9 +24,6 @@ def main(model: str, store: str, recipe: str) -> None:
 
     from kvpack.integrations.vllm import tier as tiers_module
 
-    config = json.loads((Path(model) / "config.json").read_text())
-    heads = config["num_key_value_heads"]
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     tiers: list[Any] = []
 
     class Seen(tiers_module.KvpackTier):
@@ -36,8 +33,8 @@ def main(model: str, store: str, recipe: str) -> None:
 
     # As operators write it: vLLM knows the type by kvpack's entry point.
     tiers_module.KvpackTier = Seen
-    tier = {"type": "kvpack", "location": store, "recipe": recipe, "heads": heads, "head_dim": dim, "layout": "cpu-vec"}
-    extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_spec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier]}
+    packed = {"placement": "store", "location": store, "recipe": recipe, "layout": "cpu-vec"}
+    extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_spec", "cpu_bytes_to_use": 64 << 20, **packed}
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -46,7 +43,7 @@ def main(model: str, store: str, recipe: str) -> None:
         dtype="bfloat16",
         max_num_seqs=2,
         disable_log_stats=False,
-        kv_transfer_config={"kv_connector": "KvpackTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
+        kv_transfer_config={"kv_connector": "KvpackConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
     )
     text = Path(__file__).parents[3].joinpath("README.md").read_bytes()
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         WriteFailed,
     )
     from .file.inputs import Inputs
+    from .integrations.transformers.prefill import prefill
     from .live.cache import LiveCache
     from .pages.buffer import PageBuffer
     from .pages.codec import PageCodec
@@ -78,6 +79,7 @@ _HOMES = {
     "load": "cache.files",
     "save": "cache.files",
     "pack": "cache.packing",
+    "prefill": "integrations.transformers.prefill",
     "PRESETS": "coding.recipes",
     "Recipe": "coding.recipes",
     "Identity": "store",
@@ -136,6 +138,7 @@ __all__ = [
     "concat",
     "load",
     "pack",
+    "prefill",
     "save",
 ]
 

@@ -25,7 +25,7 @@ _ANY_DIM = 128
 def check_cache(cache: Any, identity: Identity) -> None:
     """Raise InvalidParameter unless ``cache`` is a packed cache of one sequence from its start, of the identity's model and recipe.
 
-    Every layer must hold all tokens of the cache.
+    Every layer must end at the last token of the cache.
     """
     from kvpack.cache.cache import Cache
 
@@ -57,12 +57,8 @@ def check_cache(cache: Any, identity: Identity) -> None:
                 f"layers[{number}] has the states {' and '.join(layer.states)} after token {cache.tokens} alone: "
                 "a store cuts prefixes into chunks, and has no states at their ends"
             )
-        if layer.sides and layer.tokens != cache.tokens:
-            first, last = cache.positions(number)
-            raise InvalidParameter(
-                f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last}: "
-                "a prefix needs all, and a sliding window drops some"
-            )
+        if layer.sides and layer.seen != cache.tokens:
+            raise InvalidParameter(f"layers[{number}] ends at token {layer.seen}, the cache at {cache.tokens}: a prefix needs all")
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
@@ -76,8 +72,8 @@ def check_ids(cache: Cache, ids: bytes) -> None:
     if count != cache.tokens and len(known) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
             f"token_ids has {count} ids and the cache holds {cache.tokens} tokens: expected the ids of its tokens, one for each from "
-            "the first on. Cut the longer, as token_ids[:n] or cache[:, :n], where both begin with the same tokens; the cache of a "
-            "sliding window, which has dropped tokens, cannot be stored"
+            "the first on. Cut the longer, as token_ids[:n] or cache[:, :n], where both begin with the same tokens; if a "
+            "sliding window has dropped the first tokens, compute the prompt with kvpack.prefill, which keeps them"
         )
 
 

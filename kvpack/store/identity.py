@@ -37,7 +37,8 @@ class Identity:
     configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
     and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one. ``digests`` are those
     of all weights and of a sample of them, where ``of`` could read them; they are in no key and no entry, and serve to refuse caches
-    that name other weights in another way.
+    that name other weights in another way. ``windows`` holds the sliding window of each layer, None for a layer that attends to all
+    tokens; they are in no key either, and let a store load only what the windows reach.
     Raises InvalidParameter, naming the field, for anything except text that a header can hold (a tenant may be any text), and
     InvalidRecipe.
     """
@@ -52,6 +53,7 @@ class Identity:
     config: str = ""
     extra: str = ""
     digests: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    windows: tuple[int | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -87,10 +89,12 @@ class Identity:
         Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
         (on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
-        from .modules import parts
+        from .model_layers import windows_of
+        from .modules import base_model, parts
 
         found = parts(model)
-        return cls.of_parts(found, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
+        made = cls.of_parts(found, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
+        return dataclasses.replace(made, windows=windows_of(base_model(found).config))
 
     @classmethod
     def of_parts(

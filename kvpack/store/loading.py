@@ -13,6 +13,7 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 from .encryption import in_clear
 from .faults import is_damage
 from .fronts import Known, check_front
+from .windows import Windows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,21 +30,54 @@ FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
 
 
 class Loader:
-    """Loads chains of one identity's keys; ``before`` are keys that are used with the first of every chain."""
+    """Loads chains of one identity's keys, as far as ``windows`` reach; ``before`` are keys that are used with the first of every chain."""
 
-    def __init__(self, backend: Backend, reader: Reader, cipher: Cipher | None, counters: Counters, before: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        reader: Reader,
+        cipher: Cipher | None,
+        counters: Counters,
+        before: Sequence[bytes] = (),
+        windows: Windows | None = None,
+    ) -> None:
         self._backend, self._reader, self._cipher, self._counters, self._before = backend, reader, cipher, counters, before
+        self._windows = Windows((), reader.chunk) if windows is None else windows
         self._known, self._doubted = Known(), Known()
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
         """The cache of the longest stored prefix of a chain, with every digest checked; None if there is none."""
+        if self._windows.first_chunk(len(keys)):
+            # No layer attends to the first chunks: they need to be there, and are not read.
+            keys = keys[: self._backend.present(keys)]
+        while keys:
+            first = self._windows.first_chunk(len(keys))
+            chunks, found = self._chain(keys, first)
+            cache = self._joined(chunks, keys[first:], found)
+            count = first + len(chunks)
+            if first and cache is not None and len(cache) > len(self._windows.layers):
+                # Layers that the identity does not list attend to all tokens.
+                self._windows = Windows((*self._windows.layers, None), self._windows.chunk)
+            if self._windows.first_chunk(count) < first:
+                # From the end of a shorter prefix, windows reach further back.
+                keys = keys[:count]
+                continue
+            if cache is not None:
+                self._know(keys[first:count])
+                self._backend.accept([*self._before, *keys[:count]], found[: len(chunks)], time.time_ns())
+                cache = self._windows.reached(cache)
+            return cache
+        return None
+
+    def _chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[Found]]:
+        """The caches of the chunks of a chain from chunk ``first`` on, up to the first one without a good entry, and the entries."""
         chunks: list[Cache] = []
         found: list[Found] = []
         beyond = -1
-        while len(chunks) < len(keys):
-            rest = keys[len(chunks) :]
+        while first + len(chunks) < len(keys):
+            rest = keys[first + len(chunks) :]
             entries = self._backend.find(rest, beyond=beyond)
-            good, error = self._read(entries, rest, len(chunks))
+            good, error = self._read(entries, rest, first + len(chunks))
             chunks += good
             found += entries[: len(good)]
             if error is None:
@@ -51,11 +85,7 @@ class Loader:
             # A bad entry must not hide a good one in a slower tier.
             self._refuse(rest[len(good)], entries[len(good)], error)
             beyond = entries[len(good)].tier
-        cache = self._joined(chunks, keys, found)
-        if cache is not None:
-            self._know(keys[: len(chunks)])
-            self._backend.accept([*self._before, *keys[: len(chunks)]], found[: len(chunks)], time.time_ns())
-        return cache
+        return chunks, found
 
     def opens(self, key: bytes, number: int) -> bool:
         """Whether the existing entry of chunk ``number`` can be read here. Its front is read once; a damaged entry is removed."""

@@ -25,6 +25,7 @@ from .options import StoreOptions, check_count
 from .reclaim import reclaim
 from .rope import longest_sequence
 from .tiers import Tiers
+from .windows import Windows, check_held
 
 if TYPE_CHECKING:
     import os
@@ -106,7 +107,7 @@ class Store:
             self._stored = StoredBasis(named, self._model, *kept, given, identity.digests)
         self._before = [] if self._stored is None else self._stored.keys
         self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=chosen.max_entry_bytes)
-        self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before)
+        self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before, Windows(identity.windows, chunk))
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +143,8 @@ class Store:
         """The longest stored prefix: its length in tokens and its cache, (0, None) when there is none.
 
         Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
-        to continue from: pass all ids except the last. Raises InvalidParameter.
+        to continue from: pass all ids except the last. A layer with a sliding window (``Identity.windows``) gets only the chunks that the
+        window reaches. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
@@ -166,7 +168,8 @@ class Store:
         token has no key yet. A cache that knows all its own ids (``Cache.inputs``) is stored up to the shorter of the two.
 
         Raises InvalidParameter for a wrong number of ids, for ids other than the cache's own, and for these caches: of another
-        recipe, model or start than position 0; of several sequences; without the first tokens; dependent on more than token ids
+        recipe, model or start than position 0; of several sequences; in which a sliding window has dropped tokens, unless their chunks
+        are stored (``KvpackCache(..., keep_all=True)`` keeps all); dependent on more than token ids
         (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses other frequencies
         than for shorter sequences (``match`` and ``load`` find nothing for such ids).
         """
@@ -176,7 +179,7 @@ class Store:
         digests = check_inputs(inputs, ids, self.chunk)
         check_ids(cache, ids)
         check_length(cache, self._longest)
-        packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
+        packed = min((layer.skipped + side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
         ids = ids[: packed * ID_BYTES]
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
         check_inputs_given(cache, digests, self.chunk)
@@ -201,6 +204,8 @@ class Store:
         with contextlib.closing(looks):
             opens = list(looks)
         stored = sum(takewhile(bool, opens))
+        if stored < len(links):
+            check_held(cache, stored * self.chunk)
         self._counters.add("present_chunks", sum(opens))
         # An entry that others may be able to read stays, although not readable here; its descendants would not be found.
         end = next((n for n in range(stored, there) if not opens[n] and self._backend.present(keys[n : n + 1])), len(links))

@@ -219,10 +219,10 @@ def test_token_ids_of_another_kind_are_refused(ids: Any, tmp_path: Path) -> None
         (lambda: random_pairs(1, 40), "a list is not a packed cache"),
         (
             lambda: kvpack.pack([random_pairs(1, 40, dims=(32, 32))[0], random_pairs(1, 33, dims=(32, 32))[0]], "kivi-2"),
-            r"layers\[1\] holds 33 of 40",
+            r"layers\[1\] ends at token 33, the cache at 40",
         ),
     ],
-    ids=["recipe", "start", "model", "batch", "no cache", "sliding window"],
+    ids=["recipe", "start", "model", "batch", "no cache", "ends early"],
 )
 def test_caches_that_are_no_prefix_of_the_identity_are_refused(made: Any, message: str, tmp_path: Path) -> None:
     store = open_store(tmp_path)

@@ -22,8 +22,9 @@ from .functions import attention  # noqa: E402
 from .hooks import recording  # noqa: E402
 from .masks import mask  # noqa: E402
 from .plain import NAMES  # noqa: E402
+from .prefill import prefill  # noqa: E402
 
-__all__ = ["KvpackCache", "attention", "mask", "recording"]
+__all__ = ["KvpackCache", "attention", "mask", "prefill", "recording"]
 
 for _name in NAMES:
     AttentionInterface.register(_name, attention)

@@ -72,6 +72,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused,
     and told which mask to give. ``packed.inputs.hidden`` lists them.
 
+    With ``keep_all``, layers with a sliding window keep the tokens that no later one attends to, so that a ``Store`` takes the whole prompt
+    and ``crop`` goes back to any token. A pass takes no longer, and the cache and its file are larger.
+
     With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
     token for each sequence, with token ids, positions and a mask of padding on the left at most, after a few that run as they are. Every
     other pass runs as it does without. The graph is captured anew in each row of steps, and its first replay must give what the model
@@ -96,9 +99,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         prompt: torch.Tensor | Sequence[int] | None = None,
         basis: Basis | str | os.PathLike[str] | None = None,
         graphs: bool | None = None,
+        keep_all: bool = False,
     ) -> None:
         model, contents = _arguments(first, second)
-        for name, flag in (("dense", dense), ("graphs", graphs)):
+        for name, flag in (("dense", dense), ("graphs", graphs), ("keep_all", keep_all)):
             if flag is not None:
                 check_flag(flag, name)
         if basis is not None and isinstance(contents, Cache):
@@ -121,7 +125,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             inputs = contents.inputs
             present = [bool(layer.sides) for layer in contents]
             windows = [None] * len(present) if known is None else known.windows(len(present))
-            self.live = LiveCache.of(without_states(contents), sliding_windows=windows)
+            self.live = LiveCache.of(without_states(contents), sliding_windows=None if keep_all else windows)
         else:
             assert known is not None
             present = known.layers_with_tokens()
@@ -129,7 +133,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             contents = parse_recipe(contents, basis)
             # The model is named at its first token; a basis is compared with it now.
             identity = {} if contents.basis is None else identity_for(model, contents.basis)
-            self.live = LiveCache(contents, layers=len(present), sliding_windows=windows, model=identity)
+            self.live = LiveCache(contents, layers=len(present), sliding_windows=None if keep_all else windows, model=identity)
             inputs = Inputs()
         if not any(present):
             raise InvalidParameter("no layer of the cache has keys or values: begin with KvpackCache(model, recipe)")

@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
@@ -31,6 +31,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.store.described import ALL, SAMPLE, weights_kind
 from kvpack.store.fingerprint import weights_of, weights_sample
 from kvpack.store.identity import Identity
+from kvpack.store.model_layers import cache_layers
 from kvpack.store.modules import parts
 
 from .changes import modules_of
@@ -174,7 +175,7 @@ class Model:
     def _layers(self) -> list[Any]:
         """Those of the cache that transformers makes for the model, as many as its decoder has."""
         try:
-            layers: list[Any] = DynamicCache(config=self.config).layers
+            layers = cache_layers(self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidParameter(f"transformers makes no cache of layers for the configuration of {self.name}: {error}") from None
         count = decoder_layers(self._decoder_config)

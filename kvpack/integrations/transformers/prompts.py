@@ -24,7 +24,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     Raises InvalidShape or InvalidDtype for anything but token ids of as many rows as the cache has sequences, and InvalidParameter for
     a cache whose ids are not known, or whose first token depends on anything else.
     """
-    ids = _ids(prompt)
+    ids = token_ids_of(prompt)
     batches = {side.batch for layer in cache for side in layer.sides.values()}
     if batches - {ids.shape[0]}:
         raise InvalidShape(
@@ -87,7 +87,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
     longest = same_up_to(config)
-    for what, tokens in (("cache", cache.tokens), ("prompt", _ids(prompt).shape[1])):
+    for what, tokens in (("cache", cache.tokens), ("prompt", token_ids_of(prompt).shape[1])):
         if longest is not None and tokens > longest:
             return f"the {what} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
     inputs = cache.inputs or Inputs()
@@ -96,7 +96,8 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
     return next(found, "")
 
 
-def _ids(prompt: Any) -> torch.Tensor:
+def token_ids_of(prompt: Any) -> torch.Tensor:
+    """``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidDtype or InvalidShape for anything but token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -358,7 +358,7 @@ class Tracking:
         if following is None:
             self._check_following(model, ids, arguments)
         else:
-            self._check_ids(ids, following)
+            self.check_ids(ids, following)
 
     @contextmanager
     def chunked(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
@@ -371,14 +371,14 @@ class Tracking:
         mask = arguments.get("decoder_attention_mask" if encoder else "attention_mask")
         self.assisted = False
         if self.record.tokens and ids.shape[1] == (columns if mask is None else mask.shape[1]):
-            self._check_ids(ids, ids.shape[1] - self.record.tokens)
+            self.check_ids(ids, ids.shape[1] - self.record.tokens)
         self._chunked = True
         try:
             yield
         finally:
             self._chunked = False
 
-    def _check_ids(self, ids: torch.Tensor, following: int) -> None:
+    def check_ids(self, ids: torch.Tensor, following: int) -> None:
         """Raise InvalidParameter unless the last ``following`` of ``ids`` follow those of the cache."""
         held = self.record.tokens
         differing = self.record.differing(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])

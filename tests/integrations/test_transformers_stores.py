@@ -1,0 +1,180 @@
+"""Prompts of models with sliding windows: computed once, stored, and continued in another process, with padding and in batches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import warm_python
+from zoo_models import model_of
+
+import kvpack
+from kvpack.errors import InvalidParameter, InvalidShape, KvpackWarning
+from kvpack.integrations.transformers import KvpackCache
+
+CHUNK = 16
+PROMPT = torch.randint(3, 60, (1, 77), generator=torch.Generator().manual_seed(0))
+QUESTIONS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+SLIDING = ["Mistral", "Gemma-2", "Gemma-3", "Gemma-4", "GPT-OSS", "Phi-3", "Cohere2"]
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def generated(model: Any, ids: torch.Tensor, past: Any = None, **options: Any) -> list[Any]:
+    # Without a mask, generate hides the tokens whose id is that of padding.
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "use_cache": True, **options}
+    options = {"max_new_tokens": 20, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvpackWarning)
+        return model.generate(ids, past_key_values=past, **options).tolist()
+
+
+def open_store(folder: Path, model: Any) -> kvpack.Store:
+    return kvpack.Store(folder, kvpack.Identity.of(model, "raw"), chunk=CHUNK)
+
+
+def save(folder: Path, model: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> int:
+    """Compute a prompt and store it."""
+    with open_store(folder, model) as store, kvpack.prefill(model, prompt, "raw", **options) as cache:
+        return store.save(prompt, cache)
+
+
+CONTINUE = f"""
+import json, sys, warnings
+sys.path.insert(0, {str(SUPPORT)!r})
+import kvpack, torch
+from kvpack.integrations.transformers import KvpackCache
+from zoo_models import model_of
+
+folder, prompt, questions = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+found = {{}}
+for name in sys.argv[4:]:
+    model = model_of(name)
+    with kvpack.Store(f"{{folder}}/{{name}}", kvpack.Identity.of(model, "raw"), chunk={CHUNK}) as store, torch.no_grad():
+        tokens, cache = store.load(prompt)
+    with KvpackCache(cache, model) as past:
+        ids = torch.tensor([[*prompt, *questions[0]]])
+        options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=20)
+        found[name] = tokens, [layer.skipped for layer in cache], model.generate(ids, past_key_values=past, **options).tolist()
+print(json.dumps(found))
+"""
+
+
+def test_another_process_continues_a_stored_prompt(tmp_path: Path) -> None:
+    for name in SLIDING:
+        assert save(tmp_path / name, model_of(name), every=CHUNK if name == "Mistral" else 2048) == 64
+    command = [warm_python.python(*warm_python.MODELS), "-c", CONTINUE, str(tmp_path)]
+    command += [json.dumps(PROMPT[0].tolist()), json.dumps(QUESTIONS.tolist()), *SLIDING]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    for name in SLIDING:
+        tokens, skipped, ids = found[name]
+        assert tokens == 64
+        # Windows of 12 reach the last chunk.
+        assert {48} <= set(skipped) <= {0, 48}, name
+        assert ids == generated(model_of(name), torch.cat([PROMPT, QUESTIONS[:1]], 1)), name
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma-3", "GPT-OSS"])
+@pytest.mark.parametrize("where", ["left", "right", "none"])
+def test_a_batch_continues_a_stored_prompt(name: str, where: str, tmp_path: Path) -> None:
+    """Rows of different questions, one of which is padded between the prompt and its question, or after it."""
+    model = model_of(name)
+    save(tmp_path, model)
+    ids = torch.cat([PROMPT[:, :64].expand(2, -1), QUESTIONS], 1)
+    mask = torch.ones_like(ids)
+    if where != "none":
+        mask[1, slice(64, 68) if where == "left" else slice(69, 73)] = 0
+    expected = generated(model, ids, attention_mask=mask)
+    with open_store(tmp_path, model) as store:
+        _, cache = store.load(PROMPT)
+    with KvpackCache(model, cache) as past:
+        past.batch_repeat_interleave(2)
+        assert generated(model, ids, past, attention_mask=mask) == expected
+
+
+def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
+    """The one without padding: where padding was, token ids do not determine keys and values."""
+    model = model_of("Gemma-3")
+    ids = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 9:], (9, 0))])
+    with KvpackCache(model, "raw", keep_all=True) as cache:
+        generated(model, ids, cache, attention_mask=(ids != 0).long())
+        packed = cache.packed
+    own = packed.token_ids[0]
+    with open_store(tmp_path, model) as store:
+        with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k holds 2 sequences"):
+            store.save(own, packed)
+        with pytest.raises(InvalidParameter, match="token ids do not determine"):
+            store.save(packed.token_ids[1], packed.select([1]))
+        assert store.save(own, packed.select([0])) == len(own) // CHUNK * CHUNK
+        tokens, loaded = store.load(own[:-1])
+        assert tokens == (len(own) - 1) // CHUNK * CHUNK
+    with KvpackCache(model, loaded) as past:
+        assert generated(model, own[None], past, max_new_tokens=8) == generated(model, own[None], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma-3"])
+def test_turns_add_to_what_is_stored(name: str, tmp_path: Path) -> None:
+    """Each turn loads what the one before stored, of which sliding layers hold the last chunks, and stores what follows."""
+    model = model_of(name)
+    ids, stored = PROMPT, 0
+    with open_store(tmp_path, model) as store:
+        for turn in range(4):
+            tokens, cache = store.load(ids[:, :-1])
+            assert tokens == min(stored, (ids.shape[1] - 1) // CHUNK * CHUNK)
+            with kvpack.prefill(model, ids[:, :-1], cache or "raw", every=24) as past:
+                expected = generated(model, ids)
+                assert generated(model, ids, past) == expected
+                stored = store.save(expected[0][:-1], past)
+            assert stored == (len(expected[0]) - 1) // CHUNK * CHUNK
+            ids = torch.cat([torch.tensor(expected), QUESTIONS[turn % 2 : turn % 2 + 1]], 1)
+        assert store.counters()["faults"] == {}
+
+
+def test_a_cache_that_keeps_all_goes_back_to_any_token() -> None:
+    model = model_of("Mistral")
+    longer = torch.cat([PROMPT, QUESTIONS[:1]], 1)
+    with kvpack.prefill(model, longer, "raw") as cache:
+        assert [layer.tokens for layer in cache.packed] == [86, 86]
+        cache.crop(-66)
+        assert generated(model, PROMPT, cache) == generated(model, PROMPT)
+
+
+def test_prefill_computes_what_a_cache_lacks() -> None:
+    model = model_of("Llama")
+    calls: list[int] = []
+    handle = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(args[0].shape[1]), with_kwargs=True)
+    with kvpack.prefill(model, PROMPT[0].tolist(), "raw", every=32) as cache:
+        assert calls == [32, 32, 13]
+        assert cache.packed.token_ids.tolist() == PROMPT.tolist()
+        packed = cache.packed.prefix(40)
+    calls.clear()
+    with kvpack.prefill(model, PROMPT, packed, every=32) as cache:
+        assert calls == [24, 13]
+        handle.remove()
+        assert generated(model, torch.cat([PROMPT, QUESTIONS[:1]], 1), cache) == generated(model, torch.cat([PROMPT, QUESTIONS[:1]], 1))
+
+
+def test_prefill_refuses_what_does_not_follow() -> None:
+    model = model_of("Llama")
+    with kvpack.prefill(model, PROMPT, "raw") as cache:
+        packed = cache.packed
+    attention = model.config._attn_implementation
+    other = torch.cat([PROMPT, PROMPT[:, :1]], 1)
+    other[0, 3] = 61
+    with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has the id 61"):
+        kvpack.prefill(model, other, packed)
+    with pytest.raises(InvalidShape, match="token_ids has 77 tokens, and the cache holds 77: give those and at least one that follows"):
+        kvpack.prefill(model, PROMPT, packed)
+    with pytest.raises(InvalidParameter, match="every is 0, expected the tokens of a pass"):
+        kvpack.prefill(model, PROMPT, "raw", every=0)
+    assert model.config._attn_implementation == attention

@@ -15,14 +15,18 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers_version import installed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 BOS = 256
 """The beginning-of-sequence id of the demo's model, whose other ids are bytes."""
 
 
-def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa") -> Any:
-    """The causal language model ``path``, a folder or a name on the hub, or the demo's, in float32 with the named transformers attention.
+def load_model(
+    path: str | os.PathLike[str] | None = None, attention: str = "sdpa", dtype: torch.dtype | str = torch.float32
+) -> Any:
+    """The causal language model ``path``, a folder or a name on the hub, or the demo's, with the named transformers attention.
+
+    ``dtype`` "auto" is that of its weights.
 
     A model without scaled dot-product attention (Gemma-2, GPT-OSS) has its eager one in place of "sdpa". Raises MissingFile,
     InvalidParameter for a model with an encoder and for one that transformers does not load so, and MissingPackage without transformers.
@@ -38,7 +42,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
             raise InvalidParameter(f"{folder}: the model has an encoder, expected a decoder alone, as of AutoModelForCausalLM")
         for kind in (attention, "eager") if attention == "sdpa" else (attention,):
             try:
-                return library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind).eval()
+                return library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=kind).eval()
             except ValueError as error:
                 refusals.append(str(error))
     raise InvalidParameter(f"{refusal}: {refusals[0]}")
@@ -52,6 +56,33 @@ def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
             yield folder
     else:
         yield hub.model_folder(path)
+
+
+class ByteTokenizer:
+    """The tokenizer of models whose tokens are bytes of UTF-8, after one token that begins every sequence."""
+
+    chat_template = None
+    is_fast = True
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> dict[str, Any]:
+        """The ids of ``text`` as ``input_ids``, and where each begins and ends in it as ``offset_mapping``."""
+        data = [(byte, number) for number, char in enumerate(text) for byte in char.encode(errors="replace")]
+        first = [BOS] if add_special_tokens else []
+        found: dict[str, Any] = {"input_ids": [*first, *(byte for byte, _ in data)]}
+        if return_offsets_mapping:
+            found["offset_mapping"] = [*((0, 0) for _ in first), *((number, number + 1) for _, number in data)]
+        return found
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:
+        """The text of ``ids``, those of no byte left out."""
+        return bytes(token for token in map(int, ids) if token < BOS).decode(errors="replace")
+
+
+def load_tokenizer(folder: Path) -> Any | None:
+    """The tokenizer in the folder of a model; None where it has none."""
+    if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    return transformers_library().AutoTokenizer.from_pretrained(folder)
 
 
 def demo_text() -> bytes:

@@ -94,6 +94,11 @@ def save(cache: Cache, arguments: argparse.Namespace) -> None:
 
     with progress("write", arguments) as callback:
         size = kvpack.save(cache, arguments.output, compress=arguments.compress, durable=arguments.durable, progress=callback)
+    report_saved(cache, size, arguments)
+
+
+def report_saved(cache: Cache, size: int, arguments: argparse.Namespace) -> None:
+    """Report the size of the file that was written to ``arguments.output``."""
     bits = 8 * size / cache.values if cache.values else 0.0
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "values": cache.values, "bits_per_value": bits, "recipe": cache.recipe})

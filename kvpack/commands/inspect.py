@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from kvpack.file.metadata import CHAT, CHAT_MESSAGES
 from kvpack.output import add_json, bytes_text, print_json, print_table, printable
 
 if TYPE_CHECKING:
@@ -138,7 +139,10 @@ def _print(summary: dict[str, Any]) -> None:
         other = "".join(f"; {printable(text)}" for text in summary["undetermined"])
         print(f"token ids of the first {summary['token_ids']:,} tokens{other}")
     for name, value in summary["metadata"].items():
-        print(f"{printable(name)}: {printable(str(value))}")
+        if name == CHAT_MESSAGES:
+            print(f"a chat of {value} {'message' if value == 1 else 'messages'}")
+        elif not name.startswith(CHAT):
+            print(f"{printable(name)}: {printable(str(value))}")
     if summary["states"]:
         states = Counter(state["name"].partition(".")[0] for state in summary["states"])
         size = sum(state["stored_bytes"] for state in summary["states"])

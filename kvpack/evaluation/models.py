@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file.user_files import read_bytes
 from kvpack.formats.errors import InvalidParameter
-from kvpack.models import BOS, demo_text, transformers_library
+from kvpack.models import BOS, demo_text, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,8 +53,8 @@ def own_text(name: str, folder: Path, ids_below: int) -> Text:
 
 
 def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
-    if any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        tokenizer = transformers_library().AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is not None:
         ids = tokenizer(data.decode(errors="replace"))["input_ids"]
         opened = bool(ids) and ids[0] == tokenizer.bos_token_id
         encode = partial(_encoded, tokenizer)

@@ -12,6 +12,10 @@ from kvpack.formats.errors import InvalidParameter, LimitExceeded
 from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
 FEATURE = "metadata"
+CHAT = "chat."
+"""The beginning of the names under which a chat keeps its messages (kvpack.integrations.transformers.Chat)."""
+CHAT_MESSAGES = f"{CHAT}messages"
+"""The name of their number."""
 MAX_NAME_BYTES = 255
 """UTF-8 bytes of a name."""
 TEXT, INTEGER, NUMBER = range(3)

@@ -18,13 +18,14 @@ installed()
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
 from .cache import KvpackCache  # noqa: E402
+from .chat import Chat  # noqa: E402
 from .functions import attention  # noqa: E402
 from .hooks import recording  # noqa: E402
 from .masks import mask  # noqa: E402
 from .plain import NAMES  # noqa: E402
 from .prefill import prefill  # noqa: E402
 
-__all__ = ["KvpackCache", "attention", "mask", "prefill", "recording"]
+__all__ = ["Chat", "KvpackCache", "attention", "mask", "prefill", "recording"]
 
 for _name in NAMES:
     AttentionInterface.register(_name, attention)

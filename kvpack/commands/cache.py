@@ -1,0 +1,79 @@
+"""kvpack cache: a text to a file with its KV cache."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvpack.output import add_json
+
+from .chats import add_device, loaded
+from .convert import RECIPE_HELP, add_writing, recipe_of, report_saved
+from .outputs import check_output
+
+if TYPE_CHECKING:
+    import argparse
+
+MAX_PROMPT_BYTES = 2**26
+"""The most bytes of a prompt's text: more tokens than any model takes."""
+
+
+def add(commands: Any) -> None:
+    """Add ``cache`` to the command line."""
+    parser = commands.add_parser(
+        "cache",
+        help="compute the KV cache of a text and save it",
+        description="Let a model read a text, and save its packed KV cache with the text's token ids. kvpack generate continues it.",
+    )
+    parser.add_argument("--model", metavar="MODEL", required=True, help="a causal language model, by its folder or its name on the hub")
+    parser.add_argument("--prompt-file", metavar="FILE", required=True, help="the text, in UTF-8; - reads it from standard input")
+    parser.add_argument("--out", dest="output", metavar="FILE", required=True, help="the kvpack file to write")
+    parser.add_argument("--recipe", metavar="RECIPE", help=f"{RECIPE_HELP} (default: octopus-4)")
+    parser.add_argument("--basis", metavar="FILE", help="the basis of a recipe of the codecs klt and transform")
+    parser.add_argument(
+        "--role",
+        choices=("user", "system"),
+        default="user",
+        help="whose message the text is in the model's chat template: the user's, which later prompts are appended to, or the system's "
+        "(default: user)",
+    )
+    add_device(parser)
+    add_writing(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the text with the model, and save the cache."""
+    from kvpack.integrations.transformers_version import installed
+
+    # Refuses with a message where transformers is missing: the next line imports it.
+    installed()
+    from kvpack.integrations.transformers.chat import RECIPE, Chat
+
+    check_output(arguments, arguments.output, arguments.prompt_file, arguments.basis, arguments.recipe)
+    arguments.recipe = arguments.recipe or RECIPE
+    recipe, text = recipe_of(arguments, reads_cache=False), read_prompt(arguments.prompt_file)
+    model, tokenizer = loaded(arguments.model, arguments)
+    chat = Chat(model, tokenizer, recipe)
+    chat.read({"role": arguments.role, "content": text})
+    size = chat.save(arguments.output, compress=arguments.compress, durable=arguments.durable)
+    report_saved(chat.cache, size, arguments)
+    return 0
+
+
+def read_prompt(path: str) -> str:
+    """The text in the file at ``path``, or of standard input for "-". Raises MissingFile, InvalidParameter."""
+    from kvpack.file.user_files import read_bytes
+    from kvpack.formats.errors import InvalidParameter
+
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if path == "-" else read_bytes(path, MAX_PROMPT_BYTES, "a prompt")
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InvalidParameter(f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, the limit for a prompt")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidParameter(f"{path}: is not UTF-8 at byte {error.start}: convert the text, for example with iconv") from None
+    if not text:
+        raise InvalidParameter(f"{path}: is empty, expected the text that the model is to read")
+    return text

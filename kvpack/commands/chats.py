@@ -1,0 +1,35 @@
+"""The model, the tokenizer and the options of the commands that let a model read and write: cache and generate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    import argparse
+
+DEVICES = ("cpu", "cuda")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option that both commands have."""
+    parser.add_argument("--device", choices=DEVICES, help="where the model computes (default: cuda where there is a device, else cpu)")
+
+
+def loaded(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The model, in the dtype of its weights, and its tokenizer; None is the demo's. Raises as ``kvpack.models.load_model``."""
+    import torch
+
+    from kvpack.models import BOS, ByteTokenizer, load_model, load_tokenizer, model_folder
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to use the CPU")
+    with model_folder(model) as folder:
+        network, tokenizer = load_model(folder, dtype="auto").to(device), load_tokenizer(folder)
+    if tokenizer is None:
+        if network.get_input_embeddings().weight.shape[0] <= BOS:
+            raise InvalidParameter(f"{folder}: has no tokenizer, and too few tokens for one of bytes: give a folder with a tokenizer")
+        tokenizer = ByteTokenizer()
+    return network, tokenizer

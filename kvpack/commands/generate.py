@@ -1,0 +1,115 @@
+"""kvpack generate: a model's answer to a prompt that continues a file, token by token."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.output import add_json, print_json
+
+from .chats import add_device, loaded
+from .outputs import add_force, check_output
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add(commands: Any) -> None:
+    """Add ``generate`` to the command line."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a saved cache with a prompt",
+        description="Continue a file of kvpack cache or Chat.save with a prompt: the model computes only what the file does not hold, and "
+        "its answer is printed as it comes.",
+    )
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the new message; - reads it from standard input")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="the model that made the file, a folder or a name on the hub (default: the hub's name in FILE)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="write at most N tokens (default: 512)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="sample at this temperature; 0 takes the likeliest token (default: the model's own)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
+    parser.add_argument("--basis", metavar="FILE", help="the basis of a file of the codecs klt and transform, or its folder")
+    parser.add_argument("--update", action="store_true", help="save the longer cache in FILE, so that the next prompt continues the chat")
+    parser.add_argument("--out", dest="output", metavar="OUT", help="save the longer cache in OUT")
+    add_device(parser)
+    add_force(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Let the model answer, and save the cache where that is asked for."""
+    from kvpack.integrations.transformers_version import installed
+
+    # Refuses with a message where transformers is missing: the next line imports it.
+    installed()
+    import torch
+
+    from kvpack.integrations.transformers.chat import Chat
+
+    from .cache import read_prompt
+
+    options = _options(arguments)
+    if arguments.output is not None:
+        check_output(arguments, arguments.output, arguments.file, arguments.basis)
+    prompt = read_prompt("-") if arguments.prompt == "-" else arguments.prompt
+    name = arguments.model or hub_name(arguments.file)
+    model, tokenizer = loaded(name, arguments)
+    chat = Chat.load(arguments.file, model, tokenizer, basis=arguments.basis)
+    torch.manual_seed(arguments.seed)
+    before = len(chat.cache.token_ids[0])
+    reply = chat.send(prompt, **options, **({} if arguments.json else {"streamer": _streamer(tokenizer)}))
+    path = arguments.file if arguments.update else arguments.output
+    saved = None if path is None else chat.save(path)
+    if arguments.json:
+        counts = {"held_tokens": before, "reused_tokens": chat.reused, "prompt_tokens": chat.prompt_tokens}
+        print_json({"text": reply, **counts, "file": path, "bytes": saved})
+    else:
+        note = f"{chat.reused:,} of {chat.prompt_tokens:,} tokens of the prompt came from {arguments.file}"
+        print(f"kvpack: note: {note}{'' if saved is None else f'; {path}: {saved:,} bytes'}", file=sys.stderr)
+    return 0
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the model's ``generate``. Raises InvalidParameter."""
+    if arguments.max_tokens < 1:
+        raise InvalidParameter(f"--max-tokens is {arguments.max_tokens}, expected at least 1")
+    if arguments.update and arguments.output is not None:
+        raise InvalidParameter("--update saves in FILE, and --out elsewhere: leave one of them out")
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_tokens}
+    if arguments.temperature is None:
+        return options
+    if not 0 <= arguments.temperature < float("inf"):
+        raise InvalidParameter(f"--temperature is {arguments.temperature}, expected a number from 0")
+    return options | ({"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {"do_sample": False})
+
+
+def hub_name(path: str) -> str:
+    """The hub's name of the model in the file at ``path``. Raises MissingFile where it names none that has an owner.
+
+    A name without an owner may be the last part of a folder, and another model on the hub.
+    """
+    from kvpack.file.container import open_file
+
+    with open_file(path) as file:
+        name = file.header.model.get("name", "")
+    if "/" not in name.strip("/."):
+        found = f"names the model {name!r:.80}, which is a folder" if name else "names no model"
+        raise MissingFile(f"{path}: {found}: give --model, the folder of the model that made the file, or its name on the hub")
+    return name
+
+
+def _streamer(tokenizer: Any) -> Any:
+    """Prints the text of new tokens as it comes, and no control characters of it."""
+    from transformers import TextStreamer
+
+    class Printer(TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print("".join(char for char in text if char.isprintable() or char in "\n\t"), end="\n" if stream_end else "", flush=True)
+
+    return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,0 +1,324 @@
+"""Chat: a conversation with a model over one packed cache, in which only new messages are given and only new tokens computed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from kvpack import cache_names
+from kvpack.cache.files import load, save
+from kvpack.coding.recipes import parse_recipe
+from kvpack.file.limits import MAX_STRING_BYTES
+from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
+from kvpack.formats.arguments import shown
+from kvpack.formats.errors import InvalidDtype, InvalidParameter, LimitExceeded
+
+from .cache import KvpackCache
+from .models import execution_device
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.files import Bases
+    from kvpack.coding.recipes import Recipe
+    from kvpack.file.metadata import Value
+    from kvpack.store import Store
+
+RECIPE = "octopus-4"
+"""The recipe of a chat that is given none."""
+MAX_REPLY_TOKENS = 512
+
+_DIGEST = f"{CHAT}sha256"
+"""Of the messages as JSON."""
+_SPANS = "of_token_ids"
+
+Message = dict[str, Any]
+
+
+class Chat:
+    """A conversation with a transformers ``model`` whose KV cache stays packed from one message to the next.
+
+    ``send`` takes the new message alone. The whole conversation is put into the tokenizer's chat template each time, and the model computes
+    what follows the tokens that this and the cache begin with. A template may therefore drop or change earlier text, such as reasoning:
+    what it changes is computed again. A tokenizer without a chat template joins the texts of all messages as they are.
+
+    ``messages`` are those of the conversation so far, dicts with a role and a content, as ``apply_chat_template`` takes them, and
+    ``template`` are other arguments of its. With ``store``, a ``kvpack.Store`` of the model, the beginning of the conversation comes from
+    there if this object has no cache yet, and every reply is saved there; what the store does not have is computed. ``recipe`` is the
+    store's, or octopus-4. Raises InvalidRecipe, and InvalidDtype for messages that are none.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        recipe: str | os.PathLike[str] | Recipe | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] = (),
+        store: Store | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.messages: list[Message] = [_checked(message) for message in messages]
+        self._store, self._template = store, dict(template or {})
+        if store is not None and recipe is None:
+            basis = store.basis()
+            recipe = store.identity.recipe if basis is None else parse_recipe(store.identity.recipe, basis)
+        self._recipe = parse_recipe(RECIPE if recipe is None else recipe)
+        self._cache: Cache | None = None
+        self.reused = 0
+        """The tokens that the newest turn took from the cache; the others of its prompt were computed."""
+        self.prompt_tokens = 0
+        """All tokens before the newest reply."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module,
+        tokenizer: Any,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
+        basis: Bases | None = None,
+    ) -> Self:
+        """The chat in the file at ``path``, to be continued with the same model, in this or any other process.
+
+        ``messages`` replaces those in the file. Raises what ``kvpack.load`` raises, and InvalidParameter for a file that holds no messages,
+        or whose messages cannot be read with this tokenizer.
+        """
+        cache = load(path, device=execution_device(model), basis=basis)
+        found = messages_in(cache, tokenizer) if messages is None else messages
+        if found is None:
+            raise InvalidParameter(
+                f"{path}: holds no messages, which files of Chat.save hold: give messages=, those that the cache was computed from, or "
+                "continue its token ids with KvpackCache.load(path, model)"
+            )
+        chat = cls(model, tokenizer, messages=found, template=template)
+        chat._cache = cache
+        return chat
+
+    @property
+    def cache(self) -> Cache:
+        """The packed cache of the conversation so far. Raises InvalidParameter before the first message."""
+        if self._cache is None:
+            raise InvalidParameter("the chat has no cache yet: send a message first")
+        return self._cache
+
+    def send(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The model's reply to ``message``: a text of the user's, a message with another role, or several messages.
+
+        If the conversation ends with a message of the user's, a text is appended to that. ``options`` are those of the model's
+        ``generate``, such as max_new_tokens (default: 512), do_sample or streamer. Nothing changes if it raises.
+        Raises InvalidParameter where the template refuses the messages, and as KvpackCache does.
+        """
+        messages = self._with(message)
+        _, ids = self._rendered(messages, reply=True)
+        written = self._generate(ids, {"max_new_tokens": MAX_REPLY_TOKENS, **options})
+        reply: str = self.tokenizer.decode(written, skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        return reply
+
+    def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
+        """Compute the cache of ``message`` without a reply, and return the number of tokens: a later text is appended to the message."""
+        messages = self._with(message)
+        _, ids = self._rendered(messages, reply=False)
+        # The token that generate returns has no keys and values yet.
+        self._generate(ids, {"max_new_tokens": 1, "do_sample": False})
+        self.messages = messages
+        return len(ids)
+
+    def save(self, path: str | os.PathLike[str], *, messages: bool = True, **options: Any) -> int:
+        """Save the packed cache with the messages as a kvpack file, and return its bytes; ``options`` are those of ``kvpack.save``.
+
+        Texts that are in the file's token ids are not stored again. Raises LimitExceeded if the others do not fit: ``messages=False``
+        leaves all out, and ``Chat.load(..., messages=...)`` takes them. Raises what ``kvpack.save`` raises.
+        """
+        cache = self.cache
+        given = options.pop("metadata", None) or cache.metadata
+        metadata = {name: value for name, value in given.items() if not name.startswith(CHAT)}
+        if messages:
+            metadata |= self._metadata(cache)
+        return save(cache, path, metadata=metadata, **options)
+
+    def _with(self, message: Any) -> list[Message]:
+        """All messages with the new ones."""
+        if isinstance(message, str):
+            last = self.messages[-1] if self.messages else {}
+            if last.get("role") == "user" and isinstance(last.get("content"), str):
+                between = "\n\n" if self._has_template else ""
+                return [*self.messages[:-1], {**last, "content": f"{last['content']}{between}{message}"}]
+            return [*self.messages, {"role": "user", "content": message}]
+        return [*self.messages, *map(_checked, [message] if isinstance(message, Mapping) else message)]
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def _rendered(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
+        """The conversation as text and as token ids; with ``reply``, up to where the model's next reply begins."""
+        from jinja2 import TemplateError
+
+        if not self._has_template:
+            text = "".join(str(message["content"]) for message in messages)
+            return text, list(self.tokenizer(text)["input_ids"])
+        is_open = not reply and messages[-1]["role"] == "user"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=reply, continue_final_message=is_open, **self._template
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise InvalidParameter(f"the chat template of the tokenizer does not take these messages: {error}") from error
+        return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
+        """The tokens that the model writes after ``ids``, all of which but the last are in the cache afterwards."""
+        if not ids:
+            raise InvalidParameter("the conversation has no tokens: send a message that is not empty")
+        cache = self._cache
+        if cache is None and self._store is not None:
+            _, cache = self._store.load(ids[:-1], device=execution_device(self.model))
+        with KvpackCache(self.model, self._recipe if cache is None else cache, prompt=ids) as past:
+            self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
+            prompt = torch.tensor([ids], device=execution_device(self.model))
+            given = {"attention_mask": torch.ones_like(prompt), **cache_names.over(self.model, past), **options}
+            out = self.model.generate(prompt, **given, return_dict_in_generate=False)  # type: ignore[operator]
+            packed = past.packed
+        if len(out) != 1 or len(packed.token_ids) != 1:
+            raise InvalidParameter(
+                f"generate wrote {len(out)} sequences over a cache of {len(packed.token_ids)}, and a chat is one: leave out num_beams and "
+                "num_return_sequences"
+            )
+        self._cache, written = packed, out[0].tolist()
+        if self._store is not None:
+            self._store.save(written[:-1], packed)
+        return list(written[len(ids) :])
+
+    def _metadata(self, cache: Cache) -> dict[str, Value]:
+        """The messages as texts of a file's metadata: what the file's token ids hold is given as ranges of them."""
+        text, _ = self._rendered(self.messages, reply=False)
+        tokens = _Tokens(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
+        try:
+            digest = _digest(self.messages)
+            stored = json.dumps([_stored(message, tokens) for message in self.messages], ensure_ascii=False)
+            parts = _cut(stored, MAX_STRING_BYTES)
+        except (TypeError, ValueError) as error:
+            raise InvalidParameter(
+                f"messages are kept as JSON, which cannot hold these ({error}): save(path, messages=False) leaves them out"
+            ) from None
+        found: dict[str, Value] = {CHAT_MESSAGES: len(self.messages), _DIGEST: digest}
+        found |= {f"{CHAT}{number:03}": part for number, part in enumerate(parts)}
+        try:
+            to_bytes(found)
+        except LimitExceeded:
+            raise LimitExceeded(
+                f"the texts of the chat that are not in its token ids take {len(stored.encode()):,} bytes, which a file has no room for: "
+                "keep the messages elsewhere, save(path, messages=False), and give them to Chat.load(path, model, tokenizer, messages=...)"
+            ) from None
+        return found
+
+
+def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
+    """The messages of a chat that ``Chat.save`` kept in a file; None if there are none.
+
+    Raises InvalidParameter where ``tokenizer`` does not decode the file's token ids to them.
+    """
+    metadata = cache.metadata
+    if CHAT_MESSAGES not in metadata:
+        return None
+    names = sorted(name for name in metadata if name.startswith(CHAT) and name not in (CHAT_MESSAGES, _DIGEST))
+    ids = cache.token_ids[0].tolist()
+    try:
+        found = [_restored(message, ids, tokenizer) for message in json.loads("".join(str(metadata[name]) for name in names))]
+    except (ValueError, TypeError, LookupError, AttributeError):
+        found = []
+    if _digest(found) != metadata.get(_DIGEST):
+        raise InvalidParameter(
+            "the messages of the chat cannot be read from the file: give the tokenizer that it was saved with, and all of its tokens, or "
+            "messages=, those that the cache was computed from"
+        )
+    return found
+
+
+class _Tokens:
+    """The rendered conversation, and the places of its characters in the token ids of the cache, as far as both are the same."""
+
+    def __init__(self, tokenizer: Any, text: str, held: list[int], *, special: bool) -> None:
+        self.tokenizer, self.text, self.ids, self.at = tokenizer, text, held, 0
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        if getattr(tokenizer, "is_fast", False):
+            found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            for mine, theirs, (start, end) in zip(found["input_ids"], held, found["offset_mapping"], strict=False):
+                if mine != theirs:
+                    break
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def parts(self, content: str) -> list[Any]:
+        """``content`` as texts and ranges of token ids ``[start, stop]``; the next content is looked for behind this one."""
+        kept = _longest_ending(content, self.text, self.at)
+        begin = self.text.find(content[len(content) - kept :], self.at) if kept else -1
+        if begin < 0:
+            return [content]
+        self.at = begin + kept
+        count = range(len(self._starts))
+        first = next((n for n in count if self._starts[n] >= begin and self._ends[n] > self._starts[n]), None)
+        last = next((n for n in reversed(count) if self._ends[n] <= self.at), None)
+        if first is None or last is None or last < first:
+            return [content]
+        middle = _decoded(self.tokenizer, self.ids[first : last + 1])
+        offset = content.find(middle, max(0, len(content) - kept)) if middle else -1
+        return [content] if offset < 0 else [*filter(None, (content[:offset], [first, last + 1], content[offset + len(middle) :]))]
+
+
+def _longest_ending(content: str, text: str, at: int) -> int:
+    """The length of the longest ending of ``content`` that is in ``text`` from ``at`` on: templates drop beginnings, such as reasoning."""
+    low, high = 0, len(content)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if text.find(content[len(content) - middle :], at) >= 0 else (low, middle - 1)
+    return low
+
+
+def _stored(message: Message, tokens: _Tokens) -> Message:
+    content = message.get("content")
+    return {**message, "content": {_SPANS: tokens.parts(content)}} if isinstance(content, str) and content else message
+
+
+def _restored(message: Message, ids: list[int], tokenizer: Any) -> Message:
+    content = message.get("content")
+    if not isinstance(content, dict):
+        return message
+    parts = (part if isinstance(part, str) else _decoded(tokenizer, ids[slice(*part)]) for part in content[_SPANS])
+    return {**message, "content": "".join(parts)}
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _digest(messages: list[Message]) -> str:
+    return hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
+
+
+def _cut(text: str, size: int) -> list[str]:
+    """``text`` in parts of at most ``size`` bytes of UTF-8."""
+    parts, data = [], text.encode()
+    while data:
+        part = data[:size].decode(errors="ignore")
+        parts.append(part)
+        data = data[len(part.encode()) :]
+    return parts
+
+
+def _checked(message: Any) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidDtype(f"a message is {shown(message)}, expected a dict such as {{'role': 'user', 'content': 'Hello'}}")
+    return dict(message)

@@ -1,0 +1,122 @@
+"""kvpack cache and kvpack generate: from a text to a file, and on from it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import hub_cache
+import pytest
+import torch
+
+import kvpack
+from kvpack import cli
+
+DEMO = files("kvpack.demo")
+PROMPT = (DEMO / "demo.txt").read_bytes()[:2000].decode()
+QUESTION, ANSWER = "\n[[key O9B4KF = ", "EL3GUXNT"
+GREEDY = ("--temperature", "0", "--max-tokens", "8")
+NAME = "someone/tiny-model"
+
+
+def run(*words: object) -> int:
+    return cli.main([str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of the prompt, whose model is named as on the hub."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "prompt.txt").write_text(PROMPT)
+    with pytest.MonkeyPatch.context() as patch:
+        hub_cache.offline(folder / "hub", patch)
+        hub_cache.add(folder / "hub", NAME)
+        assert run("cache", "--model", NAME, "--prompt-file", folder / "prompt.txt", "--out", folder / "prompt.kvpack") == 0
+    return folder / "prompt.kvpack"
+
+
+@pytest.fixture
+def file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    hub_cache.offline(saved.parent / "hub", monkeypatch)
+    (tmp_path / "prompt.kvpack").write_bytes(saved.read_bytes())
+    return tmp_path / "prompt.kvpack"
+
+
+def test_an_answer_goes_on_from_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", file, "--prompt", QUESTION, *GREEDY) == 0
+    output = capsys.readouterr()
+    assert output.out == f"{ANSWER}\n"
+    assert "2,001 of 2,017 tokens of the prompt came from" in output.err
+    cache = kvpack.load(file)
+    assert (cache.tokens, cache.model["name"], cache.recipe) == (2001, NAME, kvpack.Recipe("octopus-4").text)
+
+
+def test_the_longer_cache_is_saved_on_request(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.kvpack"
+    assert run("generate", file, "--prompt", QUESTION, *GREEDY, "--out", other, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    counts = {"held_tokens": 2001, "reused_tokens": 2001, "prompt_tokens": 2017}
+    assert found == {"text": ANSWER, **counts, "file": str(other), "bytes": other.stat().st_size}
+    assert kvpack.load(file).tokens == 2001
+    # The last token is not in the cache.
+    assert kvpack.load(other).tokens == 2024
+    assert run("generate", other, "--prompt", QUESTION, *GREEDY, "--update", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["text"], found["reused_tokens"], found["prompt_tokens"]) == (ANSWER, 2024, 2041)
+    assert kvpack.load(other).tokens == 2048
+    assert run("inspect", other) == 0
+    assert "a chat of 4 messages\n" in capsys.readouterr().out
+
+
+def test_texts_come_from_standard_input(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    def give(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    give(PROMPT)
+    again = tmp_path / "again.kvpack"
+    assert run("cache", "--model", NAME, "--prompt-file", "-", "--out", again, "--recipe", "octopus-3", "--role", "system") == 0
+    assert kvpack.load(again).recipe == kvpack.Recipe("octopus-3").text
+    give(QUESTION)
+    capsys.readouterr()
+    assert run("generate", again, "--prompt", "-", *GREEDY) == 0
+    assert len(capsys.readouterr().out) > 1
+
+
+def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT[:100])
+    file = tmp_path / "prompt.kvpack"
+    assert run("cache", "--model", DEMO / "tinylm", "--prompt-file", tmp_path / "prompt.txt", "--out", file) == 0
+    assert run("generate", file, "--prompt", "a") == 3
+    assert "names the model 'tinylm', which is a folder: give --model" in capsys.readouterr().err
+    assert run("generate", file, "--prompt", "a", "--model", DEMO / "tinylm", *GREEDY) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prompt", "a", "--max-tokens", "0"], 2, "--max-tokens is 0, expected at least 1"),
+        (["--prompt", "a", "--temperature", "-1"], 2, "--temperature is -1.0, expected a number from 0"),
+        (["--prompt", "a", "--temperature", "nan"], 2, "--temperature is nan, expected a number from 0"),
+        (["--prompt", "a", "--update", "--out", "x"], 2, "leave one of them out"),
+        (["--prompt", "a", "--out", "{file}"], 2, "is an input of this command"),
+        (["--prompt", "a", "--model", "/nowhere"], 3, "has no config.json"),
+        pytest.param(
+            ["--prompt", "a", "--device", "cuda"], 2, "PyTorch finds no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_wrong_requests_are_refused(file: Path, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", file, *(word.format(file=file) for word in words)) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("data", "message"), [(b"", "is empty"), (b"ab\xff", "is not UTF-8 at byte 2")])
+def test_prompts_are_texts(data: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompt.txt").write_bytes(data)
+    assert run("cache", "--model", "/nowhere", "--prompt-file", tmp_path / "prompt.txt", "--out", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err

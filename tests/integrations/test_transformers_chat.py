@@ -1,0 +1,185 @@
+"""A chat continues over one packed cache: only new messages are given, and templates may change what came before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
+
+import kvpack
+from kvpack.errors import InvalidDtype, InvalidParameter, LimitExceeded
+from kvpack.integrations.transformers import Chat
+from kvpack.models import ByteTokenizer, load_model
+
+NOT_TEXT = [token for token in range(264) if not (letter := tokenizer().decode([token])) or not letter.isascii() or len(letter) > 1]
+"""Tokens of no letter: text that holds one is not the same tokens again."""
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": NOT_TEXT}
+REAL = Path(os.environ.get("KVPACK_REAL_MODEL", "/work/real/smollm2"))
+HELLO, MORE = "Good morning. My name is Ada.", "What is my name? ☕ 名前"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model()
+
+
+def said(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """What the model replies without kvpack, from the first token on."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("template", [PLAIN, REASONING])
+def test_replies_are_those_of_the_whole_conversation(model: Any, template: str, tmp_path: Path) -> None:
+    words, messages = tokenizer(template), []
+    chat = Chat(model, words, "raw")
+    for turn, text in enumerate((HELLO, MORE, "And?")):
+        messages.append({"role": "user", "content": text})
+        expected = said(model, words, messages)
+        held = chat.cache.tokens if turn else 0
+        assert chat.send(text, **GREEDY) == expected
+        # The last token of a reply is not in the cache yet.
+        assert chat.reused == held < chat.prompt_tokens
+        messages.append({"role": "assistant", "content": expected})
+        assert chat.messages == messages
+        chat.save(tmp_path / "chat.kvpack")
+        chat = Chat.load(tmp_path / "chat.kvpack", model, words)
+        assert chat.messages == messages
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_a_template_drops_is_computed_again(model: Any, tmp_path: Path) -> None:
+    words = tokenizer(REASONING)
+    messages = [{"role": "user", "content": HELLO}, {"role": "assistant", "content": "<think>Say hello.</think>\nHello, Ada."}]
+    chat = Chat(model, words, "raw")
+    chat.read(messages)
+    chat.save(tmp_path / "chat.kvpack")
+    chat = Chat.load(tmp_path / "chat.kvpack", model, words)
+    assert chat.messages == messages
+    expected = said(model, words, [*messages, {"role": "user", "content": MORE}])
+    assert chat.send(MORE, **GREEDY) == expected
+    kept = f"<|im_start|>user\n{HELLO}<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.reused == len(words(kept)["input_ids"])
+    # The reasoning is no more in the token ids, and the message is whole.
+    chat.save(tmp_path / "chat.kvpack")
+    assert "<think>" not in words.decode(chat.cache.token_ids[0])
+    assert Chat.load(tmp_path / "chat.kvpack", model, words).messages == chat.messages
+    assert chat.messages[1] == messages[1]
+
+
+def test_texts_in_the_token_ids_are_not_stored_again(model: Any, tmp_path: Path) -> None:
+    text = "A long document. " * 300
+    chat = Chat(model, tokenizer(), "octopus-4")
+    assert chat.read({"role": "user", "content": text}) == chat.cache.tokens
+    chat.save(tmp_path / "chat.kvpack", metadata={"title": "one"})
+    metadata = kvpack.load(tmp_path / "chat.kvpack").metadata
+    assert metadata["title"] == "one"
+    assert sum(len(str(value)) for value in metadata.values()) < 200
+    loaded = Chat.load(tmp_path / "chat.kvpack", model, tokenizer())
+    loaded.send("What is this?", **GREEDY)
+    assert loaded.reused == chat.cache.tokens
+    assert loaded.messages[0] == {"role": "user", "content": f"{text}\n\nWhat is this?"}
+    loaded.save(tmp_path / "chat.kvpack")
+    assert kvpack.load(tmp_path / "chat.kvpack").metadata["title"] == "one"
+
+
+def test_a_store_serves_the_beginning_of_a_conversation(model: Any, tmp_path: Path) -> None:
+    words, identity = tokenizer(), kvpack.Identity.of(model, "raw")
+    with kvpack.Store(tmp_path / "store", identity, chunk=32) as store:
+        first = Chat(model, words, store=store)
+        first.send(HELLO, **GREEDY)
+        assert first.reused == 0
+        held = first.cache.tokens
+        # Another process has the messages, and no cache.
+        second = Chat(model, words, store=store, messages=first.messages)
+        expected = said(model, words, [*first.messages, {"role": "user", "content": MORE}])
+        assert second.send(MORE, **GREEDY) == expected
+        assert second.reused == held // 32 * 32 > 0
+        assert store.match(second.cache.token_ids) == second.cache.tokens // 32 * 32
+        # A conversation that the store does not know is computed.
+        other = Chat(model, words, store=store, messages=[{"role": "system", "content": "x" * 40}])
+        other.send(HELLO, **GREEDY)
+        assert other.reused == 0
+    with pytest.raises(InvalidParameter, match="the chat has no cache yet"):
+        _ = Chat(model, words, store=store).cache
+
+
+def test_without_a_template_texts_are_joined(model: Any, tmp_path: Path) -> None:
+    prompt = "[[key O9B4KF = EL3GUXNT]] and some more text after that.\n"
+    chat = Chat(model, ByteTokenizer(), "raw")
+    chat.read({"role": "user", "content": prompt})
+    chat.save(tmp_path / "file.kvpack")
+    chat = Chat.load(tmp_path / "file.kvpack", model, ByteTokenizer())
+    assert chat.messages == [{"role": "user", "content": prompt}]
+    assert len(chat.send("[[key O9B4KF = ", max_new_tokens=8, do_sample=False).encode()) <= 8
+    assert chat.reused == len(prompt) + 1
+    assert chat.messages[0]["content"] == f"{prompt}[[key O9B4KF = "
+
+
+def test_messages_that_a_template_refuses_change_nothing(model: Any) -> None:
+    chat = Chat(model, tokenizer(ALTERNATING), "raw", messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    before = list(chat.messages)
+    with pytest.raises(InvalidParameter, match="does not take these messages: roles must alternate"):
+        chat.send({"role": "system", "content": "c"}, **GREEDY)
+    with pytest.raises(InvalidParameter, match="leave out num_beams"):
+        chat.send("c", num_beams=2, num_return_sequences=2, **GREEDY)
+    with pytest.raises(InvalidDtype, match=r"a message is .*, expected a dict such as"):
+        chat.send(["c"], **GREEDY)
+    assert chat.messages == before
+    with pytest.raises(InvalidParameter, match="no tokens: send a message that is not empty"):
+        Chat(model, tokenizer(None), "raw").send("")
+
+
+def test_messages_that_cannot_be_read_are_refused(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "chat.kvpack"
+    chat = Chat(model, tokenizer(), "raw")
+    chat.send(HELLO, **GREEDY)
+    chat.save(path)
+    with pytest.raises(InvalidParameter, match="cannot be read from the file: give the tokenizer"):
+        Chat.load(path, model, ByteTokenizer())
+    kvpack.save(chat.cache, path)
+    with pytest.raises(InvalidParameter, match=r"holds no messages, which files of Chat\.save hold: give messages="):
+        Chat.load(path, model, tokenizer())
+    again = Chat.load(path, model, tokenizer(), messages=chat.messages)
+    again.send(MORE, **GREEDY)
+    assert again.reused == chat.cache.tokens
+
+
+def test_texts_beyond_a_files_room_are_refused(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "chat.kvpack"
+    chat = Chat(model, tokenizer(REASONING), "raw", messages=[
+        {"role": "user", "content": HELLO}, {"role": "assistant", "content": f"<think>{'x' * 70_000}</think>Hello."},
+    ])  # fmt: skip
+    chat.send(MORE, **GREEDY)
+    with pytest.raises(LimitExceeded, match=r"take 70,\d+ bytes, which a file has no room for"):
+        chat.save(path)
+    chat.save(path, messages=False)
+    assert Chat.load(path, model, tokenizer(REASONING), messages=chat.messages).messages == chat.messages
+    chat.messages[0]["content"] = [{"type": "image", "image": object()}]
+    with pytest.raises(InvalidParameter, match=r"does not take these messages|which cannot hold these"):
+        chat.save(path)
+
+
+@pytest.mark.skipif(not (REAL / "tokenizer.json").is_file(), reason="the real model is not here")
+def test_a_real_tokenizer_gives_messages_back(tmp_path: Path) -> None:
+    words = transformers.AutoTokenizer.from_pretrained(REAL)
+    torch.manual_seed(0)
+    settings = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(words), **settings)).eval()
+    chat = Chat(model, words, "raw")
+    texts = ["  Leading spaces, 名前 ☕ and\n\nlines\n", "def f(x):\n    return x ** 2\n\n", "é" * 300]
+    for text in texts:
+        chat.send(text, **GREEDY)
+        chat.save(tmp_path / "chat.kvpack")
+        held = chat.cache.tokens
+        chat = Chat.load(tmp_path / "chat.kvpack", model, words)
+        assert [message["content"] for message in chat.messages[::2]] == texts[: len(chat.messages) // 2]
+        assert chat.cache.tokens == held
+    stored = sum(len(str(value)) for value in chat.cache.metadata.values())
+    assert stored < 1000

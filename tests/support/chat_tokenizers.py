@@ -1,0 +1,39 @@
+"""Tokenizers of bytes with chat templates, for the demo's model: it takes 264 token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+START, END, BEGINNING = "<|im_start|>", "<|im_end|>", "<s>"
+
+PLAIN = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+REASONING = (
+    "{% for message in messages %}{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' and not loop.last %}{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Drops the reasoning of all replies but the last, as templates of reasoning models do."""
+
+ALTERNATING = (
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ message['content'] + '<|im_end|>' }}{% endfor %}"
+)
+
+
+def tokenizer(template: str | None = PLAIN) -> Any:
+    """A tokenizer whose tokens are bytes, with this chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([BEGINNING, START, END])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=BEGINNING, eos_token=END, pad_token=END, chat_template=template, clean_up_tokenization_spaces=False
+    )

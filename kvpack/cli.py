@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from kvpack import KvpackError, RoundedWarning, __version__, backends
 
-from .commands import bench, cache, calibrate, convert, demo, dense, exchange, generate, inspect, recipes, store, tune, verify
+from .commands import bench, cache, calibrate, convert, demo, dense, doctor, exchange, generate, inspect, recipes, store, tune, verify
 from .output import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-COMMANDS = (cache, generate, inspect, verify, convert, dense, exchange, recipes, demo, bench, calibrate, tune, store)
+COMMANDS = (cache, generate, inspect, verify, convert, dense, exchange, recipes, doctor, demo, bench, calibrate, tune, store)
 """The commands in the order of the help text; each module has ``add``."""
 SYSTEM_REFUSED = 3
 INTERRUPTED = 130

@@ -184,7 +184,9 @@ class Chat:
         cache = self._cache
         if cache is None and self._store is not None:
             _, cache = self._store.load(ids[:-1], device=execution_device(self.model))
-        with KvpackCache(self.model, self._recipe if cache is None else cache, prompt=ids) as past:
+        # A store takes the tokens that layers with sliding windows would drop.
+        kept = self._store is not None
+        with KvpackCache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
             prompt = torch.tensor([ids], device=execution_device(self.model))
             given = {"attention_mask": torch.ones_like(prompt), **cache_names.over(self.model, past), **options}

@@ -133,7 +133,7 @@ cpu-sanitize: $(INSTALLED)
 		$(PIP) install --quiet --no-deps --no-build-isolation --target build/sanitized .
 	export LD_PRELOAD="$(CHECKERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized OMP_NUM_THREADS=1; \
 	$(BIN)/python -P -c "from kvpack.kernels.cpu import library as l; assert 'sanitized' in l.library()._name" && \
-	$(BIN)/python -P -m pytest --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/pages/test_page_codec.py \
+	$(BIN)/python -P -m pytest --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \
 		-k "no_word or any_call or any_side or any_group or any_codec or any_chunks or streams_of_formats or any_number_of_bytes or flags_that or thousand or kind_of_float or any_strides or any_bytes or flipped_bit or counts_of or runs_of"
 
 # pip first, for --group (25.1), and setuptools: the package is then built without a second, unpinned download of it.

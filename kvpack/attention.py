@@ -16,7 +16,7 @@ from .cache.arguments import check_number, integer
 from .cache.layer import Layer
 from .cache.tiled_attention import attend_chunk
 from .coding import dispatch
-from .coding.modes import without_autocast
+from .runtime.modes import without_autocast
 
 if TYPE_CHECKING:
     from types import ModuleType

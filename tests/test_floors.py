@@ -16,6 +16,7 @@ PARTS = {"formats": "kvpack.formats", "kernels": "kvpack.kernels", "kvpack": "kv
 
 FLOORS = (
     ("formats",),
+    ("runtime",),
     ("cache_names", "errors", "file", "hub"),
     ("kernels",),
     ("coding",),
@@ -33,7 +34,7 @@ FLOORS = (
 )
 """The modules and packages below ``kvpack``, from the ground up."""
 
-ALONE = {"file": {"formats"}, "kernels": {"formats"}}
+ALONE = {"runtime": {"formats"}, "file": {"formats", "runtime"}, "kernels": {"formats", "runtime"}}
 """Those that know fewer than all below them."""
 
 KERNEL_FLOORS = ("triton_insides", "words", "tables", "loaders", "codecs", "attend")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy
 import torch
 
+from kvpack.runtime.threads import checked_threads
+
 from . import library, sides
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ def attend(
         structs[number] = library.Span(span.start, span.stop, k_side, v_side, *pointers)
     sinks = None if sink_logits is None else sink_logits.detach().to("cpu", torch.float32).contiguous()
     work = batch * k.heads * rows * max(0, end - begin) * (k.codec.dim + v_dim)
-    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + work // FEWEST_VALUES)
+    threads = min(checked_threads(threads, torch.get_num_threads()), 1 + work // FEWEST_VALUES)
     call = library.Attend(
         batch, k.heads, rows, q_len, v_dim, visible.ctypes.data, None if sinks is None else sinks.data_ptr(), softcap or 0.0,
         structs, len(found), threads, level,

@@ -19,9 +19,10 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
+from kvpack.runtime.memory import empty
+from kvpack.runtime.threads import checked_threads
 
 from . import codecs, library, rotations
-from .memory import empty
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -73,7 +74,7 @@ def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int
     batch, heads, tokens, _ = x.shape
     layouts = codec.layout(batch, heads, tokens)
     streams = {name: empty(layout.shape, _STORED[layout.dtype], x.device) for name, layout in layouts.items()}
-    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES)
+    threads = min(checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES)
     call, names, _kept = call_of(codec, (batch, heads, tokens), x.dtype)
     call.x = _stream(x)
     call.streams = (library.Stream * len(names))(*(_stream(streams[name]) for name in names))

@@ -7,18 +7,14 @@ every Python. It starts threads for one call at a time (``threads.h``), and for 
 from __future__ import annotations
 
 import ctypes
-import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.runtime.reader import Read, declare
 
 INTERFACE = 24
 """The number of interface.h that the structures below mirror."""
-
-THREADS = "KVPACK_THREADS"
-"""The environment variable with the number of threads of a call."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
 FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless")
@@ -153,10 +149,6 @@ class Split(Structure):
     )
 
 
-class Read(Structure):
-    _fields_ = (("offset", c_int64), ("bytes", c_int64), ("data", c_void_p), ("ended", c_int64), ("failed", c_int64))
-
-
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None where it was not built, or from other sources than these."""
@@ -182,11 +174,7 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
         found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
         found.kvpack_rans_encode.restype, found.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)
-        found.kvpack_reader_start.restype = c_void_p
-        found.kvpack_reader_start.argtypes = c_int, POINTER(Read), c_int64, c_int64, c_int64
-        found.kvpack_reader_allow.restype, found.kvpack_reader_allow.argtypes = None, (c_void_p, c_int64)
-        found.kvpack_reader_wait.restype, found.kvpack_reader_wait.argtypes = c_int64, (c_void_p, c_int64, c_int64)
-        found.kvpack_reader_stop.restype, found.kvpack_reader_stop.argtypes = None, (c_void_p,)
+        declare(found)
         return found
     return None
 
@@ -199,15 +187,3 @@ def levels() -> tuple[str, ...]:
     while found is not None and (name := found.kvpack_level_name(len(names))) is not None:
         names.append(name.decode())
     return tuple(names)
-
-
-def checked_threads(threads: int | None, default: int) -> int:
-    """The threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for a number below 1."""
-    if threads is not None:
-        return threads
-    text = os.environ.get(THREADS, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
-        raise InvalidParameter(f"the environment variable {THREADS} is {text!r}, expected an integer from 1 to 9999")
-    return int(text)

@@ -9,6 +9,7 @@ import torch
 
 from kvpack.formats.channel_scale import ChannelScale, factors
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.runtime.threads import checked_threads
 
 from . import library, rotations, sides
 
@@ -45,7 +46,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     assert parts is not None
     batch, heads = out.shape[:2]
     most = 1 + out.numel() // FEWEST_VALUES
-    threads = min(library.checked_threads(threads, torch.get_num_threads()), most)
+    threads = min(checked_threads(threads, torch.get_num_threads()), most)
     compiled = library.library()
     assert compiled is not None
     for part in parts:

@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvpack
 from kvpack.attention import cpu_kernels
 from kvpack.coding.encoding import rounding_is_shown
-from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.sizes import check_size
+from kvpack.runtime.modes import one_thread
 
 from . import attend_load
 from .dense import by_products

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 import kvpack
 from kvpack import cache_names
 from kvpack.coding.encoding import rounding_is_shown
-from kvpack.coding.modes import one_thread
 from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder, transformers_library
+from kvpack.runtime.modes import one_thread
 
 from . import dense, io_device
 from .process_time import interleaved

@@ -21,9 +21,9 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.coding.modes import one_thread
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import transformers_library
+from kvpack.runtime.modes import one_thread
 
 from .process_time import interleaved
 from .serve_cpu import ROUNDS, STEPS, room, step_rows, with_plain_attention

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
-from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import RawPositions
+from kvpack.runtime.modes import own_modes
 
 from .pages import Page
 from .side import Side, packed_side

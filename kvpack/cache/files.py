@@ -11,7 +11,6 @@ import torch
 
 from kvpack.coding.basis_sources import find, located
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
@@ -20,6 +19,7 @@ from kvpack.formats.arguments import check_callback, check_flag
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.klt import Klt
 from kvpack.formats.transform import Transform
+from kvpack.runtime.modes import own_modes
 
 from .arguments import checked_device, integer
 from .bus import StreamBus

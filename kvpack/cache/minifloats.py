@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.modes import own_modes
 from kvpack.formats.columns import default_fields
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite
 from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
+from kvpack.runtime.modes import own_modes
 
 from .pages import Page
 from .side import Side

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from kvpack.coding.encoding import RAW_NAMES
-from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
@@ -29,7 +28,8 @@ from kvpack.formats.errors import (
     OutOfBounds,
 )
 from kvpack.formats.raw_positions import RawPositions, norms_of
-from kvpack.kernels.cpu.memory import together
+from kvpack.runtime.memory import together
+from kvpack.runtime.modes import own_modes
 
 from .arguments import integer
 from .cache import Cache

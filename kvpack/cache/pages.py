@@ -16,9 +16,9 @@ import numpy
 import torch
 
 from kvpack.coding.dispatch import decode, decode_frame
-from kvpack.coding.modes import own_modes
 from kvpack.formats.batch import rows_of, select
 from kvpack.formats.errors import OutOfBounds
+from kvpack.runtime.modes import own_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -17,12 +17,12 @@ import torch
 from kvpack.coding.blocks import caches_of, for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
-from kvpack.coding.modes import own_modes
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import norms_of
-from kvpack.kernels.cpu.memory import empty
+from kvpack.runtime.memory import empty
+from kvpack.runtime.modes import own_modes
 
 from .arguments import check_floating, checked_device, integer
 from .pages import Page, Pages

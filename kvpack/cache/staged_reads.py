@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.file.parallel import in_parallel, usable_cores
-from kvpack.kernels.cpu import reader
+from kvpack.kernels.cpu.library import library
+from kvpack.runtime.reader import Reader
+from kvpack.runtime.threads import in_parallel, usable_cores
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Generator, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
@@ -67,13 +69,15 @@ def staged(
 
     Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked, nor digests that the device checks.
     """
-    if copies and all(copy.span for copy in copies) and file.descriptor is not None and reader.available():
+    if copies and all(copy.span for copy in copies) and file.descriptor is not None and (compiled := library()) is not None:
         with contextlib.suppress(MemoryError):
-            return _read_by_library(copies, file, bus, staging_bytes)
+            return _read_by_library(compiled, copies, file, bus, staging_bytes)
     return _read_in_threads(copies, file, bus, staging_bytes, ruled, chunked)
 
 
-def _read_by_library(copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int) -> Generator[torch.Tensor, None, None]:
+def _read_by_library(
+    compiled: ctypes.CDLL, copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int
+) -> Generator[torch.Tensor, None, None]:
     """``staged`` for copies with spans of an open file. Raises MemoryError at once where no thread can be started."""
     largest = max(copy.end - copy.begin for copy in copies)
     slots = min(len(copies), max(2, min(_SLOTS, staging_bytes // largest)))
@@ -89,7 +93,7 @@ def _read_by_library(copies: Sequence[Copy], file: File, bus: Bus, staging_bytes
     descriptor = file.descriptor
     assert descriptor is not None
     threads = min(usable_cores(), _READERS, sum(-(-size // PIECE_BYTES) for _, size, _ in reads))
-    running = reader.Reader(descriptor, reads, memory, PIECE_BYTES, threads)
+    running = Reader(compiled, descriptor, reads, memory, PIECE_BYTES, threads)
     running.allow(slots)
 
     def copied() -> Generator[torch.Tensor, None, None]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.modes import own_modes
 from kvpack.file.streamed import PIECE_BYTES, WRITES_AT_ONCE, Piece, write_pieces
+from kvpack.runtime.modes import own_modes
 
 from .stored import stored_streams
 

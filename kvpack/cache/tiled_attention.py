@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvpack.coding.blocks import for_each_block
-from kvpack.coding.modes import own_modes
 from kvpack.formats.products import plain_product
+from kvpack.runtime.modes import own_modes
 
 from .side import sequences_at_once, tokens_at_once
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .modes import own_modes
+from kvpack.runtime.modes import own_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

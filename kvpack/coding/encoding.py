@@ -16,11 +16,11 @@ from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import VALUES, RawPositions, norms_of
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.cpu.memory import empty
+from kvpack.runtime.memory import empty
+from kvpack.runtime.modes import own_modes
 
 from . import dispatch
 from .blocks import caches_of, for_each_block
-from .modes import own_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

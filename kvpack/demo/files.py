@@ -26,11 +26,11 @@ from torch.nn import functional
 import kvpack
 from kvpack import cache_names
 from kvpack.coding.encoding import rounding_is_shown
-from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import WriteFailed
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import bytes_text, print_table, printable
+from kvpack.runtime.modes import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

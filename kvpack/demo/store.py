@@ -15,10 +15,10 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.coding.modes import one_thread
 from kvpack.coding.recipes import parse_recipe
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import print_table
+from kvpack.runtime.modes import one_thread
 
 from .files import PROMPT_BYTES
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from kvpack.formats.errors import InvalidShape
+from kvpack.runtime.threads import in_parallel
 
 from .atomic import replace_file
 from .header import Header, TensorEntry, layout_bytes
 from .json_header import make_front, undigested_front
-from .parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

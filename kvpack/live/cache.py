@@ -17,11 +17,11 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.rows import check_rows, row_numbers
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
-from kvpack.coding.modes import own_modes
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import check_flag, check_mapping, shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, OutOfBounds
+from kvpack.runtime.modes import own_modes
 
 from . import operators
 from .layer import LiveLayer

@@ -12,9 +12,9 @@ from kvpack.attention import attend
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import check_tensor
 from kvpack.coding.encoding import check_finite
-from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions, norms_of
+from kvpack.runtime.modes import own_modes
 
 from .side import LiveSide
 

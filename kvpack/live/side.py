@@ -11,7 +11,7 @@ import torch
 from kvpack.cache.pages import Page, Pages
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
-from kvpack.coding.modes import own_modes
+from kvpack.runtime.modes import own_modes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,8 +8,8 @@ import torch
 
 from kvpack.cache.layer import Layer
 from kvpack.coding import dispatch
-from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import OutOfBounds
+from kvpack.runtime.modes import own_modes
 
 if TYPE_CHECKING:
     from kvpack.kernels.attend.growing import Append, GrowingCall

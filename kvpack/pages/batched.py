@@ -14,11 +14,11 @@ import torch
 from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
-from kvpack.coding.modes import writing
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, in_slots, norms_of, put_slots
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.runtime.modes import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

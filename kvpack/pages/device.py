@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.coding.modes import own_modes, writing
 from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, front_of
 from kvpack.formats.errors import DigestMismatch, KvpackError
+from kvpack.runtime.modes import own_modes, writing
 
 from . import batched
 from .buffer import PageBuffer

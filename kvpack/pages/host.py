@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvpack.coding.blocks import in_this_thread
-from kvpack.coding.modes import own_modes
-from kvpack.coding.pools import OwnThreads
 from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_same, front_of, write_checksum
 from kvpack.formats.errors import KvpackError
+from kvpack.runtime.modes import own_modes
+from kvpack.runtime.threads import OwnThreads
 
 from .lanes import Lane, check_values
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvpack.file.parallel import in_parallel, usable_cores
 from kvpack.formats.errors import InvalidParameter
+from kvpack.runtime.threads import in_parallel, usable_cores
 
 from .described import FILES, json_text
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .locks import Lock
+from kvpack.runtime.locks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
+from kvpack.runtime.mapping import map_file
 
 from .backend import OneTier, Stored
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .folder import Folder
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .fronts import kind_of
-from .mapping import map_file
 from .pins import Pins
 from .reading import read_beginning, read_whole
 from .sizes import Sizes

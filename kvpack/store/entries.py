@@ -11,8 +11,8 @@ import xxhash
 from kvpack.file import container
 from kvpack.file.header import DIGEST_BYTES
 from kvpack.file.json_header import TENSOR_ALIGNMENT
-from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, LimitExceeded
+from kvpack.runtime.threads import in_parallel
 
 from .backend import MAX_ENTRY_BYTES
 from .keys import ID_BYTES, KEY_BYTES, MAX_INPUT_BYTES

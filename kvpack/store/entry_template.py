@@ -21,10 +21,10 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.coding.modes import own_modes
 from kvpack.file.header_tensor import pack_header
 from kvpack.file.json_header import DIGEST_PLACE
 from kvpack.formats.base import DTYPE_BYTES
+from kvpack.runtime.modes import own_modes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kvpack.runtime.locks import Lock
+
 from .backend import OneTier, Stored
-from .locks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

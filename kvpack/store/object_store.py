@@ -14,14 +14,14 @@ import time
 from random import randrange
 from typing import TYPE_CHECKING, Any
 
-from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import LimitExceeded
+from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import in_parallel
 
 from .backend import OneTier, Stored
 from .breaker import Breaker, Guard
 from .forms import PLAIN, Kind
 from .keys import KEY_BYTES
-from .locks import Lock
 from .objects import SCHEMES, Objects
 from .uses import Uses, eviction_order, order_of, record_name
 

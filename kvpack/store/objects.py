@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
-from kvpack.file.parallel import in_parallel
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage
+from kvpack.runtime.threads import in_parallel
 
 from .forms import FRONT_BYTES, check_size
 

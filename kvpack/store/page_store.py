@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from kvpack.coding.pools import OwnThreads
 from kvpack.coding.recipes import basis_for, parse_recipe
 from kvpack.formats.arguments import items
 from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.codec import PageCodec, key_digest
+from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import OwnThreads
 
 from .catalog import rows_of
 from .counters import Counters
 from .encryption import in_clear
 from .forms import check_size
 from .loading import FAULTS, refuse
-from .locks import Lock
 from .opening import check_identity, opened
 from .options import StoreOptions, check_count
 from .page_keys import page_key

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage
+from kvpack.runtime.locks import Lock
 
 from .backend import MAX_ENTRY_BYTES, OneTier, Stored
 from .breaker import Breaker, Guard
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
-from .locks import Lock
 from .redis_answers import data, data_list, flat, integer, integers, member_list, numbers, scanned, stored
 from .redis_limits import limited
 from .redis_scripts import COLLECT, DELETE, LOOK, PUT, RECOUNT, SIZE, USE

@@ -9,9 +9,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvpack.coding.recipes import basis_for, basis_named, parse_recipe
-from kvpack.file.parallel import in_parallel
 from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
+from kvpack.runtime.threads import in_parallel
 
 from .bases import StoredBasis
 from .counters import Counters

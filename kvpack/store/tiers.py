@@ -11,8 +11,9 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from kvpack.runtime.locks import Lock
+
 from .backend import Found, Stored
-from .locks import Lock
 from .write_back import WriteBack
 
 if TYPE_CHECKING:

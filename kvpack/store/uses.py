@@ -11,8 +11,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from kvpack.runtime.locks import Lock
+
 from .keys import KEY_BYTES
-from .locks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

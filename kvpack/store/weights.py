@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding import dispatch
-from kvpack.file.parallel import Begun, usable_cores
+from kvpack.runtime.threads import Begun, usable_cores
 
 from .described import ALL, json_text, plain, tensor_digest, tensor_text
 

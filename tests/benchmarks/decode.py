@@ -14,11 +14,11 @@ import torch
 import kvpack
 from kvpack.bench.process_time import interleaved
 from kvpack.coding.bases import Basis
-from kvpack.coding.modes import one_thread
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import SCALES_PER_OCTAVE, Frames
 from kvpack.formats.transform import Transform
 from kvpack.output import print_table
+from kvpack.runtime.modes import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

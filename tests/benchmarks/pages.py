@@ -15,8 +15,8 @@ from kvpack.bench.process_time import interleaved
 from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import encode, rounding_is_shown
-from kvpack.coding.modes import one_thread
 from kvpack.evaluation.sizes import check_size
+from kvpack.runtime.modes import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,6 +26,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu import attend as cpu_attend
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
+from kvpack.runtime.threads import THREADS
 
 from caches import random_pairs  # isort: skip
 from random_pages import sides  # isort: skip
@@ -45,7 +46,7 @@ TOLERANCE = 2e-5
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    monkeypatch.delenv(library.THREADS, raising=False)
+    monkeypatch.delenv(THREADS, raising=False)
 
 
 def by_torch(q: torch.Tensor, layer: Layer, **options: Any) -> torch.Tensor:
@@ -181,13 +182,13 @@ def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.Monkey
     one = cpu_attend.attend(q, cache[0], 0.1, True, None, None, None, None, threads=1)
     for threads in (2, 3, 64, 9999):
         assert torch.equal(cpu_attend.attend(q, cache[0], 0.1, True, None, None, None, None, threads=threads), one)
-    monkeypatch.setenv(library.THREADS, "3")
+    monkeypatch.setenv(THREADS, "3")
     assert torch.equal(kvpack.attend(q, cache[0], scale=0.1), one)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "10000", "\u0661"])
 def test_a_number_of_threads_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.THREADS, text)
+    monkeypatch.setenv(THREADS, text)
     with pytest.raises(InvalidParameter, match=r"KVPACK_THREADS is .*expected an integer from 1 to 9999"):
         kvpack.attend(torch.zeros(1, 2, 1, 64), kvpack.pack(random_pairs(1, 40), "kivi-2")[0])
 

@@ -17,6 +17,7 @@ from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
+from kvpack.runtime.threads import THREADS
 
 from side_car_recipes import RECIPES, relative_error  # isort: skip
 from strategies import CASES, CONTENTS, DIMS, contents, create, poisoned  # isort: skip
@@ -76,7 +77,7 @@ CLOSE = [
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    monkeypatch.delenv(library.THREADS, raising=False)
+    monkeypatch.delenv(THREADS, raising=False)
 
 
 @given(data=st.data())

@@ -21,6 +21,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import unpack as cpu_unpack
+from kvpack.runtime.threads import THREADS
 
 from caches import random_pairs  # isort: skip
 from random_pages import sides  # isort: skip
@@ -36,7 +37,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    monkeypatch.delenv(library.THREADS, raising=False)
+    monkeypatch.delenv(THREADS, raising=False)
 
 
 def by_c(side: Side, dtype: torch.dtype, threads: int | None = None, level: int = 0) -> torch.Tensor:

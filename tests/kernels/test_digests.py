@@ -26,7 +26,6 @@ from kvpack.cache.bus import HostBus
 from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
 from kvpack.file import container, payload
-from kvpack.kernels.cpu import reader
 from kvpack.kernels.words import digests
 
 from caches import random_pairs  # isort: skip
@@ -135,8 +134,8 @@ def reads_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["threads in C", "Python's threads"])
 def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "Python's threads":
-        monkeypatch.setattr(reader, "available", lambda: False)
-    elif not reader.available():
+        monkeypatch.setattr(staged_reads, "library", lambda: None)
+    elif staged_reads.library() is None:
         pytest.skip("the C library was not built")
 
 

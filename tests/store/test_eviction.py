@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpack.store import directory, eviction, locks
+from kvpack.runtime import locks
+from kvpack.store import directory, eviction
 
 from caches import dense  # isort: skip
 from store_caches import CHUNK, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip

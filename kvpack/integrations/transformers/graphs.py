@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils import ModelOutput
 
 from kvpack.cache_names import NAMES, cache_in
-from kvpack.coding.modes import own_modes
 from kvpack.formats.errors import KvpackWarning
+from kvpack.runtime.modes import own_modes
 
 from . import masks
 from .changes import adapters_in_effect

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpack
-from kvpack.coding.modes import flushes_subnormals, own_modes, without_autocast
 from kvpack.formats.quaternion import _search
+from kvpack.runtime.modes import flushes_subnormals, own_modes, without_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

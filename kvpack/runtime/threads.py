@@ -1,4 +1,4 @@
-"""Concurrent calls in threads whose start nobody waits for.
+"""How many threads a call has, threads that are kept from call to call, and concurrent calls in threads whose start nobody waits for.
 
 ``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the
 thread runs. Here a call that no thread has begun is made by the thread that asks for its result.
@@ -9,15 +9,21 @@ from __future__ import annotations
 import _thread
 import os
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+THREADS = "KVPACK_THREADS"
+"""The environment variable with the number of threads of a call."""
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
@@ -138,3 +144,35 @@ def _help(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
 def usable_cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def checked_threads(threads: int | None, default: int) -> int:
+    """The threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for a number below 1."""
+    if threads is not None:
+        return threads
+    text = os.environ.get(THREADS, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
+        raise InvalidParameter(f"the environment variable {THREADS} is {text!r}, expected an integer from 1 to 9999")
+    return int(text)
+
+
+class OwnThreads:
+    """``count`` threads called ``name``, which begin when they are first asked for; a forked child begins its own."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._pools: dict[int, ThreadPoolExecutor] = {}
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """Those of this process: of the parent's threads none runs in a child, which would wait for them forever."""
+        found = self._pools.get(os.getpid())
+        # An executor that two threads make at once, and one keeps, has begun no thread.
+        return found or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
+
+    def close(self) -> None:
+        """Wait for what they do, and end them; ``pool`` begins others."""
+        if (pool := self._pools.pop(os.getpid(), None)) is not None:
+            pool.shutdown()

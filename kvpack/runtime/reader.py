@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import POINTER, Structure, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING, Self
-
-from . import library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MILLISECONDS = 100
 """The longest wait without a look for signals, whose handlers Python calls between two waits."""
+
+
+class Read(Structure):
+    _fields_ = (("offset", c_int64), ("bytes", c_int64), ("data", c_void_p), ("ended", c_int64), ("failed", c_int64))
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Declare the reader's functions of the compiled library."""
+    library.kvpack_reader_start.restype = c_void_p
+    library.kvpack_reader_start.argtypes = c_int, POINTER(Read), c_int64, c_int64, c_int64
+    library.kvpack_reader_allow.restype, library.kvpack_reader_allow.argtypes = None, (c_void_p, c_int64)
+    library.kvpack_reader_wait.restype, library.kvpack_reader_wait.argtypes = c_int64, (c_void_p, c_int64, c_int64)
+    library.kvpack_reader_stop.restype, library.kvpack_reader_stop.argtypes = None, (c_void_p,)
 
 
 class Reader:
@@ -20,12 +33,12 @@ class Reader:
     is read and ``memory``, which holds the addresses and is kept, written. Raises MemoryError where no thread can be started.
     """
 
-    def __init__(self, descriptor: int, reads: Sequence[tuple[int, int, int]], memory: object, piece_bytes: int, threads: int) -> None:
-        compiled = library.library()
-        assert compiled is not None
-        self._library, self._reader, self._memory = compiled, None, memory
-        self._reads = (library.Read * len(reads))(*(library.Read(*read) for read in reads))
-        self._reader = compiled.kvpack_reader_start(descriptor, self._reads, len(reads), piece_bytes, threads)
+    def __init__(
+        self, library: ctypes.CDLL, descriptor: int, reads: Sequence[tuple[int, int, int]], memory: object, piece_bytes: int, threads: int
+    ) -> None:
+        self._library, self._reader, self._memory = library, None, memory
+        self._reads = (Read * len(reads))(*(Read(*read) for read in reads))
+        self._reader = library.kvpack_reader_start(descriptor, self._reads, len(reads), piece_bytes, threads)
         if not self._reader:
             raise MemoryError("no thread could be started")
 
@@ -51,8 +64,3 @@ class Reader:
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed
-
-
-def available() -> bool:
-    """Whether the library is there."""
-    return library.library() is not None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpack.file import parallel
-from kvpack.file.parallel import Begun, in_parallel
+from kvpack.runtime import threads
+from kvpack.runtime.threads import Begun, in_parallel
 
 
 def test_results_are_in_order_and_calls_at_once() -> None:
@@ -44,7 +44,7 @@ def _none(*_: Any) -> int:
 
 @pytest.mark.parametrize("start", [_none, lambda *_: 0], ids=["no thread starts", "threads end before they begin"])
 def test_without_threads_the_caller_does_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel._thread, "start_new_thread", start)
+    monkeypatch.setattr(threads._thread, "start_new_thread", start)
     assert list(in_parallel(lambda n: n * n, range(9), 4)) == [n * n for n in range(9)]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.kernels.cpu import memory
+from kvpack.runtime import memory
 
 from caches import random_pairs  # isort: skip
 

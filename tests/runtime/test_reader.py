@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy
 import pytest
 
-from kvpack.kernels.cpu import reader
-from kvpack.kernels.cpu.reader import Reader
+from kvpack.kernels.cpu.library import library
+from kvpack.runtime.reader import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.skipif(not reader.available(), reason="the C library was not built")
+pytestmark = pytest.mark.skipif(library() is None, reason="the C library was not built")
 
 SIZE = 300_000
 
@@ -50,7 +50,7 @@ def test_reads_of_any_number_of_bytes(nbytes: int, count: int, piece: int, data:
     starts = [(7919 * number) % (SIZE - nbytes) for number in range(count)]
     memory = numpy.zeros((count, nbytes), numpy.uint8)
     reads = [(start, nbytes, row.ctypes.data) for start, row in zip(starts, memory, strict=True)]
-    with Reader(descriptor, reads, memory, piece, 4) as running:
+    with Reader(library(), descriptor, reads, memory, piece, 4) as running:
         for number in range(count):
             running.allow(number + 1)
             assert running.wait(number)
@@ -60,7 +60,7 @@ def test_reads_of_any_number_of_bytes(nbytes: int, count: int, piece: int, data:
 
 def test_nothing_is_read_before_it_is_allowed(data: bytes, descriptor: int) -> None:
     memory = numpy.full((40, 1000), 7, numpy.uint8)
-    with Reader(descriptor, [(0, 1000, row.ctypes.data) for row in memory], memory, 300, 8) as running:
+    with Reader(library(), descriptor, [(0, 1000, row.ctypes.data) for row in memory], memory, 300, 8) as running:
         running.allow(10)
         # Fewer than before are none less.
         running.allow(3)
@@ -76,12 +76,12 @@ def test_reads_that_fail_are_told_and_the_others_are_made(data: bytes, descripto
     reads = [(start, 1000, row.ctypes.data) for start, row in zip(starts, memory, strict=True)]
     # An address that no process has.
     reads[4] = (2000, 1000, 8)
-    with Reader(descriptor, reads, memory, 200, 3) as running:
+    with Reader(library(), descriptor, reads, memory, 200, 3) as running:
         running.allow(6)
         assert [running.wait(number) for number in range(6)] == [True, False, True, False, False, True]
     assert memory[5].tobytes() == data[3000:4000]
     folder = os.open(".", os.O_RDONLY)
-    with Reader(folder, reads[:1], memory, 1000, 1) as running:
+    with Reader(library(), folder, reads[:1], memory, 1000, 1) as running:
         running.allow(1)
         assert not running.wait(0)
     os.close(folder)
@@ -90,7 +90,7 @@ def test_reads_that_fail_are_told_and_the_others_are_made(data: bytes, descripto
 def test_a_reader_that_nobody_waits_for_ends(descriptor: int) -> None:
     before, memory = threads(), numpy.zeros(SIZE, numpy.uint8)
     for _ in range(20):
-        running = Reader(descriptor, [(0, SIZE, memory.ctypes.data)] * 30, memory, 4096, 8)
+        running = Reader(library(), descriptor, [(0, SIZE, memory.ctypes.data)] * 30, memory, 4096, 8)
         running.allow(15)
         del running
     assert threads() == before
@@ -98,7 +98,7 @@ def test_a_reader_that_nobody_waits_for_ends(descriptor: int) -> None:
 
 def test_no_threads_at_all(descriptor: int) -> None:
     with pytest.raises(MemoryError, match="no thread"):
-        Reader(descriptor, [], None, 4096, 0)
+        Reader(library(), descriptor, [], None, 4096, 0)
 
 
 def test_a_signal_ends_a_wait(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_signal_ends_a_wait(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
     descriptor, own = os.open(tmp_path / "a", os.O_RDONLY), signal.signal(signal.SIGALRM, interrupt)
     try:
-        with Reader(descriptor, [(0, 10, memory.ctypes.data)], memory, 4096, 4) as running:
+        with Reader(library(), descriptor, [(0, 10, memory.ctypes.data)], memory, 4096, 4) as running:
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             with pytest.raises(KeyboardInterrupt):
                 # It was never allowed.

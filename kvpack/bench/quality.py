@@ -84,7 +84,9 @@ class Settings:
     ``tokens`` of a window, of which the last ``score`` are scored, at most ``step`` at once; ``windows`` of the text; ``needles`` are
     prompts of each length; ``twin`` is the factor of the outlier-heavy twin and ``offset`` that of keys with a constant per channel, None
     for the model as it is; ``generated`` tokens follow a prompt, None for none. ``device`` is "cpu", in float32, or "cuda", in bfloat16.
-    With ``peers``, transformers' own quantized caches are measured in the windows of the text, too.
+    With ``peers``, transformers' own quantized caches are measured in the windows of the text, too. ``inserted`` is the text of one token,
+    such as "<|endoftext|>", that replaces the middle token of the packed part of every window. ``others`` are kvpack's texts that are read
+    besides the first one; the last of them is a long document.
     """
 
     tokens: int | None = None
@@ -98,6 +100,8 @@ class Settings:
     generated: int | None = None
     device: str = "cpu"
     peers: bool = False
+    inserted: str | None = None
+    others: tuple[str, ...] = OTHERS
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,9 @@ def run(
         ids_below = vocabulary(network)
         own = text is None and model is not None
         words = own_text(TEXT, folder, ids_below) if own else read_text(text, folder, ids_below)
-        others = [own_text(name, folder, ids_below) for name in OTHERS] if own else []
+        others = [own_text(name, folder, ids_below) for name in settings.others] if own else []
         name = model_name(str(folder.resolve()))
+    inserted = None if settings.inserted is None else _token_id(words, settings.inserted)
     most = positions(network)
     long = others[-1] if own else words
     sizes = _sizes(settings, words, long, most)
@@ -174,14 +179,23 @@ def run(
         "text": words.name,
         "twin": twin,
         "offset": offset,
+        "inserted": settings.inserted,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
         "precision": _precision(network),
-        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), peers, reference, settings.seed, progress).run(),
+        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), peers, reference, settings.seed, inserted, progress).run(),
     }
     if out is not None:
         _write(report, Path(out))
     return report
+
+
+def _token_id(text: Text, token: str) -> int:
+    """The id of the token with the text ``token``. Raises InvalidParameter if it is not one token."""
+    ids = text.encode(token)
+    if len(ids) != 1:
+        raise InvalidParameter(f"--insert is {token!r}, which the model reads as {len(ids)} tokens: give the text of one token")
+    return ids[0]
 
 
 def _precision(model: Any) -> str:
@@ -241,6 +255,7 @@ class _Measurement:
     peers: Sequence[Peer]
     reference: str | None
     seed: int
+    inserted: int | None
     progress: Progress | None
     done: int = 0
     of_peers: list[list[PeerMeasured]] = field(default_factory=list)
@@ -280,7 +295,10 @@ class _Measurement:
         size = window_ids(part.sizes.tokens, part.text)
         begun = starts(len(part.text.ids), size, part.sizes.windows, self.seed)
         for start in begun:
-            exact = read_exactly(self.model, self._on_device(window(part.text, start, size)), part.sizes.score)
+            ids = window(part.text, start, size)
+            if self.inserted is not None:
+                ids[0, (part.sizes.tokens - part.sizes.score) // 2] = self.inserted
+            exact = read_exactly(self.model, self._on_device(ids), part.sizes.score)
             exact_losses.append(exact.loss)
             forgotten.append(read_forgotten(self.model, exact))
             self._step()

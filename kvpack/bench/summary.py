@@ -252,13 +252,15 @@ def show(report: dict[str, Any]) -> None:
 
 
 def named(report: dict[str, Any]) -> str:
-    """The model of a report, and what was done to its keys."""
+    """The model of a report, and what was done to its keys or to the text."""
     twin, offset = report["twin"], report["offset"]
     name = str(report["model"])
     if twin is not None:
         name += f", its twin with key channels x {twin['factor']:g}"
     if offset is not None:
         name += f", keys moved by {offset['factor']:g} deviations in some channels"
+    if report["inserted"] is not None:
+        name += f", {report['inserted']} in the middle of the packed tokens"
     return name
 
 

@@ -114,6 +114,18 @@ def _add_quality(kinds: Any) -> None:
         help="add a constant to every key in an eighth of the channels, C times the channel's deviation: no score changes by it",
     )
     quality.add_argument(
+        "--insert",
+        metavar="TOKEN",
+        help="put this token, such as '<|endoftext|>', in the middle of the packed part of every window: models rest attention on it",
+    )
+    quality.add_argument(
+        "--calibrated-on",
+        choices=("prose", "code"),
+        default="prose",
+        help="for the default model, the basis that `python -m kvpack.bench.real_model --calibrate-on TEXT` made; with code, code is not "
+        "scored (default: prose)",
+    )
+    quality.add_argument(
         "--peers", action="store_true", help="measure transformers' quantized caches, too, by quanto and HQQ where they are installed"
     )
     quality.add_argument(
@@ -323,14 +335,18 @@ def run_quality(arguments: argparse.Namespace) -> int:
     # Refuses with a message where transformers is missing: the next line imports it.
     transformers_library()
     from kvpack.bench import norm_rules, quality, real_model
+    from kvpack.formats.errors import InvalidParameter
 
     model = None if arguments.model == DEMO else arguments.model or real_model.folder()
     basis = arguments.basis
     if basis is None and arguments.model is None and arguments.twin is None and arguments.offset is None:
-        basis = real_model.basis()
+        basis = real_model.basis(arguments.calibrated_on)
+    elif arguments.calibrated_on != "prose":
+        raise InvalidParameter("--calibrated-on is for the default model as it is: leave out --model, --basis, --twin and --offset")
     settings = quality.Settings(
         arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
-        arguments.offset, arguments.generate, arguments.device, arguments.peers,
+        arguments.offset, arguments.generate, arguments.device, arguments.peers, arguments.insert,
+        tuple(name for name in quality.OTHERS if name != arguments.calibrated_on),
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:
         if arguments.norm_rules:

@@ -19,6 +19,8 @@ from kvpack.integrations.transformers import KvpackCache, attention, mask
 from kvpack.integrations.transformers.models import Model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
 
@@ -163,6 +165,41 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
     seen = dict(_recorder.layers)
     _recorder.layers.clear()
     return Exact(tokens, prefix, pairs, log_probabilities, loss, seen)
+
+
+def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
+    """The share of the attention weight that the ``chosen`` tokens of each layer get, averaged over heads and the newest queries.
+
+    ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, is of these.
+    """
+    known = pairs[0][0].shape[2]
+    cache = uncompressed(model, [(k.clone(), v.clone()) for k, v in pairs])
+    model.set_attn_implementation(_RECORDED)
+    _recorder.layers.clear()
+    with torch.inference_mode():
+        model.base_model(tokens[:, known:], **cache_names.over(model, cache))
+        shares = []
+        for number, raw in enumerate(chosen):
+            seen = _recorder.layers[number]
+            weights = _weights(seen, cache.layers[number].keys)
+            shares.append(float(weights[..., : len(raw)][..., raw].sum(-1).mean()))
+    _recorder.layers.clear()
+    return shares
+
+
+def _weights(seen: Seen, keys: torch.Tensor) -> torch.Tensor:
+    """The attention weights ``[1, q_head, query, token]`` of the queries over ``keys``, of which they are the newest tokens."""
+    query = seen.query.to(torch.float32)
+    keys = keys.to(torch.float32).repeat_interleave(query.shape[1] // keys.shape[1], 1)
+    scale = seen.options["scale"]
+    scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    softcap, window = seen.options["softcap"], seen.options["sliding_window"]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    key = torch.arange(keys.shape[2], device=keys.device)
+    after = key[-query.shape[2] :, None] - key
+    hidden = (after < 0) if window is None else (after < 0) | (after >= window)
+    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
 def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:

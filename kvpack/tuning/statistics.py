@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kvpack import cache_names
 from kvpack.cache import tensor_files
+from kvpack.evaluation.windows import attention_shares
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.raw_positions import RawPositions, norms_of
@@ -39,7 +40,8 @@ counted."""
 SAMPLED_OF_FRAMES = 8
 """One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""
 
-_FORMAT = "kvpack calibration by counted tokens"
+_FORMAT = "kvpack calibration with attention shares"
+_SUMS = ("counts", "sums", "products", "costs", "shares")
 
 _MAX_HEADER_BYTES = 2**26
 """The most bytes of a header: there are samples of every window, layer and side."""
@@ -65,7 +67,8 @@ class Statistics:
 
     ``counts``, float64 ``[]``, are the tokens that were counted. ``sums`` float64 ``[kv_head, dim]`` and ``products``
     ``[kv_head, dim, dim]`` are of keys or values, ``costs`` ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32
-    ``[kv_head, token, dim]`` per window.
+    ``[kv_head, token, dim]`` per window. ``shares``, float64 ``[]`` by layer ("3"), are sums over windows of the attention weight of the
+    tokens that were not counted.
     """
 
     of: str
@@ -75,6 +78,7 @@ class Statistics:
     products: dict[str, torch.Tensor] = field(default_factory=dict)
     costs: dict[str, torch.Tensor] = field(default_factory=dict)
     samples: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    shares: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
         """Count a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer, ``sampled`` of them kept.
@@ -83,6 +87,8 @@ class Statistics:
         """
         generator = torch.Generator().manual_seed(seed)
         gradients = list(_gradients(model, tokens, pairs, generator))
+        for number, share in enumerate(attention_shares(model, tokens, pairs, [~_counted(k) for k, _ in pairs])):
+            _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64))
         count = pairs[0][0].shape[2]
         _check_gradients(gradients, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device="cpu")
@@ -111,7 +117,7 @@ class Statistics:
     def write(self, path: str) -> None:
         """Replace the file ``path`` by these statistics. Raises WriteFailed."""
         tensors = {f"samples.{name}.{n}": one for name, parts in self.samples.items() for n, one in enumerate(parts)}
-        for kind in ("counts", "sums", "products", "costs"):
+        for kind in _SUMS:
             tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}
         metadata = {"format": _FORMAT, "of": self.of, "windows": str(self.windows)}
         write_file(path, [memoryview(save(tensors, metadata))])
@@ -136,7 +142,7 @@ class Statistics:
             kind, _, name = key.partition(".")
             if kind == "samples":
                 found.samples.setdefault(name.rpartition(".")[0], []).append(tensor)
-            elif kind in ("counts", "sums", "products", "costs"):
+            elif kind in _SUMS:
                 getattr(found, kind)[name] = tensor
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -577,8 +578,23 @@ def cluttered(spread: float) -> Any:
         for number, (x, y) in enumerate(values.tolist())
     ]
     settings = {"windows": 3, "score": 10, "tokens": 100}
-    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None, "peers": []}
+    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None, "inserted": "<s>", "peers": []}
     return {**kind, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
+
+
+def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    read, exactly = [], quality.read_exactly
+    monkeypatch.setattr(quality, "read_exactly", lambda model, tokens, score: read.append(tokens) or exactly(model, tokens, score))
+    sizes = quality.Settings(tokens=64, score=16, windows=2, needles=0)
+    for settings in (sizes, replace(sizes, inserted="\x01")):
+        report = quality.run(None, None, ["kv=scalar:b=2"], settings)
+    quality.show(report)
+    assert "\x01 in the middle of the packed tokens" in capsys.readouterr().out
+    for before, after in zip(read[:2], read[2:], strict=True):
+        assert (before != after).nonzero().tolist() == [[0, 24]]
+        assert after[0, 24] == 1
+    with pytest.raises(InvalidParameter, match="--insert is 'ab', which the model reads as 2 tokens: give the text of one token"):
+        quality.run(None, None, ["fp8"], replace(sizes, inserted="ab"))
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 3.0], ids=["one line", "narrow", "wide"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpack import cli
-from kvpack.bench import real_model
+from kvpack.bench import quality, real_model
 from kvpack.errors import InvalidParameter, KvpackError, MissingFile
 
 
@@ -56,6 +56,46 @@ def test_the_basis_is_made_beside_the_model_once(cache: Path, monkeypatch: pytes
     assert real_model.basis() == str(cache / "calibrated.kvbasis")
     real_model.calibrate()
     assert len(calls) == 1
+
+
+def test_a_basis_of_code_is_asked_for_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
+    cache.mkdir(parents=True)
+    (cache / "config.json").write_text("{}")
+    assert cli.main(["bench", "quality", "--calibrated-on", "code"]) == 3
+    assert "make it with: python -m kvpack.bench.real_model --calibrate-on code" in capsys.readouterr().err
+    assert real_model.main(["--calibrate-on", "code"]) == 0
+    ((*words,),) = calls
+    assert words[words.index("--text") + 1].endswith("texts/code.txt")
+    assert words[words.index("--out") + 1] == str(cache / "calibrated-on-code.kvbasis")
+    (cache / "calibrated-on-code.kvbasis").touch()
+    assert real_model.basis("code") == str(cache / "calibrated-on-code.kvbasis")
+    assert real_model.basis() is None
+    seen: list[Any] = []
+
+    def run(model: object, text: object, recipes: object, settings: quality.Settings, **given: object) -> None:
+        seen.append((settings.others, given["basis"]))
+        raise InvalidParameter("seen")
+
+    monkeypatch.setattr(quality, "run", run)
+    # What calibrates is never scored.
+    assert cli.main(["bench", "quality", "--calibrated-on", "code"]) == 2
+    assert seen == [(("long",), str(cache / "calibrated-on-code.kvbasis"))]
+
+
+@pytest.mark.parametrize("other", ["--model demo", "--twin 30", "--offset 5", "--basis x.kvbasis"])
+def test_a_basis_of_code_is_of_the_default_model(cache: Path, capsys: pytest.CaptureFixture[str], other: str) -> None:
+    cache.mkdir(parents=True)
+    (cache / "config.json").write_text("{}")
+    assert cli.main(["bench", "quality", "--calibrated-on", "code", *other.split()]) == 2
+    assert "--calibrated-on is for the default model as it is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["code"], ["--calibrate-on"], ["--calibrate-on", "poems"]], ids=" ".join)
+def test_other_words_show_what_is_expected(cache: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert real_model.main(words) == 2
+    assert "[--calibrate-on {prose,code}]" in capsys.readouterr().err
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

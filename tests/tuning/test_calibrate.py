@@ -16,6 +16,7 @@ from kvpack import cli
 from kvpack.bench import quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
+from kvpack.evaluation import windows
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.tuning import basis_fit, calibrate, frames_fit, rope, statistics
 from kvpack.tuning.statistics import Statistics
@@ -104,6 +105,29 @@ def test_frames_describe_keys_before_rope(basis: Path) -> None:
         assert frames.tables.frequencies[:, 0].min() >= 1
     steps = [found.step(bits) for bits in (0.5, 1.0, 2.0)]
     assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 8, "attn_logit_softcapping": 0.5}], ids=["llama", "gemma2"])
+def test_shares_are_those_of_the_attention_weights(settings: dict[str, Any]) -> None:
+    model = model_of("Gemma-2", **settings) if settings else small_llama()
+    tokens, known = torch.randint(1, 50, (1, 40)), 24
+    pairs = windows.prefill(model, tokens[:, :known])
+    chosen = [torch.rand(known) < 0.3 for _ in pairs]
+    found = windows.attention_shares(model, tokens, pairs, chosen)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        exact = model(tokens, output_attentions=True).attentions
+    expected = [float(layer[0, :, known:, :known][..., raw].sum(-1).mean()) for layer, raw in zip(exact, chosen, strict=True)]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert min(found) > 0
+
+
+def test_the_weight_of_raw_tokens_is_reported(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = calibrate.run(None, None, str(tmp_path / "x.kvbasis"), SIZES)
+    assert (tmp_path / "x.kvbasis").read_bytes() == basis.read_bytes()
+    assert 0 < report["raw_attention"] < 1
+    calibrate.show(report)
+    assert f"they get {100 * report['raw_attention']:.1f} % of the attention weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scope", ["head", "none"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from kvpack import KvpackError, RoundedWarning, __version__, backends
 
 from .commands import bench, cache, calibrate, convert, demo, dense, doctor, exchange, generate, inspect, recipes, store, tune, verify
+from .commands.parsing import Parser
 from .output import printable
 
 if TYPE_CHECKING:
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 COMMANDS = (cache, generate, inspect, verify, convert, dense, exchange, recipes, doctor, demo, bench, calibrate, tune, store)
 """The commands in the order of the help text; each module has ``add``."""
+EXIT_CODES = {
+    0: "done",
+    1: "a file is refused, or a check failed",
+    2: "the request is wrong",
+    3: "the system refused: no such file, no space, no memory",
+    130: "interrupted",
+    141: "the reader of a pipe left",
+}
+"""What the exit codes of all commands mean; of several files the worst counts (``kvpack.errors.WORST_FIRST``)."""
 SYSTEM_REFUSED = 3
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -39,7 +49,12 @@ class _Version(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    result = argparse.ArgumentParser(prog="kvpack", description="Compressed KV caches as files.", allow_abbrev=False)
+    result = Parser(
+        prog="kvpack",
+        description="Compressed KV caches as files.",
+        epilog="exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument("--version", action=_Version, help="show the version and the kernels of each device, and exit")
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -19,11 +19,11 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 """Files of weights, the better kind first: a repository may hold both."""
 
 
-def model_folder(model: str | os.PathLike[str]) -> Path:
+def model_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """The folder of ``model``: its path, or its name on the hub, of which the newest revision in huggingface_hub's cache is taken.
 
-    A model that is not in the cache is downloaded there, unless HF_HUB_OFFLINE is set. Raises MissingFile, naming the command that gets
-    the model, and MissingPackage without huggingface_hub.
+    A model that is not in the cache is downloaded there, unless HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises
+    MissingFile, naming the command that gets the model, and MissingPackage without huggingface_hub.
     """
     folder = Path(model)
     if (folder / "config.json").is_file():
@@ -32,18 +32,18 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
     if folder.exists() or not _NAME.fullmatch(name):
         expected = "expected the folder of a transformers model, or a model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
         raise MissingFile(f"{name}: has no config.json, {expected}", filename=name)
-    return _cached(name) or _downloaded(name)
+    return _cached(name, weights) or _downloaded(name, weights)
 
 
-def _cached(name: str) -> Path | None:
+def _cached(name: str, weights: bool) -> Path | None:
     """The folder in the cache; None unless it is complete."""
     config = _library(name).try_to_load_from_cache(name, "config.json")
     folder = Path(config).parent if isinstance(config, str) else None
-    return folder if folder is not None and _is_complete(folder) else None
+    return folder if folder is not None and _is_complete(folder, weights) else None
 
 
-def _is_complete(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(map(partial(_has_weights, folder), _WEIGHTS))
+def _is_complete(folder: Path, weights: bool) -> bool:
+    return (folder / "config.json").is_file() and (not weights or any(map(partial(_has_weights, folder), _WEIGHTS)))
 
 
 def _has_weights(folder: Path, pattern: str) -> bool:
@@ -56,19 +56,19 @@ def _has_weights(folder: Path, pattern: str) -> bool:
     return any(True for _ in folder.glob(pattern))
 
 
-def _downloaded(name: str) -> Path:
+def _downloaded(name: str, weights: bool) -> Path:
     hub = _library(name)
     reason = "it has no config.json, or no weights"
     try:
-        for weights in _WEIGHTS:
-            folder = Path(hub.snapshot_download(name, allow_patterns=[*_SETTINGS, weights]))
-            if _is_complete(folder):
+        for files in ([*_SETTINGS, kind] for kind in _WEIGHTS) if weights else (["config.json"],):
+            folder = Path(hub.snapshot_download(name, allow_patterns=files))
+            if _is_complete(folder, weights):
                 return folder
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     raise MissingFile(
         f"{name}: is not a folder with a config.json, nor whole in huggingface_hub's cache, and it cannot be downloaded ({reason}); where "
-        f"the hub can be reached, get it with: hf download {name}; or give the folder of a model",
+        f"the hub can be reached, get it with: hf download {name}{'' if weights else ' config.json'}; or give the folder of a model",
         filename=name,
     )
 

@@ -6,11 +6,11 @@ import contextlib
 import os
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvpack import hub
+from kvpack import cache_names, hub
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers_version import installed
 
@@ -83,6 +83,44 @@ def load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     return transformers_library().AutoTokenizer.from_pretrained(folder)
+
+
+class LayerShape(NamedTuple):
+    """The keys and values of a layer: heads, the dims of both, and the sliding window, None for none."""
+
+    heads: int
+    dim_k: int
+    dim_v: int
+    window: int | None = None
+
+
+def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
+    """Each layer's keys and values in the caches of the model ``path``, a folder or a name on the hub; None for a layer without any.
+
+    Only the configuration is read: a model without weights computes one token. Raises MissingFile, MissingPackage, and InvalidParameter for
+    a configuration of which transformers makes no decoder.
+    """
+    library = transformers_library()
+    folder = hub.model_folder(path, weights=False)
+    try:
+        config = library.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"), torch.inference_mode():
+            model = library.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            cache = library.DynamicCache(config=config.get_text_config(decoder=True))
+            model(torch.zeros(1, 1, dtype=torch.int64), **cache_names.over(model, cache))
+    except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidParameter(
+            f"{path}: transformers makes no decoder of this configuration ({next(iter(str(error).splitlines()), '')}): give --layers, "
+            "--heads and --dim"
+        ) from None
+    return [_shape(layer) for layer in cache.layers]
+
+
+def _shape(layer: Any) -> LayerShape | None:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None:
+        return None
+    return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], getattr(layer, "sliding_window", None))
 
 
 def demo_text() -> bytes:

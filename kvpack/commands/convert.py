@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("convert", help="write a file in another recipe", description="Decode a kvpack file and encode it again.")
     parser.add_argument("input", metavar="IN")
     parser.add_argument("output", metavar="OUT")
-    parser.add_argument("recipe", metavar="RECIPE", help=RECIPE_HELP)
+    recipe = parser.add_mutually_exclusive_group(required=True)
+    recipe.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
+    recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="the same, as other commands take it")
     add_basis(parser)
     add_writing(parser)
     add_json(parser)
@@ -65,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, convert and save."""
     import kvpack
 
+    arguments.recipe = arguments.recipe or arguments.named
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     # Truncating a mapped file would end the process, so the command reads a copy.
     recipe = recipe_of(arguments)

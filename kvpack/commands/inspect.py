@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES
-from kvpack.output import add_json, bytes_text, print_json, print_table, printable
+from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -21,30 +23,64 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add ``inspect`` to the command line."""
-    what = "Show the layers, codecs, bits per value, bytes by stream, model and token range of a kvpack file."
-    parser = commands.add_parser("inspect", help="show what a file holds", description=what)
-    parser.add_argument("file", metavar="FILE")
+    what = "Show the layers, codecs, bits per value, bytes by stream, model and token range of a kvpack file; of several, one row each."
+    parser = commands.add_parser("inspect", help="show what files hold", description=what)
+    parser.add_argument("files", metavar="FILE", nargs="+")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the summary of one file."""
+    """Print the summary of one file, or a row for each of several; return the worst exit code of those that are refused."""
+    if len(arguments.files) == 1:
+        summary = _summary(arguments.files[0])
+        if arguments.json:
+            print_json(summary)
+        else:
+            _print(summary)
+        return 0
+    summaries, codes = [], []
+    for path in arguments.files:
+        try:
+            summaries.append(_summary(path))
+        except KvpackError as error:
+            codes.append(error.exit_code)
+            print(f"kvpack: {printable(str(error))}", file=sys.stderr)
+    if arguments.json:
+        print_json(summaries)
+    else:
+        print_table(
+            counted(len(summaries), "file"),
+            ["file", "model", "recipe", "layers", "tokens", "bits per value", "bytes"],
+            (
+                [
+                    printable(str(summary["file"])),
+                    printable(summary["model"].get("name", "")),
+                    "a basis" if summary["is_basis"] else printable(summary["recipe"]),
+                    str(len(summary["layers"])),
+                    f"{summary['stop'] - summary['start']:,}",
+                    f"{summary['bits_per_value']:.3f}",
+                    bytes_text(summary["bytes"]),
+                ]
+                for summary in summaries
+            ),
+            left=3,
+        )
+    return worst_exit_code(codes)
+
+
+def _summary(path: str) -> dict[str, Any]:
     from kvpack.file.container import open_file
 
-    with open_file(arguments.file) as file:
+    with open_file(path) as file:
         summary = summarize(file)
     if summary["is_basis"]:
         # Needs numpy.
         from kvpack.coding.bases import opened
 
-        with opened(arguments.file) as basis:
+        with opened(path) as basis:
             summary["sha256"] = basis.digest().hex()
-    if arguments.json:
-        print_json(summary)
-    else:
-        _print(summary)
-    return 0
+    return summary
 
 
 def summarize(file: File) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.base import MAX_DIM
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.output import add_json, print_json, print_table
+from kvpack.output import add_json, bytes_text, print_json, print_table
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from kvpack.coding.bases import Basis
     from kvpack.coding.recipes import Recipe
+    from kvpack.models import LayerShape
 
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
 """The shape of a cache, unless the preset is for one model and names its own."""
@@ -28,7 +31,11 @@ def add(commands: Any) -> None:
         "and bits in the file, which are all bytes of a cache of the given shape."
     )
     parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=what)
-    parser.add_argument("recipes", metavar="RECIPE", nargs="*")
+    parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: all presets)")
+    parser.add_argument("--recipe", action="append", dest="more", default=[], metavar="RECIPE", help="another recipe; may be repeated")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="price caches of this model, a folder or a name on the hub; only its configuration is read"
+    )
     for name, what in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
         of_model = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the cache (default: {of_model}{DEFAULTS[name]})")
@@ -43,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one row per recipe, and the additions after the presets."""
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
+    arguments.recipes = [*arguments.recipes, *arguments.more]
     asked = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
     for name, value in asked.items():
         if not 1 <= value <= _LIMITS[name]:
@@ -53,15 +61,20 @@ def run(arguments: argparse.Namespace) -> int:
 
         basis = basis_of(arguments.basis)
         asked = _shape_of(basis, asked)
-    rows = [_row(name, asked, basis, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
+    model = None if arguments.model is None else _model(arguments.model, asked, basis)
+    rows = [_row(name, asked, basis, model, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
+    if model is not None and not arguments.recipes:
+        # Presets of other models.
+        rows = [row for row in rows if row["bytes"] is not None]
     additions = [] if arguments.recipes else [{"name": name, "source": it.source, "recipe": it.recipe} for name, it in ADDITIONS.items()]
     if arguments.json:
         print_json({"recipes": rows, "additions": additions})
         return 0
     shape = DEFAULTS | asked
+    of_model = f" of {arguments.model}: {model.words}" if model is not None else f" of {shape['heads']} heads"
     print_table(
-        f"bits per value in files of {shape['tokens']:,} tokens of {shape['heads']} heads",
-        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "lossless for"],
+        f"files of {shape['tokens']:,} tokens{of_model}",
+        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "bytes", "lossless for"],
         (
             [
                 row["name"],
@@ -70,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 str(row["dim"]),
                 _bits(row["nominal_bits"]),
                 _bits(row["bits_per_value"]),
+                "-" if row["bytes"] is None else bytes_text(row["bytes"]),
                 ", ".join(row["lossless"]) or "-",
             ]
             for row in rows
@@ -84,6 +98,38 @@ def run(arguments: argparse.Namespace) -> int:
             left=2,
         )
     return 0
+
+
+class _Model(NamedTuple):
+    """What is priced of a model: its layers, the shape that most have, and both in words."""
+
+    layers: list[LayerShape | None]
+    shape: dict[str, int]
+    words: str
+
+
+def _model(path: str, asked: dict[str, int], basis: Basis | None) -> _Model:
+    """The layers of the model ``path``. Raises InvalidParameter for a shape that is given besides, or that the basis does not have."""
+    from kvpack.models import cache_shapes
+
+    layers = cache_shapes(path)
+    held = [layer for layer in layers if layer is not None]
+    if not held:
+        raise InvalidParameter(f"{path}: has no layer with keys and values, so there is nothing to price")
+    usual = Counter(held).most_common(1)[0][0]
+    shape = {"layers": len(layers), "heads": usual.heads, "dim": usual.dim_k}
+    for name in shape.keys() & asked.keys():
+        # A basis sets them, too.
+        if asked[name] != shape[name]:
+            whose = f"{basis.where} is of caches with {asked[name]}" if basis is not None else f"--{name} is {asked[name]}"
+            raise InvalidParameter(f"{whose}, and the caches of {path} have {shape[name]} {name}: leave one of them out")
+    counts = Counter(held).most_common()
+    words = ", ".join(
+        f"{count} layers of {layer.heads} heads of dim {layer.dim_k}{'' if layer.dim_v == layer.dim_k else f' and {layer.dim_v}'}"
+        f"{'' if layer.window is None else f' with a window of {layer.window:,} tokens'}"
+        for layer, count in counts
+    )
+    return _Model(layers, shape, words)
 
 
 def _bits(value: float | None) -> str:
@@ -102,7 +148,7 @@ def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
     return asked | found
 
 
-def _row(name: str, asked: dict[str, int], basis: Basis | None, *, listed: bool) -> dict[str, Any]:
+def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | None, *, listed: bool) -> dict[str, Any]:
     """One recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import parse_recipe
@@ -112,11 +158,13 @@ def _row(name: str, asked: dict[str, int], basis: Basis | None, *, listed: bool)
         recipe = parse_recipe(recipe, basis)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
     of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
-    shape = DEFAULTS | of_model | asked
+    shape = DEFAULTS | of_model | asked | ({} if model is None else model.shape)
     nominal: float | None = None
     stored: float | None = None
+    size: int | None = None
     try:
-        nominal, stored = rates(recipe, **shape)
+        priced = _uniform(**shape) if model is None else [_tokens_of(layer, shape["tokens"]) for layer in model.layers]
+        nominal, stored, size = prices(recipe, priced)
     except (InvalidParameter, OutOfBounds):
         if not listed:
             raise
@@ -127,12 +175,36 @@ def _row(name: str, asked: dict[str, int], basis: Basis | None, *, listed: bool)
         **shape,
         "nominal_bits": nominal,
         "bits_per_value": stored,
+        "bytes": size,
         "lossless": [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"])),
     }
 
 
+class _Priced(NamedTuple):
+    """A layer of a cache that is priced."""
+
+    heads: int
+    dim_k: int
+    dim_v: int
+    tokens: int
+
+
+def _uniform(layers: int, heads: int, tokens: int, dim: int) -> list[_Priced | None]:
+    return [_Priced(heads, dim, dim, tokens)] * layers
+
+
+def _tokens_of(layer: LayerShape | None, tokens: int) -> _Priced | None:
+    """A layer of a model after ``tokens`` tokens: a sliding window holds its own."""
+    return None if layer is None else _Priced(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
+
+
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Nominal bits per value, and bits per value in a file of one sequence, computed from the layout without encoding.
+    """The first two of ``prices`` for layers that are the same."""
+    return prices(recipe, _uniform(layers, heads, tokens, dim))[:2]
+
+
+def prices(recipe: Recipe, layers: Sequence[_Priced | None]) -> tuple[float, float, int]:
+    """Nominal bits per value, bits per value in a file of one sequence, and its bytes, computed from the layout without encoding.
 
     The number of outliers of a cache depends on its values; here it is 0, and so is that of raw tokens of low norm. What `lossless` takes
     depends on them too; here they are normally distributed.
@@ -142,18 +214,22 @@ def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tup
     from kvpack.file.container import file_size
     from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 
-    recipe.check_layers(layers)
+    recipe.check_layers(len(layers))
     codecs: dict[Any, int] = {}
-    entries, nominal = [], 0.0
-    tail = tokens % recipe.window if recipe.window else 0
-    for layer in range(layers):
-        sides = []
-        for side in "kv":
-            codec = recipe.codec(layer, layers, side, dim)
-            runs = (tokens - tail,) if tokens > tail else ()
-            rows = tuple(codec.usual_entries(1, heads, sum(runs)).items())
-            sides.append(SideEntry(codecs.setdefault(codec, len(codecs)), 1, heads, runs, tail, "bf16", recipe.window, rows))
-            nominal += codec.nominal_bits / (2 * layers)
+    entries, nominal, values = [], 0.0, 0
+    for number, layer in enumerate(layers):
+        sides: list[SideEntry | None] = [None, None]
+        if layer is not None:
+            tail = layer.tokens % recipe.window if recipe.window else 0
+            for place, (side, dim) in enumerate((("k", layer.dim_k), ("v", layer.dim_v))):
+                codec = recipe.codec(number, len(layers), side, dim)
+                runs = (layer.tokens - tail,) if layer.tokens > tail else ()
+                rows = tuple(codec.usual_entries(1, layer.heads, sum(runs)).items())
+                index = codecs.setdefault(codec, len(codecs))
+                sides[place] = SideEntry(index, 1, layer.heads, runs, tail, "bf16", recipe.window, rows)
+                held = layer.heads * layer.tokens * dim
+                nominal, values = nominal + codec.nominal_bits * held, values + held
         entries.append(LayerEntry(*sides))
     contents = Contents(codecs=tuple(codecs), layers=tuple(entries), recipe=recipe.text, required=features_of(codecs))
-    return nominal, 8 * file_size(contents) / (2 * layers * heads * tokens * dim)
+    size = file_size(contents)
+    return nominal / values, 8 * size / values, size

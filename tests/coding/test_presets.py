@@ -108,6 +108,7 @@ def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[s
         **{"layers": 32, "heads": 8, "tokens": 4096, "dim": 128},
         "nominal_bits": pytest.approx(2.0),
         "bits_per_value": pytest.approx(3.0, abs=0.01),
+        "bytes": 100_686_720,
         "lossless": [],
     }
     lossless = {name: row["lossless"] for name, row in rows.items() if row["lossless"]}

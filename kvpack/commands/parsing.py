@@ -1,0 +1,45 @@
+"""The parser of the command line: argparse's, which also names the closest word where one is not known."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser, and those of its commands, that takes no abbreviations and suggests close words."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+        self._words: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + "".join(f" (did you mean {close}?)" for close in _suggested(self, self._words)))
+
+
+def _suggested(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
+    """The closest command or option for each of ``words`` that the parser, or that of the command among them, does not know."""
+    options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
+    for number, word in enumerate(words):
+        name = word.partition("=")[0]
+        if word == "--":
+            return
+        if name.startswith("--"):
+            if name not in options:
+                yield from difflib.get_close_matches(name, options, 1)
+        elif commands is not None:
+            if word in commands.choices:
+                yield from _suggested(commands.choices[word], words[number + 1 :])
+            else:
+                yield from difflib.get_close_matches(word, list(commands.choices), 1)
+            return

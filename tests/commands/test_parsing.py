@@ -1,0 +1,111 @@
+"""Words that the command line does not know, its exit codes, and commands that take several files or recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from caches import random_pairs
+
+import kvpack
+from kvpack import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: object) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def complaint(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        run(*words)
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["inspct", "x"], "inspect"),
+        (["inspect", "--jsn", "x"], "--json"),
+        (["inspect", "x", "--jsn"], "--json"),
+        (["generate", "x", "--promt=y"], "--prompt"),
+        (["store", "lst", "x"], "ls"),
+        (["store", "gc", "x", "--max-byts", "1"], "--max-bytes"),
+        (["bench", "qualty"], "quality"),
+        (["bench", "quality", "--recip", "x"], "--recipe"),
+    ],
+)
+def test_close_words_are_suggested(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, words).endswith(f"(did you mean {meant}?)")
+
+
+@pytest.mark.parametrize("words", [["frobnicate"], ["inspect", "--xyzzy", "x"], ["convert", "a"], ["inspect", "x", "--", "--jsn"], []])
+def test_other_words_are_not(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if words[-1:] == ["--jsn"]:
+        assert run(*words) == 3
+        assert "did you mean" not in capsys.readouterr().err
+    else:
+        assert "did you mean" not in complaint(capsys, words)
+
+
+def test_suggestions_are_of_the_words_of_the_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["kvpack", "inspct"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "(did you mean inspect?)" in capsys.readouterr().err
+
+
+def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"\b0\b"):
+        run("--help")
+    helped = dict(re.findall(r"^  (\d+) +(.+)$", capsys.readouterr().out, re.MULTILINE))
+    guide = (ROOT / "kvpack" / "guides" / "command-line.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| (\d+) \| (.+) \|$", guide, re.MULTILINE)) == helped
+    named = [getattr(kvpack, name) for name in kvpack.__all__]
+    raised = {error.exit_code for error in named if isinstance(error, type) and issubclass(error, kvpack.KvpackError)}
+    assert {0, *raised, cli.SYSTEM_REFUSED, cli.INTERRUPTED, cli.BROKEN_PIPE} == set(map(int, helped))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / "a.kvpack", tmp_path / "b.kvpack"]
+    for path, recipe, tokens in zip(paths, ("octopus-4", "kivi-2"), (64, 128), strict=True):
+        kvpack.save(kvpack.pack(random_pairs(3, tokens), recipe, model={"name": path.stem * 3}), path)
+    return paths
+
+
+def test_several_files_are_inspected(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", *two) == 0
+    output = capsys.readouterr().out
+    rows = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
+    for path, tokens in zip(two, ("64", "128"), strict=True):
+        cache = kvpack.load(path)
+        found = [str(path), path.stem * 3, cache.recipe, "3", tokens, f"{cache.bits_per_value:.3f}", f"{cache.nbytes:,}"]
+        assert found in rows
+    assert run("inspect", *two, "--json") == 0
+    found: Any = json.loads(capsys.readouterr().out)
+    assert run("inspect", two[0], "--json") == 0
+    assert found[0] == json.loads(capsys.readouterr().out)
+    assert found[1]["file"] == str(two[1])
+    (tmp_path / "c.kvpack").write_bytes(b"junk")
+    assert run("inspect", two[0], tmp_path / "c.kvpack", two[1]) == 1
+    output = capsys.readouterr()
+    assert "c.kvpack" in output.err
+    assert "2 files" in output.out
+    assert run("inspect", tmp_path / "c.kvpack", tmp_path / "none") == 3
+
+
+def test_convert_takes_its_recipe_as_other_commands_do(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("convert", "--recipe", "octopus-2", two[0], tmp_path / "1") == 0
+    assert run("convert", two[0], tmp_path / "2", "--recipe=octopus-2") == 0
+    assert run("convert", two[0], tmp_path / "3", "octopus-2") == 0
+    assert len({(tmp_path / name).read_bytes() for name in "123"}) == 1
+    assert "not allowed with argument RECIPE" in complaint(capsys, ["convert", "a", "b", "octopus-2", "--recipe", "octopus-3"])
+    assert "one of the arguments RECIPE --recipe is required" in complaint(capsys, ["convert", "a", "b"])

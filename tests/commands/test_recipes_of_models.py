@@ -1,0 +1,88 @@
+"""kvpack recipes --model: the bytes of a model's caches, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import hub_cache
+import pytest
+import torch
+import transformers
+
+import kvpack
+from kvpack import cli
+from kvpack.models import LayerShape, cache_shapes
+
+TINYLM = Path(str(files("kvpack.demo") / "tinylm"))
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert cli.main(["recipes", *map(str, words), "--json"]) == 0
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)["recipes"]}
+
+
+def packed(shapes: list[LayerShape | None], tokens: int, recipe: str) -> kvpack.Cache:
+    pairs = []
+    for layer in shapes:
+        assert layer is not None
+        held = tokens if layer.window is None else min(tokens, layer.window)
+        made = [torch.randn(1, layer.heads, held, dim, dtype=torch.bfloat16) for dim in (layer.dim_k, layer.dim_v)]
+        pairs.append(kvpack.pack([(made[0], made[1])], recipe))
+    return kvpack.Cache(layers=tuple(cache[0] for cache in pairs), recipe=pairs[0].recipe)
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    """The configuration of a model of which every second layer has a sliding window."""
+    types = ["sliding_attention", "full_attention"] * 2
+    transformers.Gemma2Config(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        sliding_window=128, layer_types=types, architectures=["Gemma2ForCausalLM"],
+    ).save_pretrained(tmp_path / "gemma")  # fmt: skip
+    return tmp_path / "gemma"
+
+
+def test_bytes_are_those_of_a_packed_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = cache_shapes(TINYLM)
+    found = rows(capsys, "--model", TINYLM, "--tokens", 300)
+    assert found.keys() >= {"octopus-4", "kivi-2", "lossless"}
+    # Presets of other models.
+    assert "mixedkv-phi-1.5" not in found
+    for name in ("octopus-4", "kivi-2", "fp8"):
+        cache = packed(shapes, 300, name)
+        assert (found[name]["bytes"], found[name]["bits_per_value"]) == (cache.nbytes, cache.bits_per_value)
+    assert (found["octopus-4"]["layers"], found["octopus-4"]["heads"], found["octopus-4"]["dim"]) == (4, 1, 64)
+
+
+def test_layers_with_a_window_hold_its_tokens(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = cache_shapes(gemma)
+    assert shapes == [LayerShape(2, 64, 64, 128), LayerShape(2, 64, 64, None)] * 2
+    words = ["--model", gemma, "--tokens", 1000]
+    found = rows(capsys, "octopus-4", *words, "--recipe", "kivi-2")
+    assert list(found) == ["octopus-4", "kivi-2"]
+    values = 2 * 2 * 2 * 64 * (1000 + 128)
+    assert found["octopus-4"]["bytes"] == pytest.approx(values * found["octopus-4"]["bits_per_value"] / 8)
+    assert 4.5 < found["octopus-4"]["bits_per_value"] < 5.5
+    assert cli.main(["recipes", *map(str, words)]) == 0
+    output = capsys.readouterr().out
+    assert "2 layers of 2 heads of dim 64 with a window of 128 tokens, 2 layers of 2 heads of dim 64" in output
+
+
+def test_a_name_on_the_hub_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hub_cache.offline(tmp_path, monkeypatch)
+    (hub_cache.add(tmp_path, "someone/tiny") / "model.safetensors").unlink()
+    assert rows(capsys, "octopus-4", "--model", "someone/tiny")["octopus-4"]["layers"] == 4
+    assert cli.main(["recipes", "--model", "someone/other"]) == 3
+    assert "get it with: hf download someone/other config.json;" in capsys.readouterr().err
+
+
+def test_a_shape_beside_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rows(capsys, "octopus-4", "--model", TINYLM, "--layers", 4)["octopus-4"]["layers"] == 4
+    assert cli.main(["recipes", "--model", str(TINYLM), "--dim", "128"]) == 2
+    assert "--dim is 128, and the caches of" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert cli.main(["recipes", "--model", str(tmp_path)]) == 2
+    assert "give --layers, --heads and --dim" in capsys.readouterr().err

@@ -250,12 +250,15 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_gc(arguments: argparse.Namespace) -> int:
     """Collect, and print what was removed and what remains."""
+    from kvpack.store.directory import Directory
     from kvpack.store.reclaim import reclaim
 
     from .opened import Opened
 
     store = Opened(arguments, looking=False, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
     reclaim(store.backend, store.counters, store.cipher, max_entry_bytes=store.max_entry_bytes)
+    if isinstance(store.backend, Directory) and arguments.max_bytes is not None:
+        store.backend.forget_budgets()
     store.backend.collect()
     entries, size = store.backend.size()
     if store.silent(entries):

@@ -301,6 +301,15 @@ def _shows_every_lock(descriptor: int) -> bool:
     return ctypes.c_ulong.from_buffer(status).value & 0xFFFFFFFF in _LOCAL_FILE_SYSTEMS
 
 
+def is_on_one_host(path: str) -> bool:
+    """Whether ``path`` is on a file system of this host, which no other host writes to. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _shows_every_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _names(path: str, descriptor: int) -> bool:
     """Whether ``path`` is the name of an open file."""
     try:

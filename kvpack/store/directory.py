@@ -115,11 +115,13 @@ class Directory(OneTier):
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         key, size = chain[-1], sum(map(len, pieces))
         path, used = self._folder.path(key), now_ns - len(chain) + 1
-        reservation = Reservation(self._evictor, size, chain)
+        reservation = Reservation(self._evictor, size, chain, path)
 
         def begin(descriptor: int) -> None:
             self.trust.own(descriptor)
             reservation.take(descriptor)
+            # Only now: they count, too.
+            self._folder.make_folders(os.path.dirname(path))
 
         def complete(descriptor: int) -> None:
             os.utime(descriptor, ns=(used, used))
@@ -132,7 +134,7 @@ class Directory(OneTier):
                 return True
             if there is Kind.FOREIGN:
                 raise NoRoom
-            self._folder.make_folders(os.path.dirname(path))
+            self._folder.make_folders()
             self._clear(path)
             try:
                 unfinished, durable = self._folder.unfinished_folder, self._folder.durable
@@ -176,7 +178,7 @@ class Directory(OneTier):
         for key in reversed(keys):
             size = self._folder.remove(self._folder.path(key))
             if size is not None:
-                removed[key] = size
+                removed[key] = self._folder.cost(size)
         if removed:
             try:
                 self._usage.give_back(sum(removed.values()), counted)
@@ -204,6 +206,13 @@ class Directory(OneTier):
 
     def pinned(self) -> set[bytes]:
         return self._pins.keys()
+
+    def forget_budgets(self) -> None:
+        """Let ``max_bytes`` be the budget of the next collection, and not a larger one of others who store here."""
+        try:
+            self._usage.forget_budgets()
+        except OSError as error:
+            self._counters.fault("collect", error)
 
     def collect(self) -> None:
         self._evictor.collect()

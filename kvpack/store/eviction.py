@@ -49,24 +49,26 @@ class Round(NamedTuple):
 class Reservation:
     """The bytes of one entry, reserved before they are written; the entries of ``chain`` stay."""
 
-    def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes]) -> None:
+    def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
         self._evictor, self._size, self._kept = evictor, size, set(chain)
+        self._cost, self._folders = evictor.folder.cost(size), evictor.folder.to_make(path)
         self._counted: Count | None = None
 
     def take(self, descriptor: int) -> None:
         """Make room, and extend the entry's unfinished file to its final size. Raises NoRoom and OSError."""
-        self._counted = self._evictor.reserve(self._size, self._kept, lambda: os.ftruncate(descriptor, self._size))
+        cost = self._cost + self._folders
+        self._counted = self._evictor.reserve(cost, self._kept, lambda: os.ftruncate(descriptor, self._size))
 
     def give_back(self) -> None:
         """Release the bytes of an entry whose unfinished file is gone. Raises OSError."""
-        self._evictor.usage.give_back(self._size, self._counted)
+        self._evictor.usage.give_back(self._cost, self._counted)
 
 
 class Evictor:
     """Makes room in a directory. Any number of processes may request room; one at a time removes entries."""
 
     def __init__(self, folder: Folder, pins: Pins, usage: Usage, counters: Counters, max_bytes: int | None, min_free: int) -> None:
-        self._folder, self._pins, self.usage, self._counters = folder, pins, usage, counters
+        self.folder, self._pins, self.usage, self._counters = folder, pins, usage, counters
         self._max_bytes, self._min_free = max_bytes, min_free
 
     def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
@@ -78,10 +80,10 @@ class Evictor:
             raise NoRoom
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
-            count = self.usage.take(size, lambda total: self._fits(total, size), taken)
+            count = self.usage.take(size, lambda total: self._fits(total, size), taken, self._max_bytes)
             if count is not None:
                 return count
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._gives_way(size):
                 raise NoRoom
             found = self._try_round(size, kept)
             if found is not None and found.missing and not found.unfinished:
@@ -90,11 +92,16 @@ class Evictor:
                 # Other processes are making room, or are writing entries that can be removed once written.
                 time.sleep(_POLL_SECONDS)
 
+    def _gives_way(self, size: int) -> bool:
+        """Whether a larger budget is in effect than this one, which ``size`` more bytes would exceed: others' entries stay."""
+        count = self.usage.read() if self._max_bytes is not None else None
+        return count is not None and count.largest(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
+
     def collect(self) -> None:
         """Remove unfinished files of dead writers, count again and evict entries above the budget."""
         try:
-            if os.path.isdir(self._folder.root):
-                self._folder.make_folders()
+            if os.path.isdir(self.folder.root):
+                self.folder.make_folders()
                 self._try_round(0, set())
         except (OSError, KvpackError) as error:
             self._counters.fault("collect", error)
@@ -106,8 +113,8 @@ class Evictor:
         """The bytes that the disk lacks for ``size`` more, for unfinished files, and for the minimum to keep free."""
         if not self._min_free:
             return 0
-        unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self._folder.unfinished())
-        disk = os.statvfs(self._folder.root)
+        unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self.folder.unfinished())
+        disk = os.statvfs(self.folder.root)
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
     def _try_round(self, size: int, kept: set[bytes]) -> Round | None:
@@ -117,7 +124,8 @@ class Evictor:
                 return None
             self.sweep()
             before = self.usage.read()
-            found, total = self._evict(size, kept)
+            budget = self._max_bytes if before is None or self._max_bytes is None else before.largest(self._max_bytes)
+            found, total = self._evict(size, kept, budget)
             self.usage.replace(total, before)
         return found
 
@@ -126,13 +134,13 @@ class Evictor:
         """Try to take an advisory lock that ends with its process; only evictors take it."""
         descriptor = self._open_lock()
         try:
-            self._folder.trust.own(descriptor)
+            self.folder.trust.own(descriptor)
             yield lock_now(descriptor) is not False
         finally:
             os.close(descriptor)
 
     def _open_lock(self) -> int:
-        path = os.path.join(self._folder.root, "lock")
+        path = os.path.join(self.folder.root, "lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             return os.open(path, flags, 0o600)
@@ -141,16 +149,17 @@ class Evictor:
             os.unlink(path)
             return os.open(path, flags, 0o600)
 
-    def _evict(self, size: int, kept: set[bytes]) -> tuple[Round, int]:
-        """Evict until ``size`` more bytes fit, except ``kept``; also returns the bytes that stay, including unfinished files."""
+    def _evict(self, size: int, kept: set[bytes], budget: int | None) -> tuple[Round, int]:
+        """Evict until ``size`` more bytes fit into ``budget``, except ``kept``; also returns the bytes of all that stays."""
         # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
-        pending = [status.st_size for _, status in self._folder.unfinished() if status.st_size]
+        cost = self.folder.cost
+        pending = [cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
         latest = time.time_ns() + FUTURE_NS
-        entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, key) for key, status in self._folder.scan()]
-        total = sum(pending) + sum(size for *_, size, _ in entries)
+        entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, key) for key, status in self.folder.scan()]
+        total = sum(pending) + sum(cost(size) for *_, size, _ in entries) + self.folder.overhead()
         excess = self._missing_on_disk(size)
-        if self._max_bytes is not None:
-            excess = max(excess, total + size - self._max_bytes)
+        if budget is not None:
+            excess = max(excess, total + size - budget)
         if excess <= 0:
             return Round(False, len(pending)), total
         kept = kept | self._pins.keys()
@@ -162,16 +171,16 @@ class Evictor:
                 beyond -= 1
             if key in kept:
                 continue
-            removed = self._folder.remove(self._folder.path(key))
+            removed = self.folder.remove(self.folder.path(key))
             if removed is not None:
-                total, excess = total - removed, excess - removed
+                total, excess = total - cost(removed), excess - cost(removed)
                 self._counters.add("evicted_entries")
                 self._counters.add("evicted_bytes", removed)
         return Round(excess > 0, len(pending)), total
 
     def sweep(self) -> None:
         """Remove unfinished files whose writer is gone: nobody holds the lock, or without locks, the file is old."""
-        for path, status in self._folder.unfinished():
+        for path, status in self.folder.unfinished():
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
             try:

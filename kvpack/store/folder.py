@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import stat
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import TEMPORARY_PREFIX
 
+from . import disk
 from .reading import regular_files
 from .trust import Trust
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
+BESIDE = ("usage", "lock")
+"""Files of the store that are no entries."""
 _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 
@@ -38,6 +42,37 @@ class Folder:
         self.unfinished_folder = os.path.join(self.root, UNFINISHED)
         self.pins_folder = os.path.join(self.root, "pins")
         self._counters = counters
+
+    @cached_property
+    def block(self) -> int:
+        """What the bytes of a file are rounded up to."""
+        return disk.block_bytes(self.root)
+
+    def cost(self, size: int) -> int:
+        """The bytes that a file of ``size`` bytes takes on the disk."""
+        return -(-size // self.block) * self.block
+
+    def overhead(self) -> int:
+        """The bytes that the folders themselves, and the files beside the entries, take on the disk."""
+        firsts = [f"{self.root}/{first:x}" for first in range(16)]
+        beside = [f"{self.root}/{name}" for name in BESIDE]
+        return disk.taken_by(self.root, self.unfinished_folder, self.pins_folder, *firsts, *self.leaves, *beside)
+
+    @cached_property
+    def leaves(self) -> list[str]:
+        """The folders that entries are in."""
+        return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
+
+    def to_make(self, path: str) -> int:
+        """The bytes that the folders take that an entry at ``path`` needs and that are not there yet."""
+        leaf = os.path.dirname(path)
+        missing = sum(not os.path.isdir(one) for one in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
+        if not missing:
+            return 0
+        above = self.root
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        return missing * min(disk.taken_by(above), self.block)
 
     def path(self, key: bytes) -> str:
         """The path of the entry ``key``."""

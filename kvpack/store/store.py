@@ -49,6 +49,8 @@ class Store:
     A location is a folder, created with the first entry (/dev/shm/... keeps the entries in memory), the URL of a Redis or
     Valkey server (redis://, rediss://, unix://), or an object store: its URL (s3://, gs://, az://) or an object of
     ``obstore.store``. ``max_bytes`` is a budget for all entries there, of all writers: the least recently used are evicted first.
+    Of a folder it counts blocks and folders, as the disk does. While a larger budget than this one is in use in a folder, this store
+    evicts nothing, and what does not fit its own is not stored.
 
     - A folder of another user is only read, as copies; a folder that others may write to is refused (spec/store.md, Trust).
     - A folder also takes ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk

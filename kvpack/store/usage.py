@@ -1,8 +1,8 @@
-"""The bytes that a folder's entries take, including those being written: one number in a file, changed under the file's lock.
+"""The bytes that a folder takes, including what is being written: one number in a file, changed under the file's lock.
 
 A writer takes bytes before it writes them, and only if they fit, so entries and unfinished files never exceed the number.
-A new count of the folder replaces the number. The file is a hint: if it is missing, invalid or from before the machine
-started, the folder is counted again.
+A new count of the folder replaces the number. The file is a hint: if it is missing or invalid, or this machine has not counted
+the folder since it was started, the folder is counted again. Machines that share a folder share the number.
 """
 
 from __future__ import annotations
@@ -23,22 +23,44 @@ from .reading import read_beginning
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_MAGIC = b"kvpusage"
-_FIELDS = struct.Struct("<8s8s8sQQ")
-_SUM_BYTES = 8
-_SIZE = _FIELDS.size + _SUM_BYTES
+_MAGIC = b"kvpusag2"
+_FIELDS = struct.Struct("<8s8sQQQQ")
+_ID_BYTES = _SUM_BYTES = 8
+_MOST_RUNS = 32
+"""The runs of machines that are remembered; a machine that is forgotten counts the folder once more."""
+_MOST_BYTES = _FIELDS.size + _MOST_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
 """How long a writer waits for a writer that is stopped while it holds the lock."""
 _POLL_SECONDS = 0.0005
 
+LIMIT_SECONDS = 7 * 86_400
+"""How long a budget holds after the last put of a writer who has it."""
+
 
 class Count(NamedTuple):
-    """``total`` bytes; ``taken`` is the sum of all bytes ever taken; ``generation`` changes with every count of the folder."""
+    """``total`` bytes; ``taken`` is the sum of all bytes ever taken; ``generation`` changes with every count of the folder.
+
+    ``limit`` is the largest budget of those who have put entries, in effect up to ``until`` in seconds since 1970. ``runs`` are those
+    of machines that have counted the folder, or have begun with it empty, since they were started.
+    """
 
     generation: bytes
     total: int
     taken: int
+    limit: int = 0
+    until: int = 0
+    runs: tuple[bytes, ...] = ()
+
+    def largest(self, budget: int) -> int:
+        """The larger of ``budget`` and the one in effect."""
+        return max(budget, self.limit) if time.time() < self.until else budget
+
+    def with_budget(self, budget: int | None) -> Count:
+        """The count once somebody has put an entry within ``budget``."""
+        if budget is None or self.largest(budget) > budget:
+            return self
+        return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)
 
 
 class Usage:
@@ -55,15 +77,18 @@ class Usage:
         with self._opened() as descriptor:
             return None if descriptor is None else _read(descriptor)
 
-    def take(self, size: int, fits: Callable[[int], bool], taken: Callable[[], None]) -> Count | None:
-        """Add ``size``, and call ``taken`` while nobody else can count; return the new count, or None if there is none that ``fits``."""
+    def take(self, size: int, fits: Callable[[int], bool], taken: Callable[[], None], budget: int | None = None) -> Count | None:
+        """Add ``size``, and call ``taken`` while nobody else can count; return the new count, or None if there is none that ``fits``.
+
+        ``budget`` is that of the writer.
+        """
         with self._opened(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor)
             if descriptor is None or count is None or not fits(count.total + size):
                 return None
             # A later count of the folder sees the file that ``taken`` made at length ``size``, or the bytes added here.
             taken()
-            return _write(descriptor, Count(count.generation, count.total + size, count.taken + size))
+            return _write(descriptor, count._replace(total=count.total + size, taken=count.taken + size).with_budget(budget))
 
     def give_back(self, size: int, counted: Count | None) -> None:
         """Subtract ``size`` bytes, removed since they were ``counted``; a later count does not include them."""
@@ -78,11 +103,18 @@ class Usage:
         with self._opened(locked=True, make=True) as descriptor:
             assert descriptor is not None
             count = _read(descriptor)
-            if count is None or before is None:
-                taken, late = 0, 0
-            else:
-                taken, late = count.taken, max(0, count.taken - before.taken)
-            _write(descriptor, Count(os.urandom(8), total + late, taken))
+            late = 0 if count is None or before is None else max(0, count.taken - before.taken)
+            # One that this run of the machine may not trust still tells the budget and the other machines.
+            known = count or _read(descriptor, any_run=True) or Count(b"", 0, 0)
+            runs = (_run(), *(run for run in known.runs if run != _run()))[:_MOST_RUNS]
+            _write(descriptor, known._replace(generation=os.urandom(8), total=total + late, taken=known.taken if count else 0, runs=runs))
+
+    def forget_budgets(self) -> None:
+        """Let nobody's budget be in effect until its owner puts the next entry."""
+        with self._opened(locked=True) as descriptor:
+            count = None if descriptor is None else _read(descriptor)
+            if descriptor is not None and count is not None:
+                _write(descriptor, count._replace(limit=0, until=0))
 
     @contextlib.contextmanager
     def _opened(self, *, locked: bool = False, make: bool = False) -> Iterator[int | None]:
@@ -120,28 +152,32 @@ def _wait_for_lock(descriptor: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _read(descriptor: int) -> Count | None:
-    data = read_beginning(descriptor, _SIZE + 1)
-    if len(data) != _SIZE or data[_FIELDS.size :] != xxhash.xxh3_64_digest(data[: _FIELDS.size]):
+def _read(descriptor: int, *, any_run: bool = False) -> Count | None:
+    """The count in an open file; None for one that this run of the machine has no part in, unless ``any_run`` will do."""
+    data = read_beginning(descriptor, _MOST_BYTES + 1)
+    body = data[:-_SUM_BYTES]
+    if not _FIELDS.size <= len(body) <= _MOST_BYTES - _SUM_BYTES or data[len(body) :] != xxhash.xxh3_64_digest(body):
         return None
-    magic, boot, generation, total, taken = _FIELDS.unpack(data[: _FIELDS.size])
-    return Count(generation, total, taken) if (magic, boot) == (_MAGIC, _boot()) else None
+    magic, generation, total, taken, limit, until = _FIELDS.unpack(body[: _FIELDS.size])
+    runs = tuple(body[at : at + _ID_BYTES] for at in range(_FIELDS.size, len(body), _ID_BYTES))
+    return Count(generation, total, taken, limit, until, runs) if magic == _MAGIC and (any_run or _run() in runs) else None
 
 
 def _write(descriptor: int, count: Count) -> Count:
-    data = _FIELDS.pack(_MAGIC, _boot(), *count)
+    *fields, runs = count
+    data = _FIELDS.pack(_MAGIC, *fields) + b"".join(runs)
     data += xxhash.xxh3_64_digest(data)
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], done)
-    if os.fstat(descriptor).st_size != _SIZE:
-        os.ftruncate(descriptor, _SIZE)
+    if os.fstat(descriptor).st_size != len(data):
+        os.ftruncate(descriptor, len(data))
     return count
 
 
 @functools.cache
-def _boot() -> bytes:
-    """Identifies this boot of the machine: after a power loss a count may be older than the files that it counts."""
+def _run() -> bytes:
+    """Identifies this run of the machine: after a power loss a count may be older than the files that it counts."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return xxhash.xxh3_64_digest(file.read(64))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import disk_of_bytes  # isort: skip
 from store_caches import entry_of, open_store, prompt, save  # isort: skip
 
 
@@ -15,3 +16,10 @@ def plain_entry(tmp_path: Path) -> bytes:
     store, ids = open_store(tmp_path / "plain"), prompt(3)
     save(store, ids)
     return Path(entry_of(store, ids, 1)).read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def _disk_of_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk without blocks, whose folders take nothing, so that a budget says how many entries fit; test_disk.py has a real one."""
+    if not request.module.__name__.endswith("test_disk"):
+        disk_of_bytes.install(monkeypatch)

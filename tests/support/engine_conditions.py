@@ -16,6 +16,7 @@ from kvpack import Identity, PageBuffer, PageGeometry, PageStore
 from kvpack.file.atomic import TEMPORARY_PREFIX
 from kvpack.store import page_store
 
+import disk_of_bytes  # isort: skip
 from faulty_os import FaultyOs  # isort: skip
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def full_disk(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyP
 
 
 def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    disk_of_bytes.install(patch)
     size = _entry_bytes(opened, folder)
     engine = opened(folder / "other", max_bytes=2 * size + size // 2)
     assert engine.store([0, 1]) == [True, True]
@@ -113,6 +115,7 @@ def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
 
 def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Another process has filled the folder, and goes on to evict, while this one stores and loads."""
+    disk_of_bytes.install(patch)
     size = _entry_bytes(opened, folder)
     budget = 6 * size
     fork = multiprocessing.get_context("fork")

@@ -7,10 +7,12 @@ import json
 import logging
 import sys
 
+import pytest
 import torch
 
 from kvpack.output import print_table
 
+import disk_of_bytes  # isort: skip
 from store_matrix.matrix import FAULTS, KINDS, run_cell, table  # isort: skip
 
 
@@ -25,6 +27,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of a table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    # Its budgets are of entries.
+    disk_of_bytes.install(pytest.MonkeyPatch())
     # What is met is counted; every store would say it once.
     logging.getLogger("kvpack.store").setLevel(logging.CRITICAL)
     kinds, faults = arguments.kind or list(KINDS), arguments.fault or list(FAULTS)

@@ -1,0 +1,120 @@
+"""What a folder takes on its disk: blocks and folders count, the largest budget holds, and machines share one count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cli import main
+from kvpack.store import usage
+from kvpack.store.eviction import Evictor
+
+from foreign_values import IDENTITY as PAGES  # isort: skip
+from store_caches import CHUNK, cache, open_store, prompt, save  # isort: skip
+
+GEOMETRY = kvpack.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
+
+
+def on_disk(folder: Path) -> int:
+    return int(subprocess.run(["du", "-s", "-B1", folder], check=True, capture_output=True, text=True).stdout.split()[0])
+
+
+def test_small_rows_take_whole_blocks(tmp_path: Path) -> None:
+    pages = kvpack.PageBuffer(GEOMETRY, *(torch.randn(1, 1, 1, 16, 32).bfloat16() for _ in range(2)))
+    with kvpack.PageStore(tmp_path / "store", PAGES, GEOMETRY, max_bytes=1_500_000) as store:
+        for number in range(700):
+            assert store.put([number.to_bytes(4, "little")], pages, [0]) == [True]
+            if number % 50 == 0:
+                assert on_disk(tmp_path / "store") <= 1.05 * 1_500_000
+        assert store.counters()["evicted_entries"] > 500
+        assert store.stats()["entries"] > 50
+    assert 0.7 * 1_500_000 < on_disk(tmp_path / "store") <= 1.05 * 1_500_000
+
+
+def test_the_count_is_what_the_disk_says(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store", max_bytes=10**8)
+    for seed in range(4):
+        save(store, prompt(3, seed=seed))
+    assert on_disk(tmp_path / "store") <= store._backend._usage.read().total
+    store.collect()
+    # The lock is made by the round that counts.
+    assert abs(store._backend._usage.read().total - on_disk(tmp_path / "store")) <= 4096
+    assert store.delete(prompt(3)) == 3
+    assert on_disk(tmp_path / "store") <= store._backend._usage.read().total
+
+
+def test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path: Path) -> None:
+    large, small = (open_store(tmp_path, max_bytes=size) for size in (1_000_000, 200_000))
+    ids = prompt(40)
+    save(large, ids)
+    assert small.save(prompt(2, seed=1), cache(2 * CHUNK + 5)) == 0
+    small.collect()
+    assert large.match(ids) == 40 * CHUNK
+    assert small.counters()["evicted_entries"] == 0
+    assert small.counters()["refused_chunks"] == 1
+    assert large.counters()["faults"] == small.counters()["faults"] == {}
+
+
+def test_a_smaller_budget_stores_while_there_is_room_for_it(tmp_path: Path) -> None:
+    large, small = (open_store(tmp_path, max_bytes=size) for size in (2_000_000, 400_000))
+    save(large, prompt(3))
+    save(small, prompt(3, seed=1))
+    assert small.counters()["evicted_entries"] == 0
+
+
+def test_a_budget_that_nobody_uses_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = (open_store(tmp_path, max_bytes=size) for size in (1_000_000, 300_000))
+    save(large, prompt(40))
+    monkeypatch.setattr(usage, "LIMIT_SECONDS", -1)
+    save(large, prompt(1, seed=2))
+    save(small, prompt(2, seed=1))
+    assert small.counters()["evicted_entries"] > 10
+    assert on_disk(tmp_path) <= 1.05 * 300_000
+
+
+def test_gc_evicts_to_its_own_budget(tmp_path: Path) -> None:
+    large = open_store(tmp_path, max_bytes=1_000_000)
+    save(large, prompt(40))
+    assert main(["store", "gc", str(tmp_path), "--max-bytes", "300000"]) == 0
+    assert 0 < large.match(prompt(40)) < 20 * CHUNK
+    assert on_disk(tmp_path) <= 1.05 * 300_000
+
+
+def test_without_the_rule_the_smaller_budget_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage.Count, "largest", lambda self, budget: budget)
+    with pytest.raises(AssertionError):
+        test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path)
+
+
+def test_machines_on_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each counts the folder once after it was started, and never again because another has put."""
+    rounds: list[bytes] = []
+    real = Evictor._try_round
+    monkeypatch.setattr(Evictor, "_try_round", lambda self, *given: rounds.append(usage._run()) or real(self, *given))
+    stores = [open_store(tmp_path, max_bytes=10**8) for _ in range(3)]
+    for turn in range(4):
+        for number, store in enumerate(stores):
+            monkeypatch.setattr(usage, "_run", lambda number=number: b"run %04d" % number)
+            save(store, prompt(2, seed=10 * turn + number))
+    assert rounds == [b"run %04d" % number for number in range(3)]
+    # One that was started again may have lost what it wrote last.
+    monkeypatch.setattr(usage, "_run", lambda: b"run 0009")
+    save(stores[0], prompt(2, seed=99))
+    assert rounds[3:] == [b"run 0009"]
+    assert on_disk(tmp_path) <= stores[0]._backend._usage.read().total
+
+
+def test_the_count_remembers_some_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path, max_bytes=10**8)
+    sizes = set()
+    for number in range(40):
+        monkeypatch.setattr(usage, "_run", lambda number=number: b"run %04d" % number)
+        save(store, prompt(1, seed=number))
+        sizes.add(os.stat(tmp_path / "usage").st_size)
+    assert max(sizes) == 56 + 32 * 8
+    assert store._backend._usage.read().runs[0] == b"run 0039"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 Data = bytes | bytearray | memoryview
@@ -12,6 +13,9 @@ Data = bytes | bytearray | memoryview
 
 MAX_ENTRY_BYTES = 512 * 2**20
 """The default limit for the bytes of one entry, and Redis' limit for one string; a larger entry is never read."""
+
+BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
+"""A writer hands over at most so many entries, of so many bytes (at least one entry), in one ``put_all``."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,23 @@ class Backend(Protocol):
         """Whether only this user can have written what is read, so that digests alone are enough."""
 
     @property
-    def puts_at_once(self) -> int:
-        """The best number of concurrent puts: 1 if a put waits for no server."""
-
-    @property
     def parts(self) -> Sequence[Backend]:
         """The backends of the tiers, the fastest first."""
 
     def present(self, keys: Sequence[bytes]) -> int:
         """The number of leading ``keys`` that are present as entries of the store's form."""
 
+    def present_each(self, keys: Sequence[bytes]) -> list[bool]:
+        """As ``present``, for each of ``keys``, which need not follow one another."""
+
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """The bytes of the entries of ``keys``, up to the first missing one."""
+
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+        """The entry of each of ``keys``, from a tier slower than its number in ``beyond``; keys need not follow one another.
+
+        A server sends at most one byte more than ``max_bytes`` of an entry, so that whoever checks its size refuses it.
+        """
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
         """As ``get``, with the tier of each entry; the first of ``keys`` from a tier slower than ``beyond``."""
@@ -68,10 +77,19 @@ class Backend(Protocol):
         With ``front`` only the bytes before the payload of a kvpack file must be correct.
         """
 
+    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
+        """``peek`` of each key with ``front``."""
+
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain``, in use since ``now_ns``, unless it exists; return whether a readable entry exists now.
 
         Anything that is not an entry (``forms.Kind.JUNK``) is replaced; an entry that another store may read stays.
+        """
+
+    def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
+        """``put`` of several entries of one chain, each after those before it: ``entries`` are their pieces by their place in ``chain``.
+
+        After an entry that is not stored no other is tried, so that a call waits for room once.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
@@ -106,7 +124,7 @@ class Backend(Protocol):
 
 
 class OneTier:
-    """``parts``, ``find`` and ``accept`` for a backend with a single tier."""
+    """What a backend with a single tier has in common with all others; those that ask a server override what is done one by one."""
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
@@ -116,6 +134,25 @@ class OneTier:
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
         """``Backend.find`` for a backend without a slower tier."""
         return [Found(data, 0) for data in self.get(keys)] if beyond < 0 else []
+
+    def present_each(self: Backend, keys: Sequence[bytes]) -> list[bool]:
+        """``Backend.present_each``, one by one."""
+        return [self.present([key]) == 1 for key in keys]
+
+    def find_each(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+        """``Backend.find_each``, one by one."""
+        found = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
+        return [entries[0] if entries else None for entries in found]
+
+    def fronts(self: Backend, keys: Sequence[bytes]) -> list[Data | None]:
+        """``Backend.fronts``, one by one."""
+        return [self.peek(key, front=True) for key in keys]
+
+    def put_all(self: Backend, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
+        """``Backend.put_all``, one by one."""
+        stored = takewhile(bool, (self.put(chain[: place + 1], pieces, now_ns) for place, pieces in entries.items()))
+        count = sum(stored)
+        return [number < count for number in range(len(entries))]
 
     def accept(self: Backend, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
         """``Backend.accept`` for a backend without a faster tier."""

@@ -45,7 +45,6 @@ class Directory(OneTier):
     Raises InvalidParameter when other users may write to the folder, or when the path cannot be a folder.
     """
 
-    puts_at_once = 1
 
     def __init__(
         self,

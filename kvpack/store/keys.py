@@ -91,8 +91,12 @@ def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | No
     return [key for key, _, _, _ in chained(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
 
-def chained(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[tuple[bytes, bytes, bytes, bytes]]:
-    """(key, parent's key, token ids, digest of other inputs) of every whole chunk; ``inputs`` has one digest per chunk."""
+Link = tuple[bytes, bytes, bytes, bytes]
+"""A chunk's key, its parent's key, its token ids, and the digest of its other inputs."""
+
+
+def chained(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[Link]:
+    """The link of every whole chunk; ``inputs`` has one digest per chunk."""
     parent, size = root, chunk * ID_BYTES
     for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
         part = ids[start : start + size]

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
 """The errors that an entry may cause, including torch's out-of-memory errors: each is a miss and is counted."""
 
+_FRONTS_AT_ONCE = 64
+"""Fronts of entries in memory at a time: each keeps a file open."""
+
 
 class Loader:
     """Loads chains of one identity's keys, as far as ``windows`` reach; ``before`` are keys that are used with the first of every chain."""
@@ -87,20 +90,23 @@ class Loader:
             beyond = entries[len(good)].tier
         return chunks, found
 
-    def opens(self, key: bytes, number: int) -> bool:
-        """Whether the existing entry of chunk ``number`` can be read here. Its front is read once; a damaged entry is removed."""
-        if key in self._known:
-            return True
-        data = None if key in self._doubted else self._backend.peek(key, front=True)
-        if data is None:
-            return False
+    def opens(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
+        """Whether the existing entries of chunks ``numbers`` can be read here. A front is read once; a damaged entry is removed."""
+        found = [key in self._known for key in keys]
+        asked = [at for at, key in enumerate(keys) if not found[at] and key not in self._doubted]
+        for begin in range(0, len(asked), _FRONTS_AT_ONCE):
+            part = asked[begin : begin + _FRONTS_AT_ONCE]
+            for at, data in zip(part, self._backend.fronts([keys[at] for at in part]), strict=True):
+                found[at] = data is not None and self._opens(keys[at], numbers[at], data)
+        self._know([keys[at] for at in asked if found[at]])
+        return found
+
+    def _opens(self, key: bytes, number: int, data: Data) -> bool:
         try:
             check_front(key, data, self._cipher, self._reader.check_shape)
         except FAULTS:
             # The front may not be enough to decide.
-            if not self._reads(key, number):
-                return False
-        self._know([key])
+            return self._reads(key, number)
         return True
 
     def _know(self, keys: Sequence[bytes]) -> None:

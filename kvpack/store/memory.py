@@ -20,7 +20,6 @@ class Memory(OneTier):
     """Entries of at most ``max_bytes`` in total; the least recently used go first, descendants before ancestors."""
 
     private = True
-    puts_at_once = 1
 
     def __init__(self, counters: Counters, *, max_bytes: int) -> None:
         self._counters, self._max_bytes = counters, max_bytes

@@ -18,7 +18,7 @@ from kvpack.formats.errors import LimitExceeded
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import in_parallel
 
-from .backend import OneTier, Stored
+from .backend import Found, OneTier, Stored
 from .breaker import Breaker, Guard
 from .forms import PLAIN, Kind
 from .keys import KEY_BYTES
@@ -28,12 +28,14 @@ from .uses import Uses, eviction_order, order_of, record_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Found
+    from .backend import Data
     from .counters import Counters
     from .forms import Form
 
 REQUESTS = 16
 """The most concurrent requests."""
+PUTS = 8
+"""The most concurrent puts, each of which takes memory for its entry."""
 RECOUNT_SECONDS = 60.0
 """The age at which a writer counts the stored bytes again, because others write too."""
 _SLACK = 16
@@ -61,7 +63,6 @@ class ObjectStore(OneTier):
     """
 
     private = False
-    puts_at_once = 8
 
     def __init__(
         self,
@@ -86,6 +87,9 @@ class ObjectStore(OneTier):
         with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, REQUESTS)) as kinds:
             return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
 
+    def present_each(self, keys: Sequence[bytes]) -> list[bool]:
+        return [kind is Kind.READABLE for kind in in_parallel(lambda key: self._kind(_name(key)), keys, REQUESTS)]
+
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         found: list[Data] = []
         with contextlib.closing(in_parallel(self.peek, keys, REQUESTS)) as entries:
@@ -95,16 +99,39 @@ class ObjectStore(OneTier):
                 found.append(data)
         return found
 
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+        def find(asked: tuple[bytes, int]) -> Found | None:
+            key, tier = asked
+            data = self._guard.ask("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None) if tier < 0 else None
+            return None if data is None else Found(data, 0)
+
+        return [*in_parallel(find, zip(keys, beyond, strict=True), REQUESTS)]
+
+    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
+        return [*in_parallel(lambda key: self.peek(key, front=True), keys, REQUESTS)]
+
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         read = self._objects.read_front if front else self._objects.read
         return self._guard.ask("get", lambda: read(_name(key)), None)
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        size = sum(map(len, pieces))
-        if size > self._form.max_bytes or not self._reserved(size, chain):
-            self._counters.add("refused_chunks")
-            return False
-        name, data = _name(chain[-1]), b"".join(pieces)
+        return self.put_all(chain, {len(chain) - 1: pieces}, now_ns)[0]
+
+    def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
+        sizes = [sum(map(len, pieces)) for pieces in entries.values()]
+        fitting = self._reserved(sizes, chain)
+        self._counters.add("refused_chunks", len(sizes) - fitting)
+        places = list(entries)[:fitting]
+        put = in_parallel(lambda place: self._put(chain[place], entries[place]), places, PUTS)
+        stored = [*put, *[False] * (len(sizes) - fitting)]
+        if True in stored:
+            last = max(place for place, there in zip(entries, stored, strict=True) if there)
+            self.touch(chain[: last + 1], now_ns)
+        return stored
+
+    def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
+        """Put an entry whose bytes are reserved; return whether a readable one exists now."""
+        name, data = _name(key), b"".join(pieces)
         new: bool | None = self._guard.ask("put", lambda: self._objects.put_new(name, data), None)
         there = Kind.READABLE
         if new is False:
@@ -114,15 +141,14 @@ class ObjectStore(OneTier):
                 new = self._guard.ask("put", lambda: self._objects.put(name, data), None)
         if new:
             self._counters.add("saved_chunks")
-            self._counters.add("saved_bytes", size)
+            self._counters.add("saved_bytes", len(data))
         else:
-            self._release(size)
+            self._release(len(data))
         if new is None:
             return False
         if there is Kind.FOREIGN:
             self._counters.add("refused_chunks")
             return False
-        self.touch(chain, now_ns)
         return True
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
@@ -174,19 +200,29 @@ class ObjectStore(OneTier):
         found = self._guard.ask("match", lambda: self._objects.look(name), None)
         return None if found is None else self._form.kind(*found)
 
-    def _reserved(self, size: int, chain: Sequence[bytes]) -> bool:
-        """Make room for ``size`` more bytes and count them; return whether they fit."""
+    def _reserved(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
+        """Make room for entries of ``sizes`` and count them; return how many of them fit, from the first on."""
+        fitting = next((number for number, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
-            return True
-        if size > self._max_bytes:
-            return False
+            return fitting
         with self._lock:
             stale = self._counted is None or time.monotonic() - self._counted > RECOUNT_SECONDS
-            if stale or self._total + size > self._max_bytes:
-                self._evict(self._max_bytes - size, set(chain))
-            fits = self._counted is not None and self._total + size <= self._max_bytes
-            self._total += size if fits else 0
-            return fits
+            needed = 0
+            for size in sizes[:fitting]:
+                if needed + size > self._max_bytes:
+                    break
+                needed += size
+            if needed and (stale or self._total + needed > self._max_bytes):
+                self._evict(self._max_bytes - needed, set(chain))
+            if self._counted is None:
+                return 0
+            count = 0
+            for size in sizes[:fitting]:
+                if self._total + size > self._max_bytes:
+                    break
+                self._total += size
+                count += 1
+            return count
 
     def _release(self, size: int) -> None:
         with self._lock:

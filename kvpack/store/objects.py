@@ -89,6 +89,11 @@ class Objects:
         data = bytearray(size)
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
+    def read_beginning(self, name: str, max_bytes: int) -> Data | None:
+        """An object's bytes, or the first ``max_bytes`` + 1 of a larger one, or None."""
+        found = self._beginning(name, max_bytes + 1)
+        return None if found is None else found[0]
+
     def read_front(self, name: str) -> Data | None:
         """As ``read``, but the bytes after the header of a kvpack file are zeros."""
         found = self._beginning(name, _FRONT_BYTES)

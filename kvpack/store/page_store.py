@@ -7,20 +7,22 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack
 
 from kvpack.coding.recipes import basis_for, parse_recipe
 from kvpack.formats.arguments import items
 from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
+from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import PageCodec, key_digest
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import OwnThreads
 
+from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .catalog import rows_of
 from .counters import Counters
 from .encryption import in_clear
-from .forms import check_size
+from .forms import MAX_ID_BYTES, check_size, sealed_bytes
 from .loading import FAULTS, refuse
 from .opening import check_identity, opened
 from .options import StoreOptions, check_count
@@ -28,18 +30,20 @@ from .page_keys import page_key
 from .tiers import Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvpack.coding.bases import Basis
-    from kvpack.pages.buffer import PageBuffer
     from kvpack.pages.geometry import PageGeometry
 
     from .backend import Found
     from .identity import Identity
     from .options import StoreKeywords
 
-_PAGES_AT_ONCE = 16
-"""Pages of a call that are encoded or read before their entries are written, or decoded."""
+    Pages = PageBuffer | Sequence[PageBuffer]
+
+_LOADED_AT_ONCE = 1024
+"""The most pages that are asked for in one request, whatever their bytes."""
+
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,19 @@ class Job:
         return self._future.result() if self._future.done() else None
 
 
+class Part(NamedTuple):
+    """Where a page is: a slot of an engine's memory."""
+
+    pages: PageBuffer
+    slot: int
+
+
 class PageStore:
     """Pages of ``identity``, by the engine's own keys of any bytes, shared by every process that opens ``location`` with that identity.
 
     Pages are encoded by ``codec``, a ``PageCodec`` of the identity's recipe and ``geometry`` with ``threads`` threads of its own.
-    ``location`` and the options are those of ``Store``. ``jobs`` is how many submitted jobs run at the same time. A recipe of the codec
-    klt needs its ``basis``: the identity's recipe is the ``text`` of a ``Recipe("klt-2", basis)``.
+    ``location`` and the options are those of ``Store``. ``jobs`` is how many submitted puts, and how many gets, run at the same time.
+    A recipe of the codec klt needs its ``basis``: the identity's recipe is the ``text`` of a ``Recipe("klt-2", basis)``.
 
     A page that is damaged, of another identity or geometry, or not there is a miss; damage and faults of the system are counted and
     raise nothing. Raises InvalidParameter for arguments that can never work, as the basis of another model, and what ``PageCodec`` raises.
@@ -94,7 +105,8 @@ class PageStore:
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
         self._backend, self._cipher, self._values = opened(location, identity, self._counters, chosen)
-        self._jobs, self._threads = count(), OwnThreads(jobs, "kvpack-page-store")
+        # Loads have threads of their own: an engine waits for them, and nobody for a put.
+        self._jobs, self._threads = count(), {kind: OwnThreads(jobs, f"kvpack-page-store-{kind}") for kind in ("put", "get")}
         self._submitted: dict[int, dict[int, Job]] = {}
         self._lock, self._closed = Lock(), False
 
@@ -109,64 +121,91 @@ class PageStore:
         # Jobs that were submitted are done first.
         self.drain()
         self._closed = True
-        self._threads.close()
+        for threads in self._threads.values():
+            threads.close()
         self.codec.close()
         self._backend.close()
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether there is an entry for each of ``keys``, which need not follow one another. No entry is read. Raises InvalidParameter."""
-        return [self._backend.present([name]) == 1 for name in self._names(keys)]
+        return self._backend.present_each(self._names(keys))
 
-    def put(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
+    def put(
+        self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Store the pages in ``slots`` under ``keys``, and return for each whether it is stored now.
 
-        ``ancestors`` are the keys of the pages before the first of ``keys``, which continue one another: an ancestor is evicted after
-        its descendants. A page that is there already is kept; one that cannot be encoded is counted and left out.
+        ``pages`` are an engine's memory, or a list with that of each key where pages are in separate memory. ``ancestors`` are the keys
+        of the pages before the first of ``keys``, which continue one another: an ancestor is evicted after its descendants. A page that
+        is there already is kept; one that cannot be encoded is counted and left out. After one that finds no room no other is tried.
+        Rows of up to 64 pages, of 64 MiB if these are more than one, are in memory at a time, and go to a server in one request.
         Raises what ``PageCodec.encode_into`` raises.
         """
         keys, slots = self._checked(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
-        slots, _ = self.codec.checked(pages, slots, None)
+        parts = self._parts(pages, slots, len(keys))
         with self._counters.timed("save"):
-            return self._put_all(keys, pages, slots, ancestors)
+            return self._put_all(keys, parts, ancestors)
 
-    def _put_all(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], ancestors: Sequence[bytes]) -> list[bool]:
+    def _put_all(self, keys: Sequence[bytes], parts: Sequence[Part], ancestors: Sequence[bytes]) -> list[bool]:
         chain = self._names([*ancestors, *keys])
         first = len(chain) - len(keys)
-        stored = [self._backend.present([name]) == 1 for name in chain[first:]]
+        stored = self._backend.present_each(chain[first:])
         self._counters.add("saves")
         self._counters.add("present_chunks", sum(stored))
         missing = [number for number, there in enumerate(stored) if not there]
         now = time.time_ns()
         if len(missing) < len(chain):
             self._backend.touch([name for number, name in enumerate(chain) if number < first or stored[number - first]], now)
-        for begin in range(0, len(missing), _PAGES_AT_ONCE):
-            part = missing[begin : begin + _PAGES_AT_ONCE]
-            rows = [memoryview(bytearray(self.codec.nbytes)) for _ in part]
-            outcomes = self.codec.encode_into(pages, [slots[number] for number in part], rows, keys=[keys[number] for number in part])
-            for number, row, refused in zip(part, rows, outcomes, strict=True):
-                if refused is not None:
-                    self._counters.fault("encode", refused)
-                    continue
-                stored[number] = self._put(chain[: first + number + 1], row, now)
+        at_once = self._at_once(BATCH_ENTRIES)
+        for begin in range(0, len(missing), at_once):
+            numbers = missing[begin : begin + at_once]
+            rows = self._encoded(numbers, keys, parts, chain[first:])
+            results = self._backend.put_all(chain, {first + number: row for number, row in rows.items()}, now) if rows else []
+            for number, there in zip(rows, results, strict=True):
+                stored[number] = there
+            if results and not results[-1]:
+                break
         return stored
 
-    def get_into(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int]) -> list[bool]:
+    def _encoded(
+        self, numbers: Sequence[int], keys: Sequence[bytes], parts: Sequence[Part], names: Sequence[bytes]
+    ) -> dict[int, list[memoryview]]:
+        """The pieces of the entries of pages, without those that cannot be encoded, which are counted."""
+        rows = {number: memoryview(bytearray(self.codec.nbytes)) for number in numbers}
+        found: dict[int, list[memoryview]] = {}
+        for pages, group in _by_memory(numbers, parts):
+            slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
+            outcomes = self.codec.encode_into(pages, slots, [rows[number] for number in group], keys=chosen)
+            for number, refused in zip(group, outcomes, strict=True):
+                try:
+                    if refused is not None:
+                        raise refused
+                    pieces = [rows[number]] if self._cipher is None else self._cipher.encrypt(names[number], [rows[number]])
+                    check_size(f"the page of {names[number].hex()}", sum(map(len, pieces)), self._max_entry_bytes)
+                    found[number] = pieces
+                except FAULTS as error:
+                    self._counters.fault("encode", error)
+        return found
+
+    def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
         """Load the pages of ``keys`` into ``slots``, and return for each whether it was loaded; other slots are left as they were.
 
-        Where keys continue one another, the first of them is evicted last. Raises what ``PageCodec.decode_into`` raises.
+        ``pages`` are as for ``put``. Where keys continue one another, the first of them is evicted last. Rows of up to 64 MiB are in
+        memory at a time. Raises what ``PageCodec.decode_into`` raises.
         """
         keys, slots = self._checked(keys, slots)
-        slots, _ = self.codec.checked(pages, slots, None, written=True)
+        parts = self._parts(pages, slots, len(keys), written=True)
         names = self._names(keys)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.codec.geometry.tokens)
         loaded, now = [False] * len(keys), time.time_ns()
+        at_once = self._at_once(_LOADED_AT_ONCE)
         with self._counters.timed("load"):
-            for begin in range(0, len(keys), _PAGES_AT_ONCE):
-                self._get(range(begin, min(begin + _PAGES_AT_ONCE, len(keys))), names, keys, pages, slots, loaded, now)
+            for begin in range(0, len(keys), at_once):
+                self._get(range(begin, min(begin + at_once, len(keys))), names, keys, parts, loaded, now)
             chain = [name for name, there in zip(names, loaded, strict=True) if there]
-            if len(chain) > _PAGES_AT_ONCE:
+            if len(keys) > at_once and chain:
                 # Noted part by part, pages were used after those that they continue.
                 self._backend.touch(chain, now)
         hits = sum(loaded)
@@ -176,9 +215,8 @@ class PageStore:
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
         """Note that ``keys``, which continue one another and ``ancestors``, are in use. Raises InvalidParameter."""
         names = self._names([*_keys(ancestors, "ancestors"), *_keys(keys)])
-        there = [name for name in names if self._backend.present([name]) == 1]
-        if there:
-            self._backend.touch(there, time.time_ns())
+        if names:
+            self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove the entries of ``keys``, and return how many there were. Raises InvalidParameter."""
@@ -194,7 +232,7 @@ class PageStore:
         self.drain()
         names = [*rows_of(self._backend, self.codec.namespace, self._cipher, max_entry_bytes=self._max_entry_bytes)]
         removed = self._removed(names)
-        kept = sum(self._backend.present([name]) for name in names)
+        kept = sum(self._backend.present_each(names))
         if kept:
             raise WriteFailed(
                 f"{self.location}: {kept} of {len(names)} pages could not be removed, expected none to stay: "
@@ -202,13 +240,13 @@ class PageStore:
             )
         return removed
 
-    def submit_put(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
+    def submit_put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
         """Begin ``put`` in a thread of the store: the slots must not change until the job is done. Raises InvalidParameter."""
         older = tuple(_keys(ancestors, "ancestors"))
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=older))
 
-    def submit_get(self, keys: Sequence[bytes], pages: PageBuffer, slots: Sequence[int]) -> Job:
-        """Begin ``get_into`` in a thread of the store. Raises InvalidParameter."""
+    def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
+        """Begin ``get_into`` in a thread of the store that only loads: no put is before it. Raises InvalidParameter."""
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
@@ -257,46 +295,37 @@ class PageStore:
         self._counters.add("deleted_entries", removed)
         return removed
 
-    def _put(self, chain: list[bytes], row: memoryview, now: int) -> bool:
-        try:
-            pieces = [row] if self._cipher is None else self._cipher.encrypt(chain[-1], [row])
-            check_size(f"the page of {chain[-1].hex()}", sum(map(len, pieces)), self._max_entry_bytes)
-        except FAULTS as error:
-            self._counters.fault("encode", error)
-            return False
-        return self._backend.put(chain, pieces, now)
-
     def _get(
         self,
         numbers: Sequence[int],
         names: list[bytes],
         keys: Sequence[bytes],
-        pages: PageBuffer,
-        slots: Sequence[int],
+        parts: Sequence[Part],
         loaded: list[bool],
         now: int,
     ) -> None:
         """Load the pages ``numbers``, from ever slower tiers where an entry is damaged."""
         beyond = dict.fromkeys(numbers, -1)
+        good: dict[int, Found] = {}
         while beyond:
-            found: dict[int, Found] = {}
+            entries = self._backend.find_each([names[number] for number in beyond], [*beyond.values()], self._largest)
+            found = {number: entry for number, entry in zip(beyond, entries, strict=True) if entry is not None}
             rows: dict[int, Any] = {}
-            for number, tier in beyond.items():
-                entries = self._backend.find([names[number]], beyond=tier)
-                if entries:
-                    found[number] = entries[0]
-                    self._open(number, names, entries[0], rows)
-            outcomes: list[Any] = []
-            if rows:
-                chosen = [keys[number] for number in rows]
-                outcomes = [*self.codec.decode_into([*rows.values()], pages, [slots[n] for n in rows], keys=chosen, values=self._values)]
-            for number, refused in reversed([*zip(rows, outcomes, strict=True)]):
-                if refused is None:
-                    loaded[number] = True
-                    self._backend.accept([names[number]], [found[number]], now - number)
-                else:
-                    refuse(self._backend, self._counters, names[number], found[number], refused)
+            for number, entry in found.items():
+                self._open(number, names, entry, rows)
+            for pages, group in _by_memory([*rows], parts):
+                slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
+                outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen, values=self._values)
+                for number, refused in zip(group, outcomes, strict=True):
+                    if refused is None:
+                        loaded[number] = True
+                        good[number] = found[number]
+                    else:
+                        refuse(self._backend, self._counters, names[number], found[number], refused)
             beyond = {number: entry.tier for number, entry in found.items() if not loaded[number]}
+        if good:
+            whole = sorted(good)
+            self._backend.accept([names[number] for number in whole], [good[number] for number in whole], now)
 
     def _open(self, number: int, names: list[bytes], entry: Found, rows: dict[int, Any]) -> None:
         """Put the row of an entry into ``rows``, or count why there is none."""
@@ -307,6 +336,25 @@ class PageStore:
             rows[number] = row
         except FAULTS as error:
             refuse(self._backend, self._counters, names[number], entry, error)
+
+    @property
+    def _largest(self) -> int:
+        """The most bytes of a page's entry."""
+        size = self.codec.nbytes if self._cipher is None else sealed_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
+        return min(size, self._max_entry_bytes)
+
+    def _at_once(self, most: int) -> int:
+        """The pages of which rows are in memory at a time."""
+        return max(1, min(most, BATCH_BYTES // (self._largest + 1)))
+
+    def _parts(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[Part]:
+        """Where each page is. Raises what ``PageCodec.checked`` raises, and InvalidParameter."""
+        if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
+            if len(pages) != count:
+                raise InvalidParameter(f"{len(pages)} memories of pages were given for {count} keys")
+            places = zip(pages, slots, strict=True)
+            return [Part(memory, self.codec.checked(memory, [slot], None, written=written)[0][0]) for memory, slot in places]
+        return [Part(pages, slot) for slot in self.codec.checked(pages, slots, None, written=written)[0]]
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         self._check_open()
@@ -324,7 +372,7 @@ class PageStore:
         # The caller may go on to change its lists.
         given, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
-            job = Job(next(self._jobs), kind, given, self._threads.pool.submit(self._counted, kind, work, given, places))
+            job = Job(next(self._jobs), kind, given, self._threads[kind].pool.submit(self._counted, kind, work, given, places))
             self._running[job.number] = job
         return job
 
@@ -358,3 +406,10 @@ class PageStore:
 
 def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
     return items(keys, what, "the engine's keys, which are bytes")
+
+
+def _by_memory(numbers: Sequence[int], parts: Sequence[Part]) -> Iterator[tuple[PageBuffer, list[int]]]:
+    """Consecutive pages in the same memory."""
+    for _, group in groupby(numbers, lambda number: id(parts[number].pages)):
+        same = [*group]
+        yield parts[same[0]].pages, same

@@ -14,38 +14,44 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import time
-import weakref
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
-from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage
+from kvpack.formats.errors import LimitExceeded, WriteFailed
+from kvpack.formats.lazy import numpy
 from kvpack.runtime.locks import Lock
 
-from .backend import MAX_ENTRY_BYTES, OneTier, Stored
-from .breaker import Breaker, Guard
+from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, OneTier, Stored
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
-from .redis_answers import data, data_list, flat, integer, integers, member_list, numbers, scanned, stored
-from .redis_limits import limited
-from .redis_scripts import COLLECT, DELETE, LOOK, PUT, RECOUNT, SIZE, USE
+from .redis_answers import data, data_list, integer, scanned, stored
+from .redis_client import Client
+from .redis_scripts import ENTRY, PINS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Found
+    from .backend import Data
     from .counters import Counters
     from .forms import Form
+    from .redis_client import Command
 
 SCHEMES = ("redis://", "rediss://", "unix://")
-PREFIX = b"{kvpack}:"
-ENTRY = PREFIX + b"entry:"
-_SHARED = [PREFIX + name for name in (b"used", b"sizes", b"bytes", b"pins")]
-
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
-_BYTES_AT_ONCE = 64 * 2**20
+_BYTES_AT_ONCE = BATCH_BYTES
+"""The most bytes of entries in one request or answer, unless one entry alone has more."""
+_SCRIPT_BYTES = 8 * 2**20
+"""The most bytes of entries that one call of a script stores, unless one entry alone has more: others wait for the server meanwhile."""
+_KEYS_AT_ONCE = 1000
+"""The most keys of one request that asks for something of each."""
+_FRONTS_AT_ONCE = 256
+_REFUSED, _STORED, _CROWDED = 0, 1, 3
+"""What the script that puts an entry says of it; of one that is there already it returns the front and the size."""
+_TRIES = 8
+"""How many times a put makes room, which others may take first."""
 _NAMES_AT_ONCE = 1000
 RECOUNT_SECONDS = 600.0
 """The age at which the sum of the sizes is counted again to keep the budget: any user of the server may have changed it."""
@@ -53,20 +59,8 @@ SCAN_SECONDS = 5.0
 """How long one put scans the names of a server whose count is lost; the next put continues the scan."""
 _MAX_PAGES = 2**20
 """The most pages of a scan: a server of a billion names has no more."""
-
-_ANSWERS = {"put": stored, "touch": integer, "delete": member_list, "list": flat, "size": numbers, "count": integer, "collect": integers(2)}
-"""The check of each script's answer."""
-_OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
-"""What redis-py says of an answer that begins as those of HTTP, TLS, SSH and memcached do, and none of Redis."""
-
-
-_FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
-"""Options of a URL that change what answers are."""
 _SPARE_BYTES = 2**20
 """What an answer takes besides entries."""
-
-if TYPE_CHECKING:
-    _Command = tuple[Callable[[Any], Any], *tuple[Any, ...]]
 
 
 class Redis(OneTier):
@@ -78,7 +72,6 @@ class Redis(OneTier):
     """
 
     private = False
-    puts_at_once = 1
 
     def __init__(
         self,
@@ -90,56 +83,34 @@ class Redis(OneTier):
         ttl: int | None = None,
         timeout: float = 1.0,
     ) -> None:
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
-        except ImportError:
-            raise MissingPackage("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, ttl
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._lock = Lock()
         self._summed: float | None = None
         self._cursor = 0
-        self._breaker = Breaker()
-        # A server that is not Redis makes the client raise anything.
-        self._guard = Guard(self._breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
-        try:
-            self._client: Any = redis.Redis.from_url(
-                url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
-            )
-            pool = self._client.connection_pool
-            # A connection that is not opened: options that there are not, and values of other types.
-            pool.connection_class(**pool.connection_kwargs)
-        except (ValueError, TypeError, redis.RedisError) as error:
-            raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
-        for name, needed in _FIXED_OPTIONS.items():
-            if (given := pool.connection_kwargs.get(name, needed)) != needed:
-                raise InvalidParameter(f"the location sets {name} to {given!r:.40}, and kvpack needs {needed!r}: leave it out of the URL")
-        pool.connection_class = limited(pool.connection_class, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES)
-        # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
-        self._close = weakref.finalize(self, self._client.close)
-        scripts = {"put": PUT, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "collect": COLLECT}
-        self._scripts = {name: self._client.register_script(text) for name, text in scripts.items()}
-        self._check_protocol()
+        self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES)
 
     def present(self, keys: Sequence[bytes]) -> int:
-        commands: list[_Command] = []
-        for key in keys:
-            commands += [(integer, "STRLEN", ENTRY + key), (data(FRONT_BYTES), "GETRANGE", ENTRY + key, 0, FRONT_BYTES - 1)]
-        answers = self._asked("match", commands)
-        kinds = [self._form.kind(front or b"", size or 0) for size, front in zip(answers[::2], answers[1::2], strict=True)]
-        return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(kinds))
+        return next((number for number, there in enumerate(self.present_each(keys)) if not there), len(keys))
+
+    def present_each(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._form.kind(front, size) is Kind.READABLE for size, front in self._looked(keys)]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        # Sizes come first: nothing larger than the limit for entries is fetched.
-        sizes = [size or 0 for size in self._asked("match", [(integer, "STRLEN", ENTRY + key) for key in keys])]
-        missing = next((number for number, size in enumerate(sizes) if not self._takes(keys[number], size)), len(sizes))
+        # Sizes and first bytes come first: nothing larger than the limit for entries is fetched, and nothing that is no entry.
+        sizes = []
+        for key, (size, front) in zip(keys, self._looked(keys), strict=True):
+            if not self._takes(key, size):
+                break
+            junk = self._form.kind(front, size) is Kind.JUNK
+            sizes.append(min(size, FRONT_BYTES) if junk else size)
+            if junk:
+                break
         found: list[Data] = []
-        while len(found) < missing:
+        while len(found) < len(sizes):
             # As many entries as fit in one answer, at least one.
             stop, total = len(found) + 1, sizes[len(found)]
-            while stop < missing and total + sizes[stop] <= _BYTES_AT_ONCE:
+            while stop < len(sizes) and total + sizes[stop] <= _BYTES_AT_ONCE:
                 total += sizes[stop]
                 stop += 1
             whole = self._fetched(keys[len(found) : stop], sizes[len(found) : stop])
@@ -148,47 +119,60 @@ class Redis(OneTier):
                 break
         return found
 
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+        found: list[Found | None] = [None] * len(keys)
+        asked = [number for number, tier in enumerate(beyond) if tier < 0]
+        at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
+        for part in _parts(asked, at_once):
+            values = self._client.ask_all("get", [(data(max_bytes + 1), "GETRANGE", ENTRY + keys[number], 0, max_bytes) for number in part])
+            for number, value in zip(part, values, strict=False):
+                found[number] = Found(value, 0) if value else None
+        return found
+
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        name = ENTRY + key
-        size = self._guard.ask("get", lambda: integer(self._client.strlen(name)), 0)
-        if not self._takes(key, size):
-            return None
-        if not front or size <= _FRONT_BYTES:
-            return next(iter(self._fetched([key], [size])), None)
-        return self._guard.ask("get", lambda: self._front(name, size), None)
+        if front:
+            return self.fronts([key])[0]
+        size = self._client.ask("get", "STRLEN", ENTRY + key, check=integer, otherwise=0)
+        return next(iter(self._fetched([key], [size])), None) if self._takes(key, size) else None
+
+    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
+        found: list[Data | None] = []
+        for part in _parts(keys, _FRONTS_AT_ONCE):
+            looked = self._looked(part, _FRONT_BYTES)
+            ends = [
+                min(size, front_bytes(front) or size) if self._takes(key, size) and len(front) == min(size, _FRONT_BYTES) else 0
+                for key, (size, front) in zip(part, looked, strict=True)
+            ]
+            long = [number for number, end in enumerate(ends) if end > _FRONT_BYTES]
+            rests = self._client.ask_all(
+                "get", [(data(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in long]
+            )
+            parts = {number: [looked[number][1]] for number, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
+            parts |= {number: [looked[number][1], rest or b""] for number, rest in zip(long, rests, strict=False)}
+            found += [_with_zeros(parts.get(number, ()), looked[number][0], ends[number]) for number in range(len(part))]
+        return found
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        size = sum(map(len, pieces))
-        if size > self._form.max_bytes:
-            self._counters.add("refused_chunks")
-            return False
-        entry = b"".join(pieces)
-        answer = self._put(chain, entry)
-        if answer is not None and answer[0] == -1:
-            answer = self._put(chain, entry) if self._recounted() else None
-        if answer is not None and answer[0] == 2:
-            kind = self._form.kind(answer[1], answer[2])
-            if kind is Kind.READABLE:
-                return True
-            answer = self._put(chain, entry, replace=True) if kind is Kind.JUNK else (0, 0, 0)
-        if answer is None or answer[0] == -1:
-            return False
-        stored, evicted, freed = answer
-        self._counters.add("evicted_entries", evicted)
-        self._counters.add("evicted_bytes", freed)
-        self._counters.add("refused_chunks", stored == 0)
-        if stored == 1:
-            self._counters.add("saved_chunks")
-            self._counters.add("saved_bytes", size)
-        return bool(stored)
+        return self.put_all(chain, {len(chain) - 1: pieces}, now_ns)[0]
+
+    def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
+        stored: dict[int, bool] = {}
+        for places in _batches({place: sum(map(len, pieces)) for place, pieces in entries.items()}, BATCH_ENTRIES, BATCH_BYTES):
+            stored |= self._put(chain, {place: b"".join(entries[place]) for place in places})
+            if not all(stored.values()):
+                break
+        return [stored.get(place, False) for place in entries]
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        # By the server's clock: its users' clocks may differ.
-        if chain:
-            self._run("touch", b"".join(chain), self._seconds())
+        # By the server's clock: its users' clocks may differ. The end of a long chain first, for its beginning must not be older.
+        starts = range(0, len(chain), _KEYS_AT_ONCE)
+        calls = [(b"".join(chain[start : start + _KEYS_AT_ONCE]), self._seconds(), start) for start in reversed(starts)]
+        self._client.call_all("touch", "touch", calls)
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        return set(self._run("delete", b"".join(keys)) or ()) if keys else set()
+        # The end of a chain first: a descendant is not found without its ancestors.
+        calls = [(b"".join(part),) for part in reversed([*_parts(keys, _KEYS_AT_ONCE)])]
+        return {key for removed in self._client.call_all("delete", "delete", calls) for key in removed or ()}
 
     def discard(self, key: bytes, found: Found) -> None:
         self.delete([key])
@@ -204,26 +188,26 @@ class Redis(OneTier):
             # A scan may return a name twice.
             new = [key for key in dict.fromkeys(keys) if key not in listed]
             listed.update(new)
-            found = self._run("list", b"".join(new)) or () if new else ()
+            found = self._client.call("list", b"".join(new)) or () if new else ()
             for key, size, used in zip(new, found[::2], found[1::2], strict=False):
                 yield Stored(key, int(size), int(used) * 1000 if 0 < used < 2**53 else 0)
 
     def size(self) -> tuple[int, int]:
-        answer = self._run("size")
+        answer = self._client.call("size")
         if answer is not None and answer[0] == -1:
             sizes = [entry.size for entry in self.list()]
             return len(sizes), sum(sizes)
         return (0, 0) if answer is None else (answer[0], answer[1])
 
     def pin(self, keys: Sequence[bytes]) -> bool:
-        return self._guard.ask("pin", lambda: integer(self._client.hset(_SHARED[3], keys[-1], b"".join(keys))), None) is not None
+        return self._client.ask("pin", "HSET", PINS, keys[-1], b"".join(keys), check=integer) is not None
 
     def unpin(self, keys: Sequence[bytes]) -> bool:
-        return bool(self._guard.ask("unpin", lambda: integer(self._client.hdel(_SHARED[3], keys[-1])), 0))
+        return bool(self._client.ask("unpin", "HDEL", PINS, keys[-1], check=integer, otherwise=0))
 
     def pinned(self) -> set[bytes]:
-        chains: Sequence[bytes] = self._guard.ask("list", lambda: data_list(self._client.hvals(_SHARED[3])), ())
-        return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain), KEY_BYTES)}
+        chains = self._client.ask("list", "HVALS", PINS, check=data_list, otherwise=())
+        return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
 
     def collect(self) -> None:
         """Count the entries by the server's names, and evict entries above the budget."""
@@ -234,35 +218,117 @@ class Redis(OneTier):
                 break
 
     def close(self) -> None:
-        self._close()
+        self._client.close()
 
-    def _put(self, chain: Sequence[bytes], entry: bytes, *, replace: bool = False) -> Any:
+    def _put(self, chain: Sequence[bytes], entries: Mapping[int, bytes]) -> dict[int, bool]:
+        """Whether each entry of one request is stored; ``entries`` are by their place in ``chain``."""
+        done = {place: False for place, entry in entries.items() if len(entry) > self._form.max_bytes}
+        self._counters.add("refused_chunks", len(done))
+        replaced: set[int] = set()
+        for _ in range(_TRIES):
+            pending = [place for place in entries if place not in done]
+            if not pending:
+                break
+            groups = self._groups(pending, entries, replaced)
+            answers = self._send(chain, groups, entries, replaced)
+            if not answers or None in answers or ([-1] in answers and not self._recounted()):
+                break
+            crowded = False
+            for group, answer in zip(groups, answers, strict=True):
+                for place, result in zip(group, answer[3] if answer != [-1] else (), strict=False):
+                    crowded |= result == _CROWDED
+                    outcome = self._outcome(place, result, replaced)
+                    if outcome is not None:
+                        done[place] = outcome
+                        self._counters.add("refused_chunks", not outcome)
+                    if result == _STORED:
+                        self._counters.add("saved_chunks")
+                        self._counters.add("saved_bytes", len(entries[place]))
+            if crowded:
+                self._make_room(chain, [len(entries[place]) for place in pending if place not in done])
+        return {place: done.get(place, False) for place in entries}
+
+    def _outcome(self, place: int, result: Any, replaced: set[int]) -> bool | None:
+        """Whether an entry is stored by what the script says of it; None to try again, ``replaced`` to replace what is there."""
+        if not isinstance(result, tuple):
+            return {_REFUSED: False, _STORED: True}.get(result)
+        kind = self._form.kind(*result)
+        if kind is Kind.JUNK and place not in replaced:
+            replaced.add(place)
+            return None
+        return kind is Kind.READABLE
+
+    def _groups(self, places: Sequence[int], entries: Mapping[int, bytes], replaced: set[int]) -> Sequence[Sequence[int]]:
+        """The entries of each call of the script, which waits for nobody and makes all wait for it."""
+        sizes = {place: len(entries[place]) for place in places}
+        return [
+            [*same]
+            for batch in _batches(sizes, BATCH_ENTRIES, _SCRIPT_BYTES)
+            for _, same in groupby(batch, lambda place: place in replaced)
+        ]
+
+    def _send(
+        self, chain: Sequence[bytes], groups: Sequence[Sequence[int]], entries: Mapping[int, bytes], replaced: set[int]
+    ) -> Sequence[Any]:
         due = self._summed is None or time.monotonic() - self._summed > RECOUNT_SECONDS
         if due:
             self._summed = time.monotonic()
-        return self._run("put", b"".join(chain), entry, self._most(), self._seconds(), int(replace), FRONT_BYTES, int(due))
+        calls = []
+        for group in groups:
+            settings = (self._most(), self._seconds(), int(group[0] in replaced), FRONT_BYTES, int(due))
+            pairs = [argument for place in group for argument in (place + 1, entries[place])]
+            calls.append((b"".join(chain[: group[-1] + 1]), *settings, *pairs))
+            due = False
+        answers = self._client.call_all("put", "put", calls, stored(FRONT_BYTES))
+        for answer in answers:
+            if answer is not None and answer != [-1]:
+                self._evicted(answer[0], answer[1])
+                if answer[2]:
+                    self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
+        return answers
+
+    def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Evict page by page until as many entries of ``sizes`` fit as can, or nothing more may go."""
+        assert self._max_bytes is not None
+        needed = 0
+        for size in sizes:
+            if needed + size > self._max_bytes:
+                break
+            needed += size
+        kept, first = b"".join(chain), 0
+        for _ in range(_MAX_PAGES):
+            answer = self._client.call("room", self._max_bytes - needed, kept, first)
+            if answer is None:
+                return
+            state, evicted, freed, first = answer
+            self._evicted(evicted, freed)
+            if state != _CROWDED:
+                return
+
+    def _evicted(self, entries: int, freed: int) -> None:
+        self._counters.add("evicted_entries", entries)
+        self._counters.add("evicted_bytes", freed)
 
     def _recounted(self) -> bool:
         """Count all entries again, then evict; False if the server does not answer or has too many names for the time allowed."""
         deadline = time.monotonic() + SCAN_SECONDS
         with self._lock:
-            if not self._cursor and self._run("count", b"") is None:
+            if not self._cursor and self._client.call("count", b"") is None:
                 return False
             while True:
                 page = self._page("count", self._cursor)
                 self._cursor, keys = page or (0, ())
-                if page is None or (keys and self._run("count", b"".join(keys)) is None):
+                if page is None or (keys and self._client.call("count", b"".join(keys)) is None):
                     return False
                 if not self._cursor:
                     break
                 if time.monotonic() > deadline:
                     self._counters.fault("count", TimeoutError(f"the server has more keys than can be scanned in {SCAN_SECONDS} s"))
                     return False
-            answer = self._run("collect", self._most())
-        if answer is None:
-            return False
-        self._counters.add("evicted_entries", answer[0])
-        self._counters.add("evicted_bytes", answer[1])
+            if self._client.call("collect") is None:
+                return False
+        if self._max_bytes is not None:
+            self._make_room((), ())
         return True
 
     def _takes(self, key: bytes, size: int) -> bool:
@@ -276,80 +342,49 @@ class Redis(OneTier):
 
     def _page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
         """One page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
-
-        def ask() -> tuple[int, Sequence[bytes]]:
-            return scanned(self._client.scan(cursor, match=ENTRY + b"*", count=_NAMES_AT_ONCE), cursor)
-
-        answer = self._guard.ask(operation, ask, None)
+        scan = ("SCAN", cursor, "MATCH", ENTRY + b"*", "COUNT", _NAMES_AT_ONCE)
+        answer = self._client.ask(operation, *scan, check=lambda found: scanned(found, cursor))
         if answer is None:
             return None
         return answer[0], [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
 
-    def _asked(self, operation: str, commands: Sequence[_Command]) -> Sequence[Any]:
-        """The server's answers, None for a refused command, such as one for an entry of another type; [] if the server does not answer.
-
-        Each command comes after the check of its answer.
-        """
-
-        def ask() -> Sequence[Any]:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for _, *command in commands:
-                    pipeline.execute_command(*command)
-                answers = pipeline.execute(raise_on_error=False)
-            checks = [check for check, *_ in commands]
-            return [one if isinstance(one, Exception) else check(one) for check, one in zip(checks, answers, strict=True)]
-
-        nothing: Sequence[Any] = ()
-        answers = self._guard.ask(operation, ask, nothing) if commands else nothing
-        for error in answers:
-            if isinstance(error, Exception):
-                self._counters.fault(operation, error)
-        return [None if isinstance(answer, Exception) else answer for answer in answers]
+    def _looked(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
+        """The size and the first ``count`` bytes of each entry; 0 and none for what is not there, is no string, or has no answer."""
+        found: list[tuple[int, bytes]] = []
+        for part in _parts(keys, _KEYS_AT_ONCE):
+            commands: list[Command] = []
+            for key in part:
+                commands += [(integer, "STRLEN", ENTRY + key), (data(count), "GETRANGE", ENTRY + key, 0, count - 1)]
+            answers = self._client.ask_all("match", commands)
+            found += [(size or 0, front or b"") for size, front in zip(answers[::2], answers[1::2], strict=True)]
+            if not answers:
+                break
+        return [*found, *[(0, b"")] * (len(keys) - len(found))]
 
     def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
         """The bytes of entries up to the first whose size has changed; never more than ``sizes`` are fetched."""
-
-        def ask() -> Sequence[bytearray]:
-            found = []
-            pairs = zip(keys, sizes, strict=True)
-            values = self._asked("get", [(data(size), "GETRANGE", ENTRY + key, 0, size - 1) for key, size in pairs])
-            for value, size in zip(values, sizes, strict=False):
-                if value is None or len(value) != size:
-                    break
-                found.append(bytearray(value))
-            return found
-
-        nothing: Sequence[bytearray] = ()
-        return self._guard.ask("get", ask, nothing)
-
-    def _front(self, name: bytes, size: int) -> bytearray | None:
-        """An entry of ``size`` bytes; those after the header are zeros, which take no memory."""
-        beginning = data(_FRONT_BYTES)(self._client.getrange(name, 0, _FRONT_BYTES - 1))
-        entry = bytearray(size)
-        end = min(size, front_bytes(beginning) or size)
-        rest = data(end)(self._client.getrange(name, len(beginning), end - 1)) if end > len(beginning) else b""
-        if not end <= len(beginning) + len(rest) <= size:
-            return None
-        entry[: len(beginning)] = beginning
-        entry[len(beginning) : len(beginning) + len(rest)] = rest
-        return entry
-
-    def _run(self, script: str, *arguments: Any) -> Any:
-        return self._guard.ask(script, lambda: _ANSWERS[script](self._scripts[script](keys=_SHARED, args=arguments)), None)
-
-    def _check_protocol(self) -> None:
-        """Raise InvalidParameter if the server speaks another protocol. One that does not answer now may answer later."""
-        import redis
-
-        try:
-            self._client.ping()
-        except redis.InvalidResponse as error:
-            if _OTHER_PROTOCOL.search(str(error)):
-                raise InvalidParameter(
-                    f"the server at the location is not Redis: it answers with {str(error)!r:.100}; check the host and the port"
-                ) from None
-        except Exception:
-            return
+        ranges = [
+            (number, begin, min(begin + _BYTES_AT_ONCE, size))
+            for number, size in enumerate(sizes)
+            for begin in range(0, size, _BYTES_AT_ONCE)
+        ]
+        found: list[bytearray] = []
+        for group in _batches({at: stop - begin for at, (_, begin, stop) in enumerate(ranges)}, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
+            asked = [ranges[at] for at in group]
+            commands: list[Command] = [
+                (data(stop - begin), "GETRANGE", ENTRY + keys[number], begin, stop - 1) for number, begin, stop in asked
+            ]
+            values = self._client.ask_all("get", commands)
+            for (number, begin, stop), value in zip(asked, values, strict=False):
+                if value is None or len(value) != stop - begin:
+                    return found[:number]
+                if not begin:
+                    found.append(bytearray(value))
+                else:
+                    found[number] += value
+            if len(values) < len(asked):
+                return found[: asked[len(values)][0]]
+        return found
 
     def _most(self) -> int | str:
         return "" if self._max_bytes is None else self._max_bytes
@@ -361,3 +396,35 @@ class Redis(OneTier):
 def is_redis(location: str | os.PathLike[str]) -> bool:
     """Whether a location is the URL of a Redis server."""
     return isinstance(location, str) and location.startswith(SCHEMES)
+
+
+def _parts(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
+    """``items`` in parts of at most ``count``."""
+    for begin in range(0, len(items), count):
+        yield items[begin : begin + count]
+
+
+def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[int]]:
+    """The keys of ``sizes`` in batches of at most ``count``, and of ``total`` bytes unless one alone has more."""
+    batch: list[int] = []
+    left = total
+    for key, size in sizes.items():
+        if batch and (len(batch) == count or size > left):
+            yield batch
+            batch, left = [], total
+        batch.append(key)
+        left -= size
+    if batch:
+        yield batch
+
+
+def _with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
+    """An entry of ``size`` bytes whose first ``end`` are ``parts``; the rest are zeros, which take no memory until they are read."""
+    if not end or sum(map(len, parts)) < end:
+        return None
+    entry = numpy.zeros(size, numpy.uint8).data
+    at = 0
+    for part in parts:
+        entry[at : at + len(part)] = part
+        at += len(part)
+    return entry

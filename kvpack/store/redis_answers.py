@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 2**53
 """Lua's numbers are binary64."""
+_MESSAGE_BYTES = 2**16
 
 
 class NotRedis(Exception):
@@ -60,7 +61,7 @@ def member_list(answer: Any) -> list[bytes]:
     return found
 
 
-def flat(answer: Any) -> list[float]:
+def sizes_and_uses(answer: Any) -> list[float]:
     """Sizes and times of use in turn; a time is a number as text, or empty for none, which is 0."""
     found = _listed(answer, "sizes and times")
     if len(found) % 2:
@@ -74,11 +75,23 @@ def numbers(answer: Any) -> list[int]:
     return answer if answer == [-1] and type(answer[0]) is int else integers(2)(answer)
 
 
-def stored(answer: Any) -> list[Any]:
-    """What the script that puts an entry returns."""
-    if type(answer) is list and len(answer) == 3 and answer[0] == 2:
-        return [integer(answer[0]), data(2**16)(answer[1]), integer(answer[2])]
-    return answer if answer == [-1] and type(answer[0]) is int else integers(3)(answer)
+def stored(front_bytes: int) -> Callable[[Any], list[Any]]:
+    """What the script that puts entries returns: -1 alone, or evicted entries and bytes, a message, and a result of each entry."""
+
+    def result(one: Any) -> Any:
+        if type(one) is list:
+            _listed(one, "a front and a size", 2)
+            return data(front_bytes)(one[0]), integer(one[1])
+        return integer(one)
+
+    def check(answer: Any) -> list[Any]:
+        if answer == [-1] and type(answer[0]) is int:
+            return [-1]
+        found = _listed(answer, "what was evicted, and results", 4)
+        results = [result(one) for one in _listed(found[3], "results")]
+        return [integer(found[0]), integer(found[1]), data(_MESSAGE_BYTES)(found[2]), results]
+
+    return check
 
 
 def scanned(answer: Any, cursor: int) -> tuple[int, Sequence[bytes]]:

@@ -4,6 +4,11 @@ Only the entries are authoritative. Counts may be lost, or overwritten by any us
 values of another type, and ``sound`` checks that the rest is consistent; if not, ``PUT`` asks for a new count.
 """
 
+PREFIX = b"{kvpack}:"
+ENTRY = PREFIX + b"entry:"
+PINS = PREFIX + b"pins"
+KEYS = [PREFIX + b"used", PREFIX + b"sizes", PREFIX + b"bytes", PINS]
+
 # KEYS in all: used, sizes, bytes, pins. Members of the sets are keys of 32 bytes.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
 
@@ -58,14 +63,12 @@ end
 """
 
 TOUCH = """
-local function touch(chain, seconds)
-    local now = microseconds()
+local function touch(chain, seconds, before, now)
     for depth = 1, #chain / 32 do
         local key = string.sub(chain, 32 * depth - 31, 32 * depth)
-        redis.call('ZADD', KEYS[1], 'XX', 'GT', string.format('%.0f', now - depth), key)
+        redis.call('ZADD', KEYS[1], 'XX', 'GT', string.format('%.0f', now - before - depth), key)
         if seconds ~= '' then redis.call('EXPIRE', entry(key), seconds) end
     end
-    return now
 end
 """
 
@@ -82,32 +85,50 @@ local function total()
 end
 """
 
-# Removes what was used longest ago, but what is kept or pinned, until what is counted fits below ``most``.
-# Returns whether it does, entries evicted, and their bytes.
+# Removes what was used longest ago, except what is kept or pinned, until what is counted fits below ``most``: at most a page of entries.
+# ``first`` is how many of the oldest are known to be kept. Returns 1 if it fits, 0 if nothing more can go, 3 at the end of the page,
+# then entries evicted, their bytes, and ``first``.
 EVICT = """
-local function evict(most, chain)
-    local kept = {}
-    for at = 1, #chain, 32 do kept[string.sub(chain, at, at + 31)] = true end
-    for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do
-        for at = 1, #pinned, 32 do kept[string.sub(pinned, at, at + 31)] = true end
+local PAGE, STEP = 500, 20
+
+local function keys_of(text, kept)
+    for at = 1, #text, 32 do kept[string.sub(text, at, at + 31)] = true end
+end
+
+local pins
+local function is_pinned(key)
+    if not pins then
+        pins = {}
+        for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do keys_of(pinned, pins) end
     end
-    local first, evicted, bytes = 0, 0, 0
+    return pins[key]
+end
+
+local function evict(most, kept, first)
+    local looked, evicted, bytes = 0, 0, 0
     while (tonumber(redis.call('GET', KEYS[3]) or '') or 0) > most do
-        local oldest = redis.call('ZRANGE', KEYS[1], first, first)[1]
-        if not oldest then return false, evicted, bytes end
-        if kept[oldest] then
-            first = first + 1
-        else
-            local _, freed = remove(oldest)
-            evicted, bytes = evicted + 1, bytes + freed
+        if looked >= PAGE then return 3, evicted, bytes, first end
+        local oldest = redis.call('ZRANGE', KEYS[1], first, first + STEP - 1)
+        if #oldest == 0 then return 0, evicted, bytes, first end
+        for _, key in ipairs(oldest) do
+            if (tonumber(redis.call('GET', KEYS[3]) or '') or 0) <= most then break end
+            looked = looked + 1
+            if kept[key] or is_pinned(key) then
+                first = first + 1
+            else
+                local _, freed = remove(key)
+                evicted, bytes = evicted + 1, bytes + freed
+            end
         end
     end
-    return true, evicted, bytes
+    return 1, evicted, bytes, first
 end
 """
 
-# ARGV: chain, entry, most bytes or '', seconds to live or '', '1' to replace what is there, bytes of a front, '1' to sum sizes anew.
-# Returns {-1} where nothing can be said of what is stored, {2, front, bytes} of what is there, else {stored, entries evicted, bytes}.
+# ARGV: chain, most bytes or '', seconds to live or '', '1' to replace what is there, bytes of a front, '1' to sum sizes anew, then the
+# place in the chain, from 1 on, and the bytes of each entry. Returns {-1} where nothing can be said of what is stored, else {entries
+# evicted, their bytes, an error of the server or '', {result, ...}}: 1 for an entry that is stored, 0 for one that finds no room, 3
+# where more must be evicted first, {front, bytes} of what is there already. After 0 and 3 no other entry is tried.
 PUT = (
     BEGIN
     + SOUND
@@ -115,49 +136,66 @@ PUT = (
     + TOTAL
     + EVICT
     + """
-local chain, size, most, seconds = ARGV[1], #ARGV[2], tonumber(ARGV[3]), ARGV[4]
-if not sound() or (ARGV[7] == '1' and not total()) then return {-1} end
-local key = string.sub(chain, -32)
-if redis.call('TYPE', entry(key)).ok == 'string' and ARGV[5] ~= '1' then
-    local there = redis.call('STRLEN', entry(key))
-    if redis.call('HEXISTS', KEYS[2], key) == 0 then count(key, there, microseconds()) end
-    return {2, redis.call('GETRANGE', entry(key), 0, ARGV[6] - 1), there}
-end
-if most and size > most then return {0, 0, 0} end
--- Counted before it is there: an entry that nobody counts would never go. A server without memory refuses this first write.
-count(key, size, microseconds())
-local fits, evicted, bytes = true, 0, 0
-for attempt = 1, 2 do
+local chain, most, seconds, replaces = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
+if not sound() or (ARGV[6] == '1' and not total()) then return {-1} end
+local now = microseconds()
+local kept, noted, results, evicted, bytes, message, last, state = {}, 0, {}, 0, 0, '', 0, 1
+
+local function put(place, entry_bytes)
+    local key = string.sub(chain, 32 * place - 31, 32 * place)
+    if redis.call('TYPE', entry(key)).ok == 'string' and not replaces then
+        local there = redis.call('STRLEN', entry(key))
+        if redis.call('HEXISTS', KEYS[2], key) == 0 then count(key, there, now) end
+        return {redis.call('GETRANGE', entry(key), 0, ARGV[5] - 1), there}
+    end
+    if most and #entry_bytes > most then return 0 end
+    -- Counted before it is there: an entry that nobody counts would never go. A server without memory refuses this first write.
+    count(key, #entry_bytes, now)
     if most then
-        local more, freed
-        fits, more, freed = evict(most, chain)
+        keys_of(string.sub(chain, 32 * noted + 1, 32 * place), kept)
+        noted = place
+        local fits, more, freed = evict(most, kept, 0)
         evicted, bytes = evicted + more, bytes + freed
+        if fits ~= 1 then
+            remove(key)
+            return fits
+        end
     end
-    if fits then break end
-    if not total() then
-        remove(key)
-        return {-1}
+    redis.call('DEL', entry(key))
+    local done = redis.pcall('SET', entry(key), entry_bytes)
+    if type(done) == 'table' and done.err then
+        forget(key)
+        message = done.err
+        return 0
     end
+    redis.call('ZADD', KEYS[1], string.format('%.0f', now - place), key)
+    last = place
+    return 1
 end
-if not fits then
-    remove(key)
-    return {0, evicted, bytes}
+
+for number = 7, #ARGV, 2 do
+    local result = state == 1 and put(tonumber(ARGV[number]), ARGV[number + 1]) or state
+    if result == 0 or result == 3 then state = result end
+    table.insert(results, result)
 end
-local now = touch(string.sub(chain, 1, -33), seconds)
-redis.call('DEL', entry(key))
-local done = redis.pcall('SET', entry(key), ARGV[2])
-if type(done) == 'table' and done.err then
-    forget(key)
-    return done
-end
-redis.call('ZADD', KEYS[1], string.format('%.0f', now - #chain / 32), key)
-if seconds ~= '' then redis.call('EXPIRE', entry(key), seconds) end
-return {1, evicted, bytes}
+touch(string.sub(chain, 1, 32 * last), seconds, 0, now)
+return {evicted, bytes, message, results}
 """
 )
 
-# ARGV: chain, seconds to live or ''.
-USE = BEGIN + TOUCH + "touch(ARGV[1], ARGV[2]) return 1"
+# ARGV: most bytes, chain to keep, how many of the oldest are known to be kept. Returns as ``evict``.
+ROOM = (
+    BEGIN
+    + EVICT
+    + """
+local kept = {}
+keys_of(ARGV[2], kept)
+return {evict(tonumber(ARGV[1]), kept, tonumber(ARGV[3]))}
+"""
+)
+
+# ARGV: a part of a chain, seconds to live or '', how many keys of the chain are before it.
+USE = BEGIN + TOUCH + "touch(ARGV[1], ARGV[2], tonumber(ARGV[3]), microseconds()) return 1"
 
 # ARGV: keys, one after the other. Returns those of the entries that there were.
 DELETE = (
@@ -211,16 +249,12 @@ return 1
 """
 )
 
-# ARGV: most bytes or ''. Sums the sizes, which are all there, and evicts. Returns {entries evicted, their bytes}.
+# Sums the sizes, which are all there.
 COLLECT = (
     BEGIN
     + TOTAL
-    + EVICT
     + """
-local most = tonumber(ARGV[1])
 total()
-if not most then return {0, 0} end
-local _, evicted, bytes = evict(most, '')
-return {evicted, bytes}
+return 1
 """
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import replace
 from itertools import takewhile
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from kvpack.coding.recipes import basis_for, basis_named, parse_recipe
 from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
-from kvpack.runtime.threads import in_parallel
 
+from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .bases import StoredBasis
 from .counters import Counters
 from .entries import Reader, check_decoded, to_pieces
@@ -29,7 +28,7 @@ from .windows import Windows, check_held
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from kvpack.coding.bases import Basis
 
     from .identity import Identity
+    from .keys import Link
     from .options import StoreKeywords
 
 
@@ -202,47 +202,64 @@ class Store:
         links = list(chained(self._root, ids, self.chunk, digests))
         keys = [link[0] for link in links]
         there = self._backend.present(keys)
-        looks = in_parallel(lambda number: self._loader.opens(keys[number], number), range(there), self._backend.puts_at_once)
-        with contextlib.closing(looks):
-            opens = list(looks)
-        stored = sum(takewhile(bool, opens))
+        opens = dict(enumerate(self._loader.opens(keys[:there], range(there))))
+        stored = sum(takewhile(bool, opens.values()))
         if stored < len(links):
             check_held(cache, stored * self.chunk)
-        self._counters.add("present_chunks", sum(opens))
+        self._counters.add("present_chunks", sum(opens.values()))
+        if self._cipher is not None:
+            # Beyond a gap. Only the key shows whether an encrypted entry can be read here; damaged entries are removed.
+            later = range(there + 1, len(keys))
+            held = [n for n, present in zip(later, self._backend.present_each(keys[there + 1 :]), strict=True) if present]
+            opens |= zip(held, self._loader.opens([keys[n] for n in held], held), strict=True)
         # An entry that others may be able to read stays, although not readable here; its descendants would not be found.
-        end = next((n for n in range(stored, there) if not opens[n] and self._backend.present(keys[n : n + 1])), len(links))
+        shut = [number for number, readable in opens.items() if not readable]
+        stays = zip(shut, self._backend.present_each([keys[number] for number in shut]), strict=True)
+        end = next((number for number, present in stays if present), len(links))
         # Ancestors must be evicted last, so they are in use from now on.
         now = time.time_ns()
         chain = [*self._before, *keys]
         first = len(self._before)
         self._backend.touch(chain[: first + stored], now)
+        for batch in self._batches([n for n in range(stored, end) if not opens.get(n, False)], links, cache):
+            put = self._backend.put_all(chain, {first + number: pieces for number, pieces in batch.items()}, now)
+            opens |= zip(batch, put, strict=True)
+            if not all(put):
+                break
+        return self.chunk * sum(takewhile(bool, (opens.get(number, False) for number in range(end))))
 
-        def put(number: int) -> bool:
-            key, parent, part, digest = links[number]
-            if number < there and opens[number]:
-                return True
-            if number >= there and self._cipher is not None and self._backend.present([key]):
-                # Beyond a gap. Only the key shows whether an encrypted entry can be read here; damaged entries are removed.
-                if self._loader.opens(key, number):
-                    return True
-                if self._backend.present([key]):
-                    return False
-            try:
-                chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
-                check_decoded(chunk, key, self._max_entry_bytes)
-                pieces = to_pieces(chunk, key, parent, part, digest)
-                if self._cipher is not None:
-                    pieces = self._cipher.encrypt(key, pieces)
-                check_size(f"the chunk of {key.hex()}", sum(map(len, pieces)), self._max_entry_bytes)
-            except FAULTS as error:
-                # For example, the chunk begins inside a token group of a cache that was packed in parts.
-                self._counters.fault("encode", error)
-                return False
-            return self._backend.put(chain[: first + number + 1], pieces, now)
+    def _batches(self, numbers: Sequence[int], links: Sequence[Link], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
+        """The pieces of the entries of chunks, for one request each, up to the first chunk that cannot be encoded."""
+        batch: dict[int, list[memoryview]] = {}
+        left = BATCH_BYTES
+        for number in numbers:
+            pieces = self._pieces(cache, number, links[number])
+            if pieces is None:
+                break
+            size = sum(map(len, pieces))
+            if batch and (len(batch) == BATCH_ENTRIES or size > left):
+                yield batch
+                batch, left = {}, BATCH_BYTES
+            batch[number] = pieces
+            left -= size
+        if batch:
+            yield batch
 
-        with contextlib.closing(in_parallel(put, range(stored, end), self._backend.puts_at_once)) as puts:
-            stored += sum(takewhile(bool, puts))
-        return stored * self.chunk
+    def _pieces(self, cache: Cache, number: int, link: Link) -> list[memoryview] | None:
+        """The entry of one chunk; None, counted, if it cannot be encoded."""
+        key, parent, part, digest = link
+        try:
+            chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
+            check_decoded(chunk, key, self._max_entry_bytes)
+            pieces = to_pieces(chunk, key, parent, part, digest)
+            if self._cipher is not None:
+                pieces = self._cipher.encrypt(key, pieces)
+            check_size(f"the chunk of {key.hex()}", sum(map(len, pieces)), self._max_entry_bytes)
+        except FAULTS as error:
+            # For example, the chunk begins inside a token group of a cache that was packed in parts.
+            self._counters.fault("encode", error)
+            return None
+        return pieces
 
     def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
         """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; return its length in tokens."""

@@ -17,7 +17,7 @@ from .backend import Found, Stored
 from .write_back import WriteBack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .backend import Backend, Data
     from .counters import Counters
@@ -45,11 +45,6 @@ class Tiers:
         return all(backend.private for backend in self._backends)
 
     @property
-    def puts_at_once(self) -> int:
-        waited_for = self._backends[:1] if self._write_back else self._backends
-        return max(backend.puts_at_once for backend in waited_for)
-
-    @property
     def parts(self) -> Sequence[Backend]:
         return self._backends
 
@@ -57,6 +52,14 @@ class Tiers:
         found = 0
         for _, more in self._in_turn(keys, lambda backend, rest: backend.present(rest), int):
             found += more
+        return found
+
+    def present_each(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [False] * len(keys)
+        for backend in self._backends:
+            missing = [number for number, there in enumerate(found) if not there]
+            for number, there in zip(missing, backend.present_each([keys[number] for number in missing]) if missing else (), strict=True):
+                found[number] = there
         return found
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
@@ -69,27 +72,57 @@ class Tiers:
             for data in entries
         ]
 
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+        found: list[Found | None] = [None] * len(keys)
+        for tier, backend in enumerate(self._backends):
+            missing = [number for number, entry in enumerate(found) if entry is None and beyond[number] < tier]
+            entries = backend.find_each([keys[number] for number in missing], [-1] * len(missing), max_bytes) if missing else ()
+            for number, entry in zip(missing, entries, strict=True):
+                found[number] = None if entry is None else Found(entry.data, tier)
+        return found
+
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        for number, entry in enumerate(found, len(keys) - len(found)):
-            self._tier_counters[entry.tier].add("hit_chunks")
-            self._counters.add("promoted_chunks", self._put_in(self._backends[: entry.tier], keys[: number + 1], entry.data, now_ns))
+        first = len(keys) - len(found)
+        promoted: set[int] = set()
+        for tier, (backend, counts) in enumerate(zip(self._backends, self._tier_counters, strict=True)):
+            counts.add("hit_chunks", sum(entry.tier == tier for entry in found))
+            lower = {first + number: [memoryview(entry.data)] for number, entry in enumerate(found) if entry.tier > tier}
+            promoted |= {place for place, there in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if there}
+        self._counters.add("promoted_chunks", len(promoted))
         # Noting parts of a chain one by one would leave an ancestor older than its descendants.
         self.touch(keys, now_ns, asked=max((entry.tier for entry in found), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         return next((data for backend in self._backends if (data := backend.peek(key, front=front)) is not None), None)
 
+    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
+        found: list[Data | None] = [None] * len(keys)
+        for backend in self._backends:
+            missing = [number for number, data in enumerate(found) if data is None]
+            for number, data in zip(missing, backend.fronts([keys[number] for number in missing]) if missing else (), strict=True):
+                found[number] = data
+        return found
+
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        if self._write_back is None:
-            stored = _each(self._backends, lambda backend: backend.put(chain, pieces, now_ns))
-        elif stored := self._backends[0].put(chain, pieces, now_ns):
-            self._write_back.add(chain, b"".join(pieces), now_ns)
-        else:
-            # The first tier does not have it, so the others get it at once.
-            stored = self._put_below(chain, b"".join(pieces), now_ns)
-        self._counters.add("saved_chunks", stored)
-        self._counters.add("saved_bytes", sum(map(len, pieces)) if stored else 0)
-        self._counters.add("refused_chunks", not stored)
+        return self.put_all(chain, {len(chain) - 1: pieces}, now_ns)[0]
+
+    def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
+        waited_for = self._backends if self._write_back is None else self._backends[:1]
+        stored = [*self._put_in(waited_for, chain, entries, now_ns)]
+        if self._write_back is not None:
+            refused = {}
+            for (place, pieces), there in zip(entries.items(), stored, strict=True):
+                if there:
+                    self._write_back.add(chain[: place + 1], b"".join(pieces), now_ns)
+                else:
+                    refused[place] = pieces
+            # The first tier does not have these, so the others get them at once.
+            late = dict(zip(refused, self._put_in(self._backends[1:], chain, refused, now_ns), strict=True))
+            stored = [there or late.get(place, False) for place, there in zip(entries, stored, strict=True)]
+        sizes = [sum(map(len, pieces)) for pieces in entries.values()]
+        self._counters.add("saved_chunks", sum(stored))
+        self._counters.add("saved_bytes", sum(size for size, there in zip(sizes, stored, strict=True) if there))
+        self._counters.add("refused_chunks", len(stored) - sum(stored))
         return stored
 
     def touch(self, chain: Sequence[bytes], now_ns: int, *, asked: int = 0) -> None:
@@ -147,10 +180,14 @@ class Tiers:
         ]
 
     def _put_below(self, chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
-        return self._put_in(self._backends[1:], chain, data, now_ns)
+        return self._put_in(self._backends[1:], chain, {len(chain) - 1: [memoryview(data)]}, now_ns)[0]
 
-    def _put_in(self, backends: Sequence[Backend], chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
-        return _each(backends, lambda backend: backend.put(chain, [memoryview(data)], now_ns))
+    def _put_in(
+        self, backends: Sequence[Backend], chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int
+    ) -> Sequence[bool]:
+        """For each entry whether any of ``backends`` has stored it."""
+        answers = [backend.put_all(chain, entries, now_ns) for backend in backends] if entries else []
+        return [any(each) for each in zip(*answers, strict=True)] if answers else [False] * len(entries)
 
     def _in_turn(
         self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int], beyond: int = -1

@@ -326,7 +326,7 @@ def test_lmcache_is_told_of_what_the_store_evicts(opened: Callable[..., Any], tm
     for number in range(64):
         adapter.submit_store_task([ObjectKey(bytes([1, number]))], given)
         waited(adapter.pop_completed_store_tasks)
-        there = sum(adapter._there(ObjectKey(bytes([1, earlier]))) for earlier in range(number + 1))
+        there = sum(adapter._there([ObjectKey(bytes([1, earlier])) for earlier in range(number + 1)]))
         assert there * size <= adapter.used <= (there + 2) * size
     # All that is there and was told of, and one of another process.
     adapter.delete([*(ObjectKey(bytes([1, number])) for number in range(64)), KEYS[0]])

@@ -539,7 +539,7 @@ def test_a_request_that_is_gone_leaves_its_chunks_to_the_next(tier_class: Callab
     assert engine.found([0, 1]) == [True, True]
     tier, begin = engine.tier, threading.Event()
     for _ in range(2):
-        tier.store._threads.pool.submit(begin.wait, 60)
+        tier.store._threads["get"].pool.submit(begin.wait, 60)
     tier.submit_load(TransferJob(5, [key(0), key(1)], numpy.array([4, 5]), True))
     tier.on_request_finished(REQUEST)
     assert tier.has_pending_work()

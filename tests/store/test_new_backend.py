@@ -26,7 +26,6 @@ class Toy(OneTier):
     """Entries in a dict that all stores of one name share; nothing is evicted."""
 
     private = True
-    puts_at_once = 1
     shelves: dict[str, dict[bytes, bytes]] = {}  # noqa: RUF012
 
     def __init__(self, name: str, counters: Counters) -> None:

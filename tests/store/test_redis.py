@@ -168,7 +168,7 @@ def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkey
     ids = prompt(3)
     whole = save(open_store(server), ids)
     store = open_store(server, timeout=0.2)
-    monkeypatch.setattr(store._backend._breaker, "_rest_seconds", 3600)
+    monkeypatch.setattr(store._backend._client.breaker, "_rest_seconds", 3600)
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
         for _ in range(50):

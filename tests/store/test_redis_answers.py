@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import redis as redis_backend
 from kvpack.store import redis_limits
 from kvpack.store.keys import KEY_BYTES
-from kvpack.store.redis_answers import NotRedis, data, data_list, flat, integer, integers, member_list, numbers, scanned, stored
+from kvpack.store.redis_answers import NotRedis, data, data_list, integer, integers, member_list, numbers, scanned, sizes_and_uses, stored
 
 from store_caches import CHUNK, IDENTITY, cache, prompt  # isort: skip
 
@@ -238,9 +238,13 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
         (data(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
         (data_list, [[], [b"a"]], [[1], None, b"a", [None]]),
         (member_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),
-        (flat, [[], [5, b"1.5"], [5, b""], [5, b"inf"]], [[5], [5, b"x"], [b"1", b"1"], [5, None], [5, b"1" * 65], 4]),
+        (sizes_and_uses, [[], [5, b"1.5"], [5, b""], [5, b"inf"]], [[5], [5, b"x"], [b"1", b"1"], [5, None], [5, b"1" * 65], 4]),
         (numbers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
-        (stored, [[-1], [1, 0, 0], [2, b"front", 9]], [[2, 1, 9, 9], [2, b"f", -1], [1], [1, b"x", 0], None, 2]),
+        (
+            stored(5),
+            [[-1], [1, 0, b"", [1, 0, 3]], [0, 0, b"why", [[b"front", 9]]]],
+            [[0, 0, b"", [[b"longer", 9]]], [0, 0, b"", [[b"f", -1]]], [0, 0, b"", [b"x"]], [0, 0, b"", 1], [0, 0, 1, []], [1], None, 2],
+        ),
         (lambda answer: scanned(answer, 5), [(0, []), (6, [b"n"])], [(5, []), (b"6", []), (6, [1]), (6,), [6, []], (-1, []), None]),
     ],
 )

@@ -373,8 +373,14 @@ class Failing:
     def get(self, keys: Any) -> list[Any]:
         return [] if self.failing else self._backend.get(keys)
 
+    def present_each(self, keys: Any) -> list[bool]:
+        return [False] * len(keys) if self.failing else self._backend.present_each(keys)
+
     def put(self, *arguments: Any) -> bool:
         return not self.failing and self._backend.put(*arguments)
+
+    def put_all(self, chain: Any, entries: Any, now_ns: int) -> list[bool]:
+        return [False] * len(entries) if self.failing else self._backend.put_all(chain, entries, now_ns)
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -506,7 +512,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypa
     """A test fails on tiers that break its rule."""
     whole = tiers.Tiers
     if mutant == "no promotion":
-        monkeypatch.setattr(whole, "_put_in", lambda *_: False)
+        monkeypatch.setattr(whole, "_put_in", lambda _, backends, chain, entries, now_ns: [False] * len(entries))
         failing: Any = test_what_a_slower_tier_has_goes_to_the_faster_ones
     elif mutant == "discards everywhere":
         monkeypatch.setattr(whole, "discard", lambda self, key, data: self.delete([key]))

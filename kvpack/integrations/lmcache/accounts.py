@@ -16,10 +16,10 @@ LOOKED_AT = 4
 class Accounts:
     """Tells ``adapter``'s listeners of objects that are stored, and that are gone, each once, with the same bytes.
 
-    ``there`` says whether an object is stored, and yes where it cannot tell. Safe to use from any thread.
+    ``there`` says of each object whether it is stored, and yes where it cannot tell. Safe to use from any thread.
     """
 
-    def __init__(self, adapter: Any, there: Callable[[Any], bool]) -> None:
+    def __init__(self, adapter: Any, there: Callable[[list[Any]], list[bool]]) -> None:
         self._adapter, self._there = adapter, there
         self._told: dict[Any, int] = {}
         # A listener may delete what it is told of.
@@ -36,7 +36,8 @@ class Accounts:
     def deleted(self, keys: Iterable[Any]) -> None:
         """Tell of those of ``keys`` that are gone, also of those that another process had stored."""
         with self._lock:
-            gone = [key for key in keys if not self._there(key)]
+            asked = [*keys]
+            gone = [key for key, there in zip(asked, self._there(asked), strict=True) if not there]
             if gone:
                 self._adapter._notify_keys_deleted(gone, [self._told.pop(key, 0) for key in gone])
 

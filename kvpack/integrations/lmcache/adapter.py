@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvpack.pages.buffer import PageBuffer
+
 log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused"}
@@ -154,13 +156,17 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         with self._lock:
             return list(self._stores.values())
 
-    def _there(self, key: Any) -> bool:
-        """Whether an object is stored, in any layout, or a store could not tell."""
+    def _there(self, keys: list[Any]) -> list[bool]:
+        """Whether each object is stored, in any layout, or a store could not tell."""
+        found = [False] * len(keys)
+        names = [key_bytes(key) for key in keys]
         for store in self._opened():
             before = store.counters()["faults"]
-            if store.present([key_bytes(key)]) == [True] or store.counters()["faults"] != before:
-                return True
-        return False
+            there = store.present(names)
+            if store.counters()["faults"] != before:
+                return [True] * len(keys)
+            found = [old or new for old, new in zip(found, there, strict=True)]
+        return found
 
     def _check_location(self) -> None:
         """Raise InvalidParameter, and what a backend raises, for a location that can be no store's: there is no object yet."""
@@ -189,68 +195,84 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _stored(self, keys: list[Any], objects: list[Any]) -> Any:
         new: dict[Any, int] = {}
 
-        def store(number: int) -> bool:
-            store, name = self._store_of_object(keys[number], objects[number]), [key_bytes(keys[number])]
-            there = store.present(name) == [True]
-            stored = store.put(name, pages_of(store.codec.geometry, objects[number].tensor), [0]) == [True]
-            if stored and not there:
-                new[keys[number]] = store.codec.nbytes
+        def put(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
+            names = [key_bytes(keys[number]) for number in numbers]
+            there = store.present(names)
+            stored = store.put(names, pages, [0] * len(names))
+            new.update({keys[n]: store.codec.nbytes for n, good, old in zip(numbers, stored, there, strict=True) if good and not old})
             return stored
 
-        stored = self._each("store", keys, store)
-        self._note_uses(keys, stored, objects)
+        stored = self._each("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
         self._accounts.stored(new)
         if self._max_bytes is not None:
             self._accounts.look(LOOKED_AT * len(new))
         return L2StoreResult(all(stored), sum(new.values()))
 
     def _found(self, keys: list[Any], layouts: Any) -> Any:
-        def find(number: int) -> bool:
+        def store_of(number: int) -> tuple[PageStore, None] | None:
             layout = layouts.get(keys[number].object_group_id)
-            if layout is None or len(layout.shapes) != 1:
-                return False
-            store = self._store_of(layout.shapes[0], layout.dtypes[0])
-            return store.present([key_bytes(keys[number])]) == [True]
+            return None if layout is None or len(layout.shapes) != 1 else (self._store_of(layout.shapes[0], layout.dtypes[0]), None)
 
-        found = self._each("lookup", keys, find)
+        def find(store: PageStore, numbers: list[int], _: Any) -> list[bool]:
+            return store.present([key_bytes(keys[number]) for number in numbers])
+
+        found = self._each("lookup", keys, store_of, find)
         self._accounts.missed([key for key, there in zip(keys, found, strict=True) if not there])
         return _bitmap(found)
 
     def _loaded(self, keys: list[Any], objects: list[Any]) -> Any:
-        def load(number: int) -> bool:
-            store = self._store_of_object(keys[number], objects[number])
-            pages = pages_of(store.codec.geometry, objects[number].tensor)
-            return store.get_into([key_bytes(keys[number])], pages, [0]) == [True]
+        def load(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
+            return store.get_into([key_bytes(keys[number]) for number in numbers], pages, [0] * len(numbers))
 
-        loaded = self._each("load", keys, load)
-        self._note_uses(keys, loaded, objects)
+        loaded = self._each("load", keys, lambda number: self._page_of(keys[number], objects[number]), load)
         self._notify_keys_accessed([key for key, there in zip(keys, loaded, strict=True) if there])
         self._accounts.missed([key for key, there in zip(keys, loaded, strict=True) if not there])
         return _bitmap(loaded)
 
-    def _note_uses(self, keys: list[Any], there: list[bool], objects: list[Any]) -> None:
-        """Note that the objects of a task were used together: one by one the first, which the others continue, would be evicted first."""
-        chains: dict[PageStore, list[bytes]] = {}
-        for key, good, given in zip(keys, there, objects, strict=True):
-            if good:
-                chains.setdefault(self._store_of_object(key, given), []).append(key_bytes(key))
-        for store, chain in chains.items():
-            store.touch(chain)
-
-    def _store_of_object(self, key: Any, given: Any) -> PageStore:
+    def _page_of(self, key: Any, given: Any) -> tuple[PageStore, PageBuffer]:
+        """The store of an object, and the object as a page. Raises InvalidShape and InvalidParameter."""
         check_model(self._recipe, key)
-        return self._store_of(given.tensor.shape, given.tensor.dtype)
+        store = self._store_of(given.tensor.shape, given.tensor.dtype)
+        return store, pages_of(store.codec.geometry, given.tensor)
 
-    def _each(self, kind: str, keys: list[Any], work: Callable[[int], bool]) -> list[bool]:
-        """What ``work`` answers for the object of each number; no for one that raises: LMCache has objects of several layouts in a task."""
-        done, refused = [], []
-        for number in range(len(keys)):
-            try:
-                done.append(work(number))
-            except Exception as error:
+    def _each(
+        self,
+        kind: str,
+        keys: list[Any],
+        page_of: Callable[[int], tuple[PageStore, Any] | None],
+        work: Callable[[PageStore, list[int], list[Any]], list[bool]],
+    ) -> list[bool]:
+        """What ``work`` answers for each object, all of a store in one call, in which those before an object are what it continues.
+
+        ``page_of`` gives an object's store and page by its number. An object for which it gives nothing is missing; one that raises is
+        refused alone, for LMCache has objects of several layouts in a task.
+        """
+        done = [False] * len(keys)
+        refused: list[Exception] = []
+        groups: dict[PageStore, list[tuple[int, Any]]] = {}
+
+        def refuse(error: Exception, count: int) -> None:
+            for _ in range(count):
                 self._refused.fault(kind, error)
                 refused.append(error)
-                done.append(False)
+
+        for number in range(len(keys)):
+            try:
+                given = page_of(number)
+            except Exception as error:
+                refuse(error, 1)
+                continue
+            if given is not None:
+                groups.setdefault(given[0], []).append((number, given[1]))
+        for store, members in groups.items():
+            numbers = [number for number, _ in members]
+            try:
+                answers = work(store, numbers, [page for _, page in members])
+            except Exception as error:
+                refuse(error, len(members))
+                continue
+            for number, answer in zip(numbers, answers, strict=True):
+                done[number] = answer
         if refused:
             first = refused[0]
             log.warning(

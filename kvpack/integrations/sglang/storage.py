@@ -131,7 +131,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """The number of leading keys that are stored."""
-        return sum(1 for _ in takewhile(lambda key: self.store.present([key.encode()])[0], keys))
+        return sum(takewhile(bool, self.store.present(_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._kv.get(keys, host_indices)
@@ -238,7 +238,7 @@ class Pool:
         if self._pages is not None:
             return self.store.get_into(_bytes(keys), self._pages, [start // self._size for start in starts])
         flat = [self._pool.get_dummy_flat_data_page() for _ in keys]
-        loaded = [self.store.get_into([key], self._slot(page), [0])[0] for key, page in zip(_bytes(keys), flat, strict=True)]
+        loaded = self.store.get_into(_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat))
         for good, start, page in zip(loaded, starts, flat, strict=True):
             if good:
                 self._pool.set_from_flat_data_page(start, page)
@@ -249,7 +249,7 @@ class Pool:
         if self._pages is not None:
             return self.store.put(_bytes(keys), self._pages, [start // self._size for start in starts], ancestors=ancestors)
         flat = [self._pool.get_data_page(start, flat=True).contiguous() for start in starts]
-        return [self.store.put([key], self._slot(page), [0])[0] for key, page in zip(_bytes(keys), flat, strict=True)]
+        return self.store.put(_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat), ancestors=ancestors)
 
     def _slot(self, page: torch.Tensor) -> PageBuffer:
         geometry = self.store.codec.geometry

@@ -1,0 +1,138 @@
+"""A client of a Redis server: requests of many commands, scripts by their digests, and a check of each answer."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from kvpack.formats.errors import InvalidParameter, MissingPackage
+
+from .breaker import Breaker, Guard
+from .redis_answers import integer, integers, member_list, numbers, sizes_and_uses
+from .redis_limits import limited
+from .redis_scripts import COLLECT, DELETE, KEYS, LOOK, PUT, RECOUNT, ROOM, SIZE, USE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .counters import Counters
+
+    Command = tuple[Callable[[Any], Any], *tuple[Any, ...]]
+
+_SCRIPTS = {"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "collect": COLLECT}
+_ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "room": integers(4),
+    "touch": integer,
+    "delete": member_list,
+    "list": sizes_and_uses,
+    "size": numbers,
+    "count": integer,
+    "collect": integer,
+}
+"""The check of each script's answer; that of "put" depends on what is put."""
+_OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
+"""What redis-py says of an answer that begins as those of HTTP, TLS, SSH and memcached do, and none of Redis."""
+_FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
+"""Options of a URL that change what answers are."""
+
+
+class Client:
+    """The server at ``url``, whose answers have at most ``max_bytes``; ``timeout`` are the seconds that a request may take.
+
+    No method raises for a fault of the server: it is counted. The constructor raises InvalidParameter for an invalid URL and for a
+    server of another protocol, and MissingPackage without the package redis.
+    """
+
+    def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError:
+            raise MissingPackage("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
+        self._counters = counters
+        self.breaker = Breaker()
+        # A server that is not Redis makes the client raise anything.
+        self._guard = Guard(self.breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
+        try:
+            self._client: Any = redis.Redis.from_url(
+                url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
+            )
+            pool = self._client.connection_pool
+            # A connection that is not opened: options that there are not, and values of other types.
+            pool.connection_class(**pool.connection_kwargs)
+        except (ValueError, TypeError, redis.RedisError) as error:
+            raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
+        for name, needed in _FIXED_OPTIONS.items():
+            if (given := pool.connection_kwargs.get(name, needed)) != needed:
+                raise InvalidParameter(f"the location sets {name} to {given!r:.40}, and kvpack needs {needed!r}: leave it out of the URL")
+        pool.connection_class = limited(pool.connection_class, max_bytes)
+        # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
+        self.close = weakref.finalize(self, self._client.close)
+        self._digests = {name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in _SCRIPTS.items()}
+        self._no_script = redis.exceptions.NoScriptError
+        self._check_protocol()
+
+    def ask(self, operation: str, *command: Any, check: Callable[[Any], Any], otherwise: Any = None) -> Any:
+        """The checked answer to one command, or ``otherwise``."""
+        return self._guard.ask(operation, lambda: check(self._client.execute_command(*command)), otherwise)
+
+    def ask_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
+        """The server's answers to one request, None for a refused command, such as one for a key of another type; [] without an answer.
+
+        Each command comes after the check of its answer.
+        """
+        return self._counted(operation, self._answers(operation, commands))
+
+    def call(self, script: str, *arguments: Any, check: Callable[[Any], Any] | None = None) -> Any:
+        """The checked answer of one script; None for a fault."""
+        return next(iter(self.call_all(script, script, [arguments], check)), None)
+
+    def call_all(
+        self, operation: str, script: str, calls: Sequence[Sequence[Any]], check: Callable[[Any], Any] | None = None
+    ) -> Sequence[Any]:
+        """As ``ask_all``, for several calls of one script in one request, or two where the server does not have the script yet."""
+        checked = check or _ANSWERS[script]
+        commands: list[Command] = [(checked, "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for arguments in calls]
+        answers = list(self._answers(operation, commands))
+        unknown = [number for number, answer in enumerate(answers) if isinstance(answer, self._no_script)]
+        if unknown:
+            load: Command = (lambda answer: answer, "SCRIPT LOAD", _SCRIPTS[script])
+            again = self._answers(operation, [load, *(commands[number] for number in unknown)])
+            for number, answer in zip(unknown, again[1:], strict=False):
+                answers[number] = answer
+        return self._counted(operation, answers)
+
+    def _answers(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
+        def ask() -> Sequence[Any]:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for _, *command in commands:
+                    pipeline.execute_command(*command)
+                answers = pipeline.execute(raise_on_error=False)
+            checks = [check for check, *_ in commands]
+            return [one if isinstance(one, Exception) else check(one) for check, one in zip(checks, answers, strict=True)]
+
+        nothing: Sequence[Any] = ()
+        return self._guard.ask(operation, ask, nothing) if commands else nothing
+
+    def _counted(self, operation: str, answers: Sequence[Any]) -> Sequence[Any]:
+        for error in answers:
+            if isinstance(error, Exception):
+                self._counters.fault(operation, error)
+        return [None if isinstance(answer, Exception) else answer for answer in answers]
+
+    def _check_protocol(self) -> None:
+        """Raise InvalidParameter if the server speaks another protocol. One that does not answer now may answer later."""
+        import redis
+
+        try:
+            self._client.ping()
+        except redis.InvalidResponse as error:
+            if _OTHER_PROTOCOL.search(str(error)):
+                raise InvalidParameter(
+                    f"the server at the location is not Redis: it answers with {str(error)!r:.100}; check the host and the port"
+                ) from None
+        except Exception:
+            return

@@ -1,0 +1,207 @@
+"""What is asked of a server is asked for many entries at once: round trips are counted, and not timed."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.store import backend as backend_module
+from kvpack.store import redis as redis_module
+from kvpack.store.counters import Counters
+from kvpack.store.memory import Memory
+from kvpack.store.object_store import REQUESTS, ObjectStore
+
+from redis_server import running  # isort: skip
+from store_caches import CHUNK, IDENTITY, cache, prompt, same, save  # isort: skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+redis = pytest.importorskip("redis")
+
+PAGES = 96
+GEOMETRY = kvpack.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
+PAGE_IDENTITY = kvpack.Identity("engine", "kv=group:b=4,g=32", weights="w")
+KEYS = [b"page %d" % number for number in range(PAGES)]
+
+
+class Server:
+    """A server, and the ``requests`` that clients of this process have sent it; a request has all commands of a pipeline."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.requests = url, 0
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with running(tmp_path) as real:
+        found = Server(real.url)
+        send = redis.connection.AbstractConnection.send_packed_command
+
+        def counted(connection: Any, *arguments: Any, **options: Any) -> Any:
+            found.requests += 1
+            return send(connection, *arguments, **options)
+
+        monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+        yield found
+
+
+def trips(server: Server, call: Callable[[], Any]) -> tuple[int, Any]:
+    server.requests = 0
+    result = call()
+    return server.requests, result
+
+
+def pages(count: int = PAGES) -> tuple[kvpack.PageBuffer, torch.Tensor]:
+    values = torch.randn(count, 2, 1, 1, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return kvpack.PageBuffer(GEOMETRY, values[:, 0], values[:, 1]), values
+
+
+@pytest.mark.parametrize("options", [{}, {"encryption": {"a": b"k" * 32}}], ids=["plain", "encrypted"])
+def test_pages_take_as_many_round_trips_as_chunks(server: Server, options: dict[str, Any]) -> None:
+    given, _ = pages()
+    ids = prompt(PAGES)
+    with kvpack.Store(server.url, IDENTITY, chunk=CHUNK, **options) as store:
+        whole = cache(len(ids))
+        assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
+        match, found = trips(server, lambda: store.match(ids))
+        assert found == PAGES * CHUNK
+        # The first one also loads a script.
+        store.load(ids)
+        load, (n, _) = trips(server, lambda: store.load(ids))
+        assert n == PAGES * CHUNK
+    with kvpack.Store(server.url, IDENTITY, chunk=CHUNK, **options) as other:
+        other.match(ids[:CHUNK])
+        again, stored = trips(server, lambda: other.save(ids, whole))
+        assert stored == PAGES * CHUNK
+        # One for each 64 fronts, besides what is there and what is used.
+        assert again <= 2 + 2
+        assert other.counters()["saved_chunks"] == 0
+    with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY, **options) as engine:
+        assert engine.present(KEYS) == [False] * PAGES
+        put, results = trips(server, lambda: engine.put(KEYS, given, range(PAGES)))
+        assert results == [True] * PAGES
+        # Asked once, and then 64 and 32 pages; the first put also loads the script.
+        assert put <= 1 + 2 + 2
+        for call, limit in (
+            (lambda: engine.present(KEYS), match),
+            (lambda: engine.touch(KEYS), match),
+            (lambda: engine.put(KEYS, given, range(PAGES)), 2 * match),
+            (lambda: engine.get_into(KEYS, given, range(PAGES)), load),
+        ):
+            count, results = trips(server, call)
+            assert count <= limit
+            assert results is None or results == [True] * PAGES
+        assert engine.counters()["faults"] == {}
+    assert (match, load) == (1, 3)
+
+
+def test_pages_in_separate_memory_are_one_request(server: Server) -> None:
+    single = [pages(1) for _ in range(40)]
+    given = [buffer for buffer, _ in single]
+    with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine:
+        # The first one also loads scripts, and counts an empty server.
+        assert engine.put([b"another"], given[:1], [0]) == [True]
+        count, results = trips(server, lambda: engine.put(KEYS[:40], given, [0] * 40))
+        assert (count, results) == (2, [True] * 40)
+        for _, values in single:
+            values.zero_()
+        engine.touch(KEYS)
+        count, results = trips(server, lambda: engine.get_into(KEYS[:40], given, [0] * 40))
+        assert (count, results) == (2, [True] * 40)
+        assert all(values.any() for _, values in single)
+        with pytest.raises(kvpack.errors.InvalidParameter, match="39 memories of pages were given for 40 keys"):
+            engine.put(KEYS[:40], given[1:], [0] * 40)
+
+
+def test_a_request_is_bounded_by_its_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, _ = pages()
+    with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine:
+        monkeypatch.setattr("kvpack.store.page_store.BATCH_BYTES", 10 * engine.codec.nbytes)
+        monkeypatch.setattr(redis_module, "_BYTES_AT_ONCE", 10 * engine.codec.nbytes)
+        engine.put(KEYS[:1], given, [0])
+        count, results = trips(server, lambda: engine.put(KEYS[1:], given, range(1, PAGES)))
+        assert (count, results) == (1 + 11, [True] * (PAGES - 1))
+        count, results = trips(server, lambda: engine.get_into(KEYS, given, range(PAGES)))
+        assert results == [True] * PAGES
+        # Nine pages at a time are read and noted, then all are noted, by a script that is loaded first.
+        assert count <= 2 * 11 + 1 + 1
+    assert backend_module.BATCH_BYTES == 64 * 2**20
+
+
+def test_a_long_chain_is_noted_from_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_module, "_KEYS_AT_ONCE", 5)
+    ids = prompt(17)
+    with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
+        save(store, ids)
+        store.load(ids)
+        used = {entry.key: entry.used_ns for entry in store._backend.list()}
+        times = [used[key] for key in store.keys(ids)]
+        assert times == sorted(times, reverse=True)
+        assert store.delete(ids) == 17
+
+
+def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many requests run at a time as may: each waits for the others, up to that number."""
+    obstore = pytest.importorskip("obstore")
+    given, _ = pages(32)
+    place = obstore.store.MemoryStore()
+    with kvpack.PageStore(place, PAGE_IDENTITY, GEOMETRY) as engine:
+        assert engine.put(KEYS[:32], given, range(32)) == [True] * 32
+        backend: Any = engine._backend
+        for name, call in (
+            ("look", lambda: engine.present(KEYS[:32])),
+            ("read_beginning", lambda: engine.get_into(KEYS[:32], given, range(32))),
+        ):
+            real = getattr(backend._objects, name)
+            barrier = threading.Barrier(REQUESTS, timeout=60)
+
+            def together(*arguments: Any, real: Any = real, barrier: Any = barrier) -> Any:
+                barrier.wait()
+                return real(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(backend._objects, name, together)
+                assert call() == [True] * 32
+
+
+def test_an_object_store_without_room_is_listed_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    obstore = pytest.importorskip("obstore")
+    given, _ = pages(32)
+    with kvpack.PageStore(obstore.store.MemoryStore(), PAGE_IDENTITY, GEOMETRY) as engine:
+        size = engine.codec.nbytes
+        backend: Any = engine._backend
+        backend._max_bytes = 20 * size
+        assert engine.put(KEYS[:20], given, range(20)) == [True] * 20
+        backend.pin(engine._names(KEYS[:20]))
+        listed: list[int] = []
+        real = ObjectStore._entries
+        monkeypatch.setattr(ObjectStore, "_entries", lambda self: (listed.append(1), real(self))[1])
+        assert engine.put(KEYS[20:32], given, range(12)) == [False] * 12
+        assert len(listed) == 1
+        assert engine.counters()["refused_chunks"] == 12
+
+
+@pytest.mark.parametrize("location", ["folder", "Redis"])
+def test_a_prefix_with_a_gap_gets_what_it_lacks(location: str, server: Server, tmp_path: Path) -> None:
+    place = tmp_path / "folder" if location == "folder" else server.url
+    ids = prompt(9)
+    for options in ({}, {"encryption": {"a": b"k" * 32}}):
+        with kvpack.Store(place, IDENTITY, chunk=CHUNK, **options) as store:
+            whole = save(store, ids)
+            keys = store.keys(ids)
+            store._backend.delete([keys[0], keys[4], keys[5]])
+            assert store.match(ids) == 0
+            assert store.save(ids, whole) == 9 * CHUNK
+            assert same(store.load(ids)[1], whole)
+            assert store.counters()["saved_chunks"] == 12
+            store.delete(ids)
+
+
+def test_a_put_of_nothing_asks_nothing() -> None:
+    assert Memory(Counters(), max_bytes=10).put_all([b"k" * 32], {}, 0) == []

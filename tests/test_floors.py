@@ -37,8 +37,26 @@ FLOORS = (
 ALONE = {"runtime": {"formats"}, "file": {"formats", "runtime"}, "kernels": {"formats", "runtime"}}
 """Those that know fewer than all below them."""
 
-KERNEL_FLOORS = ("triton_insides", "words", "tables", "loaders", "codecs", "attend")
-"""Of the folders in ``kernels/``, from the ground up. ``encode`` and ``decode`` have their entry above ``codecs`` and the rest below it."""
+KERNEL_LEVELS = (
+    "triton_insides",
+    "words",
+    "tables",
+    "loaders",
+    "encode",
+    "decode",
+    "codecs",
+    "encode.encode",
+    "decode.decode",
+    "tiles",
+    "decode.tiles",
+    "decode.klt",
+    "decode.unpack",
+    "decode.sides",
+    "attend",
+    "pages",
+)
+"""Of the folders in ``kernels/``, from the ground up. ``codecs`` is the table of what encodes, decodes and loads each codec: the entries
+of ``encode`` and ``decode`` look into it, and the modules of ``decode`` that are named decode whole sides by the tiles above it."""
 
 FACADE = {"evaluation", "bench", "demo", "tuning", "commands", "cli"}
 """Those that may use the public names, ``import kvpack``, as a user does."""
@@ -128,18 +146,36 @@ def test_nothing_knows_what_is_above_it() -> None:
     assert sorted(f"{module} imports {target}" for module, target in imports if trespasses(module, target)) == []
 
 
-def test_words_know_no_tables_and_tables_know_no_loaders() -> None:
-    rank = {f"kvpack.kernels.{name}": number for number, name in enumerate(KERNEL_FLOORS)}
-    imports = [
-        (module, target, rank.get(".".join(module.split(".")[:3])), rank.get(".".join(target.split(".")[:3])))
-        for module, targets in graph().items()
-        for target in targets
-    ]
-    assert {own for _, _, own, _ in imports if own is not None} == set(range(len(KERNEL_FLOORS)))
-    upward = [
-        f"{module} imports {target}" for module, target, own, other in imports if own is not None and other is not None and own < other
-    ]
+def kernel_level(module: str) -> int | None:
+    """The rank of a module of ``kernels/`` but those of ``cpu``, by the longest name in ``KERNEL_LEVELS`` that it begins with."""
+    name = module.removeprefix("kvpack.kernels.")
+    if name == module or name.split(".")[0] == "cpu":
+        return None
+    parts = name.split(".")
+    return max(KERNEL_LEVELS.index(".".join(parts[:count])) for count in (1, 2) if ".".join(parts[:count]) in KERNEL_LEVELS)
+
+
+def test_every_folder_of_kernels_has_a_level() -> None:
+    folders = {path.relative_to(ROOT / "kernels").parts[0].removesuffix(".py") for path in (ROOT / "kernels").rglob("*.py")}
+    assert folders == {name for name in KERNEL_LEVELS if "." not in name} | {"cpu"}
+    assert {f"kvpack.kernels.{name}" for name in KERNEL_LEVELS if "." in name} <= set(sources())
+
+
+def test_kernels_know_only_levels_below() -> None:
+    upward = []
+    for module, targets in graph().items():
+        for target in targets:
+            own, other = kernel_level(module), kernel_level(target)
+            if own is not None and other is not None and own < other:
+                upward.append(f"{module} imports {target}")
     assert upward == []
+
+
+def test_the_c_kernels_and_the_others_know_nothing_of_each_other() -> None:
+    kernels, in_c = "kvpack.kernels.", "kvpack.kernels.cpu."
+    imports = [(module, target) for module, targets in graph().items() for target in targets if module.startswith(kernels)]
+    among = [(module, target) for module, target in imports if target.startswith(kernels)]
+    assert [f"{module} imports {target}" for module, target in among if module.startswith(in_c) != target.startswith(in_c)] == []
 
 
 def test_nothing_imports_in_a_circle() -> None:
@@ -160,6 +196,13 @@ def test_imports_are_seen_wherever_they_are(source: str, found: str) -> None:
     assert trespasses("kvpack.kernels.attend.plan", found)
     assert not trespasses("kvpack.attention", found)
     assert trespasses("kvpack.attention", "kvpack")
+
+
+def test_levels_are_told_apart() -> None:
+    names = ("words.columns", "decode.rows", "decode.decode", "tiles.work", "decode.tiles", "attend.plan", "cpu.library")
+    levels = [kernel_level(f"kvpack.kernels.{name}") for name in names]
+    assert levels[-1] is None
+    assert levels[:-1] == sorted({level for level in levels if level is not None})
 
 
 def test_circles_are_seen() -> None:

@@ -14,14 +14,14 @@ from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import tiles
 from kvpack.kernels.decode.tiles import FIRST_ADDRESS
+from kvpack.kernels.tiles.work import STREAM_INTEGERS
 
 from . import segments
-from .work import STREAM_INTEGERS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from .layers import Layer, Page, Side
+    from kvpack.kernels.tiles.layers import Layer, Page, Side
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 

@@ -10,13 +10,15 @@ import os
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from kvpack.kernels.tiles import addresses
+
 from . import plan, segments
 from .prepared import MOST_ROWS, Options, Prepared, Shape
 
 if TYPE_CHECKING:
     import torch
 
-    from .layers import Layer
+    from kvpack.kernels.tiles.layers import Layer
 
 MOST_DUAL_ROWS = 8
 """Up to which two tokens may share a row of a tile: each has query rows of its own."""
@@ -67,7 +69,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
     it, so that a CUDA graph holds the call.
     """
     kept = _prepared.setdefault(layer, {})
-    asked = (q.shape, q.dtype, options, os.environ.get(plan.VARIABLE))
+    asked = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
     if asked not in kept:
         kept[asked] = _prepare(q, layer, options)
     return kept[asked]

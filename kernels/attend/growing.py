@@ -19,7 +19,8 @@ from .attention import MOST_DUAL_ROWS, supports
 from .prepared import EVERYTHING, Options, Prepared, Shape
 
 if TYPE_CHECKING:
-    from .layers import Layer
+    from kvpack.kernels.tiles.layers import Layer
+
     from .plan import Launch
 
 

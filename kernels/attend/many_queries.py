@@ -16,14 +16,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.tiles import addresses
 
-from . import alike, flash, plan, scratch
+from . import alike, flash, scratch
 from .prepared import Options
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from .layers import Layer, Side
+    from kvpack.kernels.tiles.layers import Layer, Side
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -95,7 +96,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
     unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MOST_QUERIES`` queries.
     """
     kept = _calls.setdefault(layer, {})
-    asked = (q.shape, q.dtype, options, os.environ.get(plan.VARIABLE))
+    asked = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
     if asked not in kept:
         if len(kept) >= MOST_CALLS:
             kept.clear()
@@ -107,7 +108,7 @@ def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | No
     """A new call over a layer, made by one over another of its ``kind`` (``alike.kind_of``) where there is one."""
     if kind is None:
         return Call(q, layer, options)
-    asked = (kind, q.shape, q.dtype, options, os.environ.get(plan.VARIABLE))
+    asked = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
     if (found := _alike.get(asked)) is not None:
         return found.over(layer)
     call = Call(q, layer, options)

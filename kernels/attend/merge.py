@@ -110,7 +110,7 @@ def merge_originals(
 
     There are one or two frames of values: parts ``[0, second_part)`` have the ``WIDTHS[0]`` columns of the first, and all others
     ``WIDTHS[1]``. ``matrix`` is float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, each frame padded to ``BLOCK_COLUMNS``
-    (``rotation.value_matrix``); without ``ROTATED`` it is not read, and columns are channels. A program writes ``BLOCK_DIM`` channels.
+    (``frame_columns.value_matrix``); without ``ROTATED`` it is not read, and columns are channels. A program writes ``BLOCK_DIM`` channels.
     """
     FRAME_WIDTHS: tl.constexpr = WIDTHS
     FRAMES: tl.constexpr = len(FRAME_WIDTHS) if ROTATED else 1

@@ -17,7 +17,7 @@ from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, entri
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .layers import Page
+    from kvpack.kernels.tiles.layers import Page
 
 DECODED_VALUES = 1 << 22
 """Values decoded at a time."""

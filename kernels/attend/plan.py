@@ -7,7 +7,6 @@ codecs is one launch, the raw tail being a page of raw values; its work is a tab
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,23 +16,22 @@ import numpy
 import torch
 
 from kvpack.kernels.loaders.tiles import NEIGHBOURS
-from kvpack.kernels.words.streams import dense_rows
+from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
+from kvpack.kernels.tiles.addresses import aligned_streams
+from kvpack.kernels.tiles.bound_loader import bind
+from kvpack.kernels.tiles.frame_columns import loader
+from kvpack.kernels.tiles.shapes import Shape, in_patches, shape_of, table_budget
+from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
 
-from . import device_tables, loaders, segments
-from .bound_loader import RowStream, bind
-from .shapes import Shape, in_patches, shape_of, table_budget
-from .work import FIRST_ADDRESS, STREAM_INTEGERS
+from . import segments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
 
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
+    from kvpack.kernels.tiles.layers import Layer, Side
 
-    from .layers import Layer, Side
     from .segments import Frame, Segment, SideSegment
-
-VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 INTERPRETED_MULTIPROCESSORS = 2
 
@@ -95,13 +93,6 @@ class Launch:
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
-def loader(codec: Codec, dual: bool) -> Tiles:
-    """The tile loader of a codec that has one: with ``dual`` that of two tokens per row, if there is one."""
-    found = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
-    assert found is not None
-    return found
-
-
 def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
     keys, values = loader(k, dual), loader(v, dual)
@@ -112,20 +103,6 @@ def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
         assert v_tiles is not None
         found = k_tiles, v_tiles
     return found
-
-
-@lru_cache(maxsize=256)
-def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """The channel of each column of all tiles of ``loader``, -1 for none; then that of its offset, if it has one."""
-    tiles = loader(codec, dual)
-    return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
-
-
-@lru_cache(maxsize=256)
-def frame_dim(codec: Codec) -> int:
-    """Channels that columns have: the head dim, and as many again for the signs of qjl, or one for an offset."""
-    tiles = loader(codec, False)
-    return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
 
 @lru_cache(maxsize=16)
@@ -140,7 +117,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
     ``dual``: query rows are few enough for tiles of two tokens per row.
     """
     kept = _plans.setdefault(layer, {})
-    asked = (begin, end, whole, row_blocks, dual, uses_assembly(k.device))
+    asked = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
     if asked not in kept:
         kept[asked] = planned(k, v, begin, end, whole, row_blocks, dual)
     return kept[asked]
@@ -150,7 +127,7 @@ def planned(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
     """``launches``, made anew; of a layer that is ``growing``, work is left on the host."""
-    fast = uses_assembly(k.device)
+    fast = addresses.uses_assembly(k.device)
     by_kernel: dict[Kernel, list[Segment]] = {}
     for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
         # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
@@ -165,16 +142,11 @@ def planned(
     for kernel in sorted(most_first, key=lambda kernel: frames.index(kernel.v)):
         found = by_kernel[kernel]
         if kernel.k_decoded:
-            found = segments.decoded(found, columns(kernel.k.codec, dual), "k")
+            found = segments.decoded(found, frame_columns.columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
-            found = segments.decoded(found, columns(kernel.v.codec, dual), "v")
+            found = segments.decoded(found, frame_columns.columns(kernel.v.codec, dual), "v")
         launches.append(_launch(found, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
     return launches
-
-
-def uses_assembly(device: torch.device) -> bool:
-    """Whether kernels on ``device`` use inline PTX."""
-    return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
 
 def _launch(
@@ -253,7 +225,7 @@ def work_rows(
     held: list[torch.Tensor] = []
     for segment in found:
         cut_words = any(_cuts_words(own, tiles) for own, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
-        addresses = [*addresses_of(segment.k.streams, k_tiles, held), *addresses_of(segment.v.streams, v_tiles, held)]
+        found_at = [*addresses.addresses_of(segment.k.streams, k_tiles, held), *addresses.addresses_of(segment.v.streams, v_tiles, held)]
         # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
         tiles = -(-segment.tokens // tile)
         pieces = max(1, min(tiles, segment.tokens * programs // tokens))
@@ -266,29 +238,15 @@ def work_rows(
             seen -= start + seen == segment.tokens
         seen = numpy.maximum(seen, 0) // tile * tile
         own_rows = [first - own.first for own in (segment.k, segment.v)]
-        part = numpy.empty((len(start), FIRST_ADDRESS.value + len(addresses)), numpy.int64)
+        part = numpy.empty((len(start), FIRST_ADDRESS.value + len(found_at)), numpy.int64)
         part[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, seen, *own_rows], 1)
-        part[:, FIRST_ADDRESS.value :] = addresses
+        part[:, FIRST_ADDRESS.value :] = found_at
         parts.append(part)
     return numpy.concatenate(parts), held
 
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
-
-
-def addresses_of(streams: Mapping[str, torch.Tensor], tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
-    """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
-    found: list[int] = []
-    for stream in tiles.streams:
-        tensor = streams[stream.name]
-        size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
-        if not dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-            batch, head = tensor.stride()[:2]
-        held.append(tensor)
-        found += [tensor.data_ptr(), size * batch if tensor.shape[0] > 1 else 0, size * head if tensor.shape[1] > 1 else 0]
-    return found
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
@@ -299,16 +257,6 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
             if (tensor.data_ptr() + 2 * tensor.shape[2]) % 4 or any(step % 2 for step in tensor.stride()[:2]):
                 return True
     return False
-
-
-def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
-    """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
-    found = []
-    for number, stream in enumerate(tiles.streams):
-        at = first + STREAM_INTEGERS.value * number
-        aligned = int(numpy.gcd.reduce(rows[:, at : at + STREAM_INTEGERS.value], axis=None, initial=16))
-        found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
-    return tuple(found)
 
 
 def _whole(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: Shape) -> bool:

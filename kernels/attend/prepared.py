@@ -16,9 +16,10 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.tables import shared_table
+from kvpack.kernels.tiles import device_tables, frame_columns
 from kvpack.kernels.triton_insides import CachedLaunch, LaunchChain
 
-from . import device_tables, merge, plan, rotation, split
+from . import merge, plan, rotation, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,7 +136,7 @@ class Prepared:
         self._k_frames = list(dict.fromkeys(launch.k for launch in launches))
         # The plain frames lie side by side: one launch rotates the query into all of them.
         framed = [frame for frame in self._k_frames if frame.page is not None]
-        self._turned = {frame: places.take(rows * len(plan.columns(frame.codec, dual))) for frame in (*self._plain(), *framed)}
+        self._turned = {frame: places.take(rows * len(frame_columns.columns(frame.codec, dual))) for frame in (*self._plain(), *framed)}
         self._v_frames: dict[Frame, tuple[int, int]] = {}
         stop = 0
         for launch in launches:
@@ -143,7 +144,7 @@ class Prepared:
             self._v_frames[launch.v] = (self._v_frames.get(launch.v, (start,))[0], stop)
         own_channels = all(frame.page is None for frame in self._v_frames)
         self._merges_originals = own_channels and len(self._v_frames) <= 2
-        self._rotated = not all(rotation.in_order(frame.codec, plan.columns(frame.codec, dual)) for frame in self._v_frames)
+        self._rotated = not all(frame_columns.in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames)
         self._few_rows = shape.sequences * shape.rows <= (FEW_ROWS if self._rotated else ORDERED_ROWS)
         self._scratch = places.taken
         self._own_queries = [frame for frame in self._k_frames if frame.page is not None]
@@ -200,12 +201,12 @@ class Prepared:
             given.append(_inner(q.view(shape.batch, shape.heads, -1, shape.dim), frame).contiguous())
         if not self._merges_originals:
             for frame in self._v_frames:
-                dims = shape.batch, shape.heads, shape.rows, plan.frame_dim(frame.codec)
+                dims = shape.batch, shape.heads, shape.rows, frame_columns.frame_dim(frame.codec)
                 # The merges write channels that have columns.
-                covered = len({*plan.columns(frame.codec, self._dual)} - {-1}) == dims[3]
+                covered = len({*frame_columns.columns(frame.codec, self._dual)} - {-1}) == dims[3]
                 given.append((torch.empty if covered else torch.zeros)(dims, dtype=torch.float32, device=device))
         elif not self._few_rows:
-            columns = sum(len(plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
+            columns = sum(len(frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
             given.append(torch.empty(shape.sequences * shape.rows, columns, dtype=torch.float32, device=device))
         return given
 
@@ -233,14 +234,14 @@ class Prepared:
         return out.to(self.dtype)
 
     def _rotated_back(self, sums: torch.Tensor, codec: Codec, before: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        frame_dim, dim, matrices = sums.shape[3], codec.dim, rotation.frame_matrix(codec, str(sums.device))
+        frame_dim, dim, matrices = sums.shape[3], codec.dim, frame_columns.frame_matrix(codec, str(sums.device))
         sequences = 1 if matrices.shape[0] == 1 else sums.shape[0] * sums.shape[1]
         count = math.prod(sums.shape[:3]) // sequences
         out = torch.empty(*sums.shape[:3], dim, dtype=dtype, device=sums.device)
-        rotation.rotate_sums[(sequences * -(-count // 16), -(-dim // rotation.BLOCK_COLUMNS))](
+        rotation.rotate_sums[(sequences * -(-count // 16), -(-dim // frame_columns.BLOCK_COLUMNS))](
             out, sums, matrices, sums if before is None else before, count, -(-count // 16), matrices.shape[0],
             DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=rotation.sums_block(frame_dim), ROWS=16,
-            BLOCK_COLUMNS=rotation.BLOCK_COLUMNS, ADD=before is not None, DEPENDENT=self._dependent, **self._overlap,
+            BLOCK_COLUMNS=frame_columns.BLOCK_COLUMNS, ADD=before is not None, DEPENDENT=self._dependent, **self._overlap,
         )  # fmt: skip
         return out
 
@@ -253,8 +254,8 @@ class Prepared:
         plain = [(QUERY, self._plain())] if self._plain() else []
         found: list[_Placed] = []
         for query, frames in (*plain, *((OWN + number, [frame]) for number, frame in enumerate(self._own_queries))):
-            codecs = tuple((frame.codec, plan.columns(frame.codec, self._dual)) for frame in frames)
-            matrix, blocks = rotation.query_matrix(codecs, str(self._device))
+            codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in frames)
+            matrix, blocks = frame_columns.query_matrix(codecs, str(self._device))
             shape, options = self.shape, self.options
             per_score = options.scale / options.softcap if options.softcap else options.scale * LOG2_E
             count = shape.sequences * shape.padded
@@ -265,7 +266,7 @@ class Prepared:
                 (per_score, shape.rows, shape.padded, shape.sequences, matrix.shape[2], matrix.shape[0]),
                 {
                     "DIM": shape.dim, "BLOCK_DIM": rotation.query_block(shape.dim), "ROWS": rows,
-                    "BLOCK_COLUMNS": rotation.BLOCK_COLUMNS, "DEPENDENT": self._dependent, "EARLY": self.launches[0].fills,
+                    "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "DEPENDENT": self._dependent, "EARLY": self.launches[0].fills,
                 },
                 self._overlap,
             )  # fmt: skip
@@ -314,10 +315,10 @@ class Prepared:
 
     def _prepared_merge(self) -> _Placed:
         shape = self.shape
-        codecs = tuple((frame.codec, plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
+        codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
         widths = tuple(len(columns) for _, columns in codecs)
         block_columns = next_power_of_two(max(widths)) if self._rotated else ROW_CHANNELS
-        matrix = rotation.value_matrix(codecs, block_columns, str(self._device))
+        matrix = frame_columns.value_matrix(codecs, block_columns, str(self._device))
         # Loads of one block wait together.
         most_parts = ROW_VALUES // block_columns if self._rotated else ORDERED_PARTS
         block_parts = max(1, min(most_parts, max(ORDERED_WARP_PARTS, next_power_of_two(self._parts))))
@@ -340,15 +341,15 @@ class Prepared:
         first = OWN + len(self._own_queries)
         found = []
         for number, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
-            channels = tuple(plan.columns(frame.codec, self._dual))
-            found.append(self._merge_into(number, [channels], plan.frame_dim(frame.codec), start, stop, stop))
+            channels = tuple(frame_columns.columns(frame.codec, self._dual))
+            found.append(self._merge_into(number, [channels], frame_columns.frame_dim(frame.codec), start, stop, stop))
         return found
 
     def _prepared_products(self) -> list[_Placed]:
         """A merge whose sums are the columns of all frames side by side, and their product with what is their part of each channel."""
         shape, sums = self.shape, OWN + len(self._own_queries)
-        codecs = tuple((frame.codec, plan.columns(frame.codec, self._dual)) for frame in self._v_frames)
-        matrix = rotation.value_matrix(codecs, 1, str(self._device))
+        codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
+        matrix = frame_columns.value_matrix(codecs, 1, str(self._device))
         places, stop = [], 0
         for _, columns in codecs:
             places.append(tuple(range(stop, stop + len(columns))))
@@ -358,11 +359,11 @@ class Prepared:
         count = shape.sequences * shape.rows // sequences
         launch = CachedLaunch(
             rotation.rotate_sums,
-            (sequences * -(-count // 16), -(-self.dim_v // rotation.BLOCK_COLUMNS), 1),
+            (sequences * -(-count // 16), -(-self.dim_v // frame_columns.BLOCK_COLUMNS), 1),
             (count, -(-count // 16), matrix.shape[0]),
             {
                 "DIM": self.dim_v, "FRAME_DIM": stop, "BLOCK_DIM": rotation.sums_block(stop), "ROWS": 16,
-                "BLOCK_COLUMNS": rotation.BLOCK_COLUMNS, "ADD": False, "DEPENDENT": self._dependent,
+                "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "ADD": False, "DEPENDENT": self._dependent,
             },
             self._overlap,
         )  # fmt: skip

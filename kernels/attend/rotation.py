@@ -1,123 +1,17 @@
-"""Queries into the coded frames and sums of values out of them: products with kept matrices.
-
-A matrix holds the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys). There is one for
-all sequences and heads, or as many as the basis of a codec has.
-"""
+"""Queries into the coded frames and sums of values out of them: products with the kept matrices of ``frame_columns``."""
 
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.klt import Klt
-from kvpack.formats.qjl import Qjl
-from kvpack.kernels.loaders import klt
-
-from . import plan
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
-
-BLOCK_COLUMNS = 32
-"""Columns of one program."""
 
 MOST_CHANNELS = 128
 """Channels of sums that a product takes at once, at most."""
-
-
-@lru_cache(maxsize=256)
-def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``rotate_queries`` reads for ``frames``: codecs and, of each, the channel of every column, -1 for none.
-
-    Returns float32 ``[matrix, dim, column]``, what each channel of a query adds to each column of all frames, each frame padded to whole
-    blocks of columns; and int64 ``[block, 3]``: a block's first column in its frame, its frame's columns, and those of all frames before.
-    Channels from the head dim on are those of qjl's rotation, or of the offset of klt.
-    """
-    parts, blocks = [], []
-    before = 0
-    with torch.inference_mode(False):
-        for codec, channels in frames:
-            # Column -1 is that of no channel.
-            turned = torch.nn.functional.pad(_coded_of(codec), (0, 1))[..., list(channels)]
-            own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
-            parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
-            blocks += [[first, len(channels), before] for first in range(0, own, BLOCK_COLUMNS)]
-            before += len(channels)
-        return torch.cat(_as_many(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64, device=device)
-
-
-@lru_cache(maxsize=256)
-def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
-    """float32 ``[matrix, column, dim]``: what each column of the sums in ``frames`` adds to each channel.
-
-    Each frame is padded to whole ``block``s.
-    """
-    parts = []
-    with torch.inference_mode(False):
-        for codec, channels in frames:
-            back = torch.nn.functional.pad(_originals_of(codec), (0, 0, 0, 1))[:, list(channels)]
-            parts.append(torch.nn.functional.pad(back, (0, 0, 0, -len(channels) % block)))
-        return torch.cat(_as_many(parts), 1).contiguous().to(device)
-
-
-def in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
-    """Whether sums of ``codec``, with these channels of columns, are in the original frame and its order."""
-    return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
-
-
-def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """The signs of what each column of ``codec``'s loader adds to each channel, float32 ``[column, dim]``, and their size.
-
-    What is not 0 has one size in a Hadamard rotation, and in an order of channels.
-    """
-    back = value_matrix(((codec, plan.columns(codec, False)),), 1, "cpu")[0]
-    return back.sign(), float(back.abs().max())
-
-
-@lru_cache(maxsize=256)
-def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
-    """float32 ``[matrix, frame dim, dim]``: what each channel of sums in ``codec``'s frame adds to each channel of the original frame."""
-    with torch.inference_mode(False):
-        return _originals_of(codec).contiguous().to(device)
-
-
-def _as_many(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``parts`` ``[matrix, ...]``, repeated so that all have as many: sequences and heads take them in turn."""
-    most = math.lcm(*(part.shape[0] for part in parts))
-    return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
-
-
-def _coded_of(codec: Codec) -> torch.Tensor:
-    """What each channel of a query adds to each channel of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
-    if isinstance(codec, Klt):
-        return _originals_of(codec).transpose(1, 2)
-    turned = codec.rotation.forward(torch.eye(codec.dim, dtype=torch.float32, device="cpu"))
-    if qjl := codec.side_car(Qjl):
-        turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
-    return turned[None]
-
-
-def _originals_of(codec: Codec) -> torch.Tensor:
-    """The rows of the coded frame, float32 ``[matrix, frame dim, dim]``; of klt, in units of its tables, then the mean token."""
-    if isinstance(codec, Klt):
-        assert codec.source is not None
-        source = codec.source.on(torch.device("cpu"))
-        matrix = source.matrix.to(torch.float64)
-        found = torch.cat([matrix / klt.unit_of(codec), source.mean.to(torch.float64) @ matrix], 2)
-        return found.flatten(0, 1).to(torch.float32)
-    frame = torch.eye(codec.dim, dtype=torch.float32, device="cpu")
-    if qjl := codec.side_car(Qjl):
-        frame = torch.cat([frame, qjl.rotation.inverse(frame)])
-    return codec.rotation.inverse(frame)[None]
 
 
 @triton.jit

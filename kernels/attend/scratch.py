@@ -15,15 +15,15 @@ from kvpack.formats.products import product
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import sides, tiles
 from kvpack.kernels.decode.rows import Packed
+from kvpack.kernels.tiles import frame_columns
 
-from . import alike, plan, rotation, segments
+from . import alike, segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpack.formats.base import Codec
-
-    from .layers import Page, Side
+    from kvpack.kernels.tiles.layers import Page, Side
 
     Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 
     def columns(self, dim: int) -> int:
         """Columns of values of ``dim`` channels."""
-        return dim if self.codec is None else len(plan.columns(self.codec, False))
+        return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
     def queries(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Change, float]:
         """What brings queries ``[batch, q_head, query, dim]`` of 16 bits to the frame of keys of ``heads`` heads, and a score's factor."""
@@ -116,7 +116,8 @@ def _page_originals(codec: Codec, page: Page, heads: int, dtype: torch.dtype, su
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
     """The channel of each column, int64; the head dim for none."""
-    return torch.tensor([channel if channel >= 0 else codec.dim for channel in plan.columns(codec, False)], dtype=torch.int64, device="cpu")
+    channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, False)]
+    return torch.tensor(channels, dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=256)
@@ -129,18 +130,18 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
     """What channels add to columns ``[dim, column]``, as signs, which are exact in ``dtype``, and their size; None if that is nothing."""
     with torch.inference_mode(False):
-        signs, size = rotation.column_signs(codec)
+        signs, size = frame_columns.column_signs(codec)
         return (None, 1.0) if _is_in_order(codec) else (signs.T.contiguous().to(dtype).to(device), size)
 
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
     """What each column adds to each channel, float32 ``[column, dim]``; None where columns are the channels."""
-    return None if _is_in_order(codec) else rotation.value_matrix(((codec, plan.columns(codec, False)),), 1, device)[0]
+    return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, device)[0]
 
 
 def _is_in_order(codec: Codec) -> bool:
-    return codec.rotation.kind == "none" and plan.columns(codec, False) == tuple(range(codec.dim))
+    return codec.rotation.kind == "none" and frame_columns.columns(codec, False) == tuple(range(codec.dim))
 
 
 def frame_of(side: Side) -> Frame:

@@ -19,15 +19,15 @@ from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.loaders import minifloat
 from kvpack.kernels.loaders import outliers as tiles_outliers
+from kvpack.kernels.tiles import loaders
 
-from . import loaders, outlier_entries
+from . import outlier_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.formats.base import Codec
-
-    from .layers import Page, Side
+    from kvpack.kernels.tiles.layers import Page, Side
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -195,7 +195,8 @@ def _whole_page(codec: Codec, first: int, page: Page, frame: Page | None) -> Sid
 
 
 def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
-    """Segments with the tokens of a ``side`` (k or v) decoded, in its coded frame and in the order of ``columns`` (``plan.columns``).
+    """Segments with the tokens of a ``side`` (k or v) decoded, in its coded frame and in the order of ``columns``
+    (``frame_columns.columns``).
 
     In binary16, as tiles are, unless some value is too large or too small for it.
     """

@@ -12,7 +12,7 @@ Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for que
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: SIM108
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -23,16 +23,15 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpack.kernels.loaders.outlier_patches import declare_patches
-from kvpack.kernels.tables.shared_table import declare, fetch, fill
+from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
+from kvpack.kernels.tiles.work import ASIDE, from_first_seen, load_tiles, load_work, prefetch, within_length
 from kvpack.kernels.words.bitfields import load_column_fields
-from kvpack.kernels.words.columns import constant_at
 from kvpack.kernels.words.tile_layout import second_token_offset
 
 from .patches import begin_patches, next_patches, own_patches
 from .queries import load_queries, relative_to, scaled
 from .scores import Lookup, Visible, score
 from .softmax import Softmax, add, empty, merge_tokens
-from .work import ASIDE, from_first_seen, load_tiles, load_work, prefetch, within_length
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
@@ -240,36 +239,6 @@ def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.const
     else:
         columns = SIDE.load_columns(table, rows, CONSTANTS, TOKENS)
     return Lookup(columns, table)
-
-
-@triton.jit
-def begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
-    """Declare the shared memory of ``TABLES`` and fetch their entries, on their way to registers."""
-    FILLS: tl.constexpr = TABLES.fills
-    entries = ()
-    if TABLES.nbytes:
-        declare(TABLES.nbytes, WARPS)
-        for number in tl.static_range(len(FILLS)):
-            entries = entries + (_fetched(k_table, v_table, constant_at(FILLS, number)),)
-    return entries
-
-
-@triton.jit
-def _fetched(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.tensor:
-    return fetch(k_table if FILL.side == 0 else v_table, FILL.entries, FILL.values)
-
-
-@triton.jit
-def fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
-    """Put what ``begin_tables`` fetched into shared memory; ``tl.debug_barrier`` waits for it."""
-    FILLS: tl.constexpr = TABLES.fills
-    for number in tl.static_range(len(FILLS)):
-        _fill(entries[number], constant_at(FILLS, number))
-
-
-@triton.jit
-def _fill(entries: tl.tensor, FILL: tl.constexpr) -> None:
-    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.klt import Klt
-from kvpack.kernels.attend import plan, rotation
+from kvpack.kernels.tiles import frame_columns
 from kvpack.kernels.words.columns import launch
 
 from . import tiles
@@ -73,7 +73,7 @@ def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
 @lru_cache(maxsize=256)
 def _matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What each column adds to each channel, binary16 ``[matrix, part, column, padded dim]``, and mean tokens ``[matrix, padded dim]``."""
-    every = rotation.value_matrix(((codec, plan.columns(codec, False)),), 1, "cpu")
+    every = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
         every = torch.nn.functional.pad(every, (0, max(16, next_power_of_two(codec.dim)) - codec.dim))
         # The last row is the mean token.

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.formats.raw import Raw as RawCodec
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.kernels.attend.plan import uses_assembly
+from kvpack.kernels.tiles.addresses import uses_assembly
 
 from . import decode, klt, unpack
 from .rows import Packed
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.attend.layers import Page, Side
+    from kvpack.kernels.tiles.layers import Page, Side
 
     from .rows import Prepared
 

@@ -20,12 +20,12 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.raw import Raw
-from kvpack.kernels.attend import device_tables, loaders, plan
-from kvpack.kernels.attend.bound_loader import RowStream, bind
-from kvpack.kernels.attend.shapes import table_budget
-from kvpack.kernels.attend.split import begin_tables, fill_tables
-from kvpack.kernels.attend.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
 from kvpack.kernels.tables import shared_table
+from kvpack.kernels.tiles import addresses, device_tables, loaders
+from kvpack.kernels.tiles.bound_loader import RowStream, bind
+from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
+from kvpack.kernels.tiles.shapes import table_budget
+from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
 from kvpack.kernels.triton_insides import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
 
@@ -111,7 +111,7 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     held: list[torch.Tensor] = []
     found, blocks = [], 0
     for part in packed:
-        found.append([blocks, part.tokens, part.first, *plan.addresses_of(part.streams, tiles, held)])
+        found.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles, held)])
         blocks += -(-part.tokens // block)
     rows = numpy.array(found, dtype=numpy.int64)
     table = torch.from_numpy(rows).to(device, non_blocking=True)
@@ -119,13 +119,13 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     end = packed[-1].first + packed[-1].tokens
     given = [part.streams[stream.name] for part in packed for stream in tiles.streams]
     copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))
-    return Work(table, blocks, block, firsts, end, plan.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held), copied, rows)
+    return Work(table, blocks, block, firsts, end, addresses.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held), copied, rows)
 
 
 def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
     """Decode ``work``, or these ``blocks`` of it, into ``out`` ``[batch, kv_head, token, column]`` of 16 bits with dense columns.
 
-    Columns are those of ``plan.columns``; token 0 of the output is the first of the first block. With ``factors``, float32
+    Columns are those of ``frame_columns.columns``; token 0 of the output is the first of the first block. With ``factors``, float32
     ``[batch, kv_head, token]`` of which one sequence follows the other, values are left without those of their tokens, which go there.
     """
     factor_stride = None if factors is None else factors.stride(1)
@@ -173,7 +173,7 @@ def prepare(
         dtype,
         factor_stride is not None,
         device,
-        plan.uses_assembly(work.table.device),
+        addresses.uses_assembly(work.table.device),
     )
     return Decoding(launch if len(blocks) * batch * heads else None, work, device_tables.numbers(device), table)
 

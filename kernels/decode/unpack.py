@@ -22,12 +22,12 @@ from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.attend import device_tables, plan, rotation
-from kvpack.kernels.attend.bound_loader import bind
-from kvpack.kernels.attend.split import begin_tables, fill_tables
-from kvpack.kernels.attend.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
+from kvpack.kernels.tiles import addresses, device_tables, frame_columns
+from kvpack.kernels.tiles.bound_loader import bind
+from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
+from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_insides import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
 from kvpack.kernels.words.columns import check_shape
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.attend.bound_loader import RowStream
     from kvpack.kernels.loaders.tiles import Tiles
+    from kvpack.kernels.tiles.bound_loader import RowStream
 
     from .rows import Packed
 
@@ -81,7 +81,7 @@ def takes(codec: Codec, out: torch.Tensor) -> bool:
         and fits(out)
         and (loader := tiles.loader_of(codec)) is not None
         and loader.factor is not None
-        and max(len(plan.columns(codec, False)), codec.dim) <= MOST_COLUMNS
+        and max(len(frame_columns.columns(codec, False)), codec.dim) <= MOST_COLUMNS
         and _shape_of(codec, str(out.device)) is not None
     )
 
@@ -97,7 +97,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepar
     device = str(out.device)
     work = tiles.work_of(codec, packed, batch, heads, out.device, _shape(codec, device).warps)
     arguments = (*out.stride()[:3], work.table.shape[0], work.blocks, heads, work.block_tokens)
-    fast, scaled = plan.uses_assembly(out.device), given is not codec
+    fast, scaled = addresses.uses_assembly(out.device), given is not codec
     launch, table, matrix = _launch(codec, scaled, work.streams, arguments, batch, out.dtype, device, fast)
     scales = _scales(packed, (batch, heads, 1, codec.dim), matrix.shape[1]) if scaled else matrix
     pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.numbers(device), table, matrix, scales))
@@ -198,7 +198,7 @@ def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.
     loader, channels = _loader(codec), _padded(codec.dim)
     count, width = next_power_of_two(len(loader.channels)), len(loader.channels[0])
     with torch.inference_mode(False):
-        signs, size = rotation.column_signs(codec)
+        signs, size = frame_columns.column_signs(codec)
         padded = torch.nn.functional.pad(signs, (0, channels - codec.dim, 0, count * width - len(signs)))
         if in_order_of_joined:
             bits = count.bit_length() - 1

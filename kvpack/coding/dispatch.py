@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.attend.layers import Side as _TritonSide
     from kvpack.kernels.cpu.sides import Side as _CSide
+    from kvpack.kernels.tiles.layers import Side as _TritonSide
 
     class Side(_CSide, _TritonSide, Protocol):
         """The keys or the values of a layer, as both kinds of kernels see them."""

@@ -262,7 +262,8 @@ def test_programs_of_many_tiles_with_padding_before_them(
     family: str, tiles: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each program has tiles that nothing sees, some that are masked, and whole ones."""
-    from kvpack.kernels.attend import plan, shapes
+    from kvpack.kernels.attend import plan
+    from kvpack.kernels.tiles import shapes
 
     if INTERPRETED:
         monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.Shape(2, tiles, 16, 2, 1))
@@ -327,7 +328,7 @@ WIDE = {
     ],
 )
 def test_two_tokens_a_row(k: str, v: str) -> None:
-    from kvpack.kernels.attend import loaders
+    from kvpack.kernels.tiles import loaders
 
     both = NARROW | WIDE
     k_codec, v_codec = codecs(both[k], both[v], (64, 64))
@@ -390,8 +391,8 @@ def test_batches_and_heads() -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     """The indices that permutations of bytes select by are those that are read one by one."""
-    from kvpack.kernels.attend import loaders
     from kvpack.kernels.tables import register_table
+    from kvpack.kernels.tiles import loaders
     from kvpack.kernels.triton_insides import plain
     from kvpack.kernels.words import thread_digits, thread_rows
 
@@ -555,9 +556,9 @@ def test_a_prefill_chunk_is_attended_over_rows_that_kernels_decode(monkeypatch: 
 @pytest.mark.cuda
 @pytest.mark.parametrize("k", KEYS)
 def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.attend import plan
+    from kvpack.kernels.tiles import addresses
 
-    monkeypatch.setenv(plan.VARIABLE, "0")
+    monkeypatch.setenv(addresses.VARIABLE, "0")
     k_codec, v_codec = codecs(KEYS[k], VALUES["scalar 4"], (128, 64))
     check(Layer(random_side(k_codec, 2, (300,), 0, 1), random_side(v_codec, 2, (300,), 0, 2)), 4)
 
@@ -574,7 +575,8 @@ def test_many_programs(k: str) -> None:
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
 def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a group of tokens shares is loaded once a tile of 64 tokens, if the tiles lie in groups."""
-    from kvpack.kernels.attend import plan, shapes
+    from kvpack.kernels.attend import plan
+    from kvpack.kernels.tiles import shapes
 
     monkeypatch.setattr(shapes, "MANY_TOKENS", 0)
     if INTERPRETED:

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.skipif(not triton_version.supported(), reason="the kern
 def test_a_bound_loader_is_named_by_the_source_of_its_functions() -> None:
     # Triton hashes a function among a kernel's arguments, and of any other argument its cache_key, or else its text: without one, a
     # kernel compiled before an update would be taken from the disk after it.
-    from kvpack.kernels.attend import loaders
-    from kvpack.kernels.attend.bound_loader import bind
     from kvpack.kernels.tables.shared_tables import SharedTable
+    from kvpack.kernels.tiles import loaders
+    from kvpack.kernels.tiles.bound_loader import bind
 
     names = []
     for codec in ("group:b=4,g=32", "group:b=4,g=32,token_scale=fp16", "scalar:b=3"):

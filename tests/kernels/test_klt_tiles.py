@@ -177,7 +177,7 @@ def test_scales_of_a_basis(scale: float) -> None:
 
 def test_what_tiles_do_not_hold_is_left_to_torch() -> None:
     from kvpack.kernels.attend import attention
-    from kvpack.kernels.attend.loaders import tiles_of
+    from kvpack.kernels.tiles.loaders import tiles_of
 
     k, v = klt(32, bytes([4, 1]), scale=2.0**30), klt(32, bytes([1, 3]), "v")
     layer = Layer(*(side.to(DEVICE) for side in sides(k, v)))

@@ -196,8 +196,8 @@ def test_more_outliers_than_a_thread_holds() -> None:
 
 @pytest.mark.skipif(not triton_version.supported(), reason="the kernels need a newer Triton")
 def test_patches_fit_beside_tables() -> None:
-    from kvpack.kernels.attend import loaders
-    from kvpack.kernels.attend.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, Shape, in_patches
+    from kvpack.kernels.tiles import loaders
+    from kvpack.kernels.tiles.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, Shape, in_patches
 
     k_codec, v_codec = codecs("group:b=4,g=128,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (128, 256))
     k, v = loaders.tiles_of(k_codec), loaders.tiles_of(v_codec)

@@ -32,6 +32,7 @@ from kvpack.kernels.attend import attention, growing, many_queries, plan
 from kvpack.kernels.attend.prepared import Options
 from kvpack.kernels.decode import decode, sides
 from kvpack.kernels.encode import encode, rows
+from kvpack.kernels.tiles import addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ def compile_alone(compiled: Compiled) -> None:
     JITFunction.run = warm
     triton_insides.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
     driver.set_active(NoDevice())
-    plan.uses_assembly = lambda device: True  # type: ignore[assignment]
+    addresses.uses_assembly = lambda device: True  # type: ignore[assignment]
     plan.overlaps = lambda device: True  # type: ignore[assignment]
     plan._multiprocessors = lambda device: 132
     rows.operand_of = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]

@@ -1,0 +1,50 @@
+"""Where the streams of a side are in memory, for kernels that load tiles of them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from kvpack.kernels.words.streams import dense_rows
+
+from .bound_loader import RowStream
+from .work import STREAM_INTEGERS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.kernels.loaders.tiles import Tiles
+
+VARIABLE = "KVPACK_INLINE_ASSEMBLY"
+
+
+def uses_assembly(device: torch.device) -> bool:
+    """Whether kernels on ``device`` use inline PTX."""
+    return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
+
+
+def addresses_of(streams: Mapping[str, torch.Tensor], tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
+    """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
+    found: list[int] = []
+    for stream in tiles.streams:
+        tensor = streams[stream.name]
+        size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
+        if not dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            batch, head = tensor.stride()[:2]
+        held.append(tensor)
+        found += [tensor.data_ptr(), size * batch if tensor.shape[0] > 1 else 0, size * head if tensor.shape[1] > 1 else 0]
+    return found
+
+
+def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
+    """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
+    found = []
+    for number, stream in enumerate(tiles.streams):
+        at = first + STREAM_INTEGERS.value * number
+        aligned = int(numpy.gcd.reduce(rows[:, at : at + STREAM_INTEGERS.value], axis=None, initial=16))
+        found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
+    return tuple(found)

@@ -1,0 +1,44 @@
+"""The tables that a kernel keeps in shared memory: fetched first, and put there once they have arrived."""
+
+# Triton compiles no unpacking of tensors.
+# ruff: noqa: RUF005
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from kvpack.kernels.tables.shared_table import declare, fetch, fill
+from kvpack.kernels.words.columns import constant_at
+
+
+@triton.jit
+def begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
+    """Declare the shared memory of ``TABLES`` and fetch their entries, on their way to registers."""
+    FILLS: tl.constexpr = TABLES.fills
+    entries = ()
+    if TABLES.nbytes:
+        declare(TABLES.nbytes, WARPS)
+        for number in tl.static_range(len(FILLS)):
+            entries = entries + (_fetched(k_table, v_table, constant_at(FILLS, number)),)
+    return entries
+
+
+@triton.jit
+def _fetched(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.tensor:
+    return fetch(k_table if FILL.side == 0 else v_table, FILL.entries, FILL.values)
+
+
+@triton.jit
+def fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
+    """Put what ``begin_tables`` fetched into shared memory; ``tl.debug_barrier`` waits for it."""
+    FILLS: tl.constexpr = TABLES.fills
+    for number in tl.static_range(len(FILLS)):
+        _fill(entries[number], constant_at(FILLS, number))
+
+
+@triton.jit
+def _fill(entries: tl.tensor, FILL: tl.constexpr) -> None:
+    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from graph_device import SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
-from interpreter import DEVICE
+from interpreter import DEVICE, INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 from zoo_models import ZOO, model_of
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 STEPS = UNASKED_STEPS + 4
+
+
+# Whole models in the interpreter.
+pytestmark = pytest.mark.scenario
 
 
 @pytest.fixture(autouse=True)
@@ -146,8 +150,24 @@ FOREIGN = {
 }
 
 
-@pytest.mark.kernels
+REPLAYED = ("a weight", "a function of a module") if INTERPRETED else tuple(FOREIGN)
+"""What the kernels run for; the interpreter takes seconds for each."""
+
+
 @pytest.mark.parametrize("name", FOREIGN)
+def test_code_of_others_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model that has it, and when it comes to one."""
+    change, reason = FOREIGN[name]
+    model = model_of("Llama", **SIZES)
+    makeup = Makeup(model)
+    assert makeup.foreign is None
+    change(model, monkeypatch)
+    assert not makeup.is_as_it_was()
+    assert reason in str(Makeup(model).foreign)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", REPLAYED)
 def test_a_model_with_code_of_its_own_is_not_replayed(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     change, reason = FOREIGN[name]
     found = []
@@ -164,7 +184,7 @@ def test_a_model_with_code_of_its_own_is_not_replayed(name: str, device: Device,
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", [name for name in FOREIGN if name != "a weight"])
+@pytest.mark.parametrize("name", [name for name in REPLAYED if name != "a weight"])
 def test_code_that_changes_between_steps_is_run(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for replays in (False, True):

@@ -17,7 +17,15 @@ from kvpack.integrations.transformers import KvpackCache, graphs
 if TYPE_CHECKING:
     import pytest
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""A program of the attention kernel for each head of keys takes the interpreter 8 ms, so there is one such head."""
 RECIPE = "kv=group:b=8,g=32"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import attend
+    from .bench.evaluate import Evaluation, evaluate
     from .cache.cache import Cache, concat
     from .cache.files import load, save
     from .cache.layer import Layer
@@ -62,6 +63,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "attend": "attention",
+    "Evaluation": "bench.evaluate",
+    "evaluate": "bench.evaluate",
     "backends": "coding.dispatch",
     "Basis": "coding.bases",
     "Cache": "cache.cache",
@@ -94,6 +97,7 @@ __all__ = [
     "Basis",
     "Cache",
     "DigestMismatch",
+    "Evaluation",
     "Identity",
     "Inputs",
     "InvalidDtype",
@@ -136,6 +140,7 @@ __all__ = [
     "attend",
     "backends",
     "concat",
+    "evaluate",
     "load",
     "pack",
     "prefill",

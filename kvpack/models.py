@@ -62,6 +62,7 @@ class ByteTokenizer:
     """The tokenizer of models whose tokens are bytes of UTF-8, after one token that begins every sequence."""
 
     chat_template = None
+    bos_token_id = BOS
     is_fast = True
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> dict[str, Any]:

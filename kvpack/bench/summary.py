@@ -204,9 +204,9 @@ def _counts(answers: Sequence[bool]) -> dict[str, Any]:
     return {"right": sum(answers), "asked": len(answers), "interval": wilson(sum(answers), len(answers)) if answers else None}
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print one table and the meaning of its columns."""
-    exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
+def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """The title, the columns and the rows of the report's table, without the columns that are empty."""
+    exact, reference = report["uncompressed"], report["reference"]
     columns = [
         "recipe", "bits per\nvalue", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-",
         f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "attention\nerror", "needles\nright",
@@ -231,7 +231,13 @@ def show(report: dict[str, Any]) -> None:
     rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 5])
     empty = [column for column, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
     columns, *rows = ([cell for column, cell in enumerate(cells) if column not in empty] for cells in (columns, *rows))
-    print_table(f"{named(report)}, {report['precision']}, {report['text']}: {sizes_text(settings)}", columns, rows)
+    return f"{named(report)}, {report['precision']}, {report['text']}: {sizes_text(report['settings'])}", columns, rows
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one table and the meaning of its columns."""
+    exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
+    print_table(*table(report))
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
     print(f"at most {settings['step']} in a pass. Bits per value count every byte of a window's file. Perplexity is per token.")
     print("The change in its log is paired by window; its interval is Student's t over the windows.")

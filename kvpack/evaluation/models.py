@@ -55,15 +55,19 @@ def own_text(name: str, folder: Path, ids_below: int) -> Text:
 def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
     tokenizer = load_tokenizer(folder)
     if tokenizer is not None:
-        ids = tokenizer(data.decode(errors="replace"))["input_ids"]
-        opened = bool(ids) and ids[0] == tokenizer.bos_token_id
-        encode = partial(_encoded, tokenizer)
-        return Text(name, tuple(ids[:opened]), ids[opened:], of_bytes=False, encode=encode)
+        return tokenized(name, data.decode(errors="replace"), tokenizer)
     if ids_below <= BOS:
         raise InvalidParameter(
             f"{folder}: has no tokenizer, so its tokens would be bytes after a first token {BOS}; the model has only {ids_below} tokens"
         )
     return Text(name, (BOS,), data, of_bytes=True, encode=lambda text: [*text.encode()])
+
+
+def tokenized(name: str, text: str, tokenizer: Any) -> Text:
+    """``text`` as ids of ``tokenizer``."""
+    ids = tokenizer(text)["input_ids"]
+    opened = bool(ids) and ids[0] == tokenizer.bos_token_id
+    return Text(name, tuple(ids[:opened]), ids[opened:], of_bytes=False, encode=partial(_encoded, tokenizer))
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

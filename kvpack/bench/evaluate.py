@@ -1,0 +1,191 @@
+"""evaluate: what recipes cost a model in memory, as one table, in a notebook too."""
+
+from __future__ import annotations
+
+import html
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.coding.basis_sources import basis_of
+from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.evaluation.models import tokenized
+from kvpack.evaluation.sizes import positions, starts, window, window_ids
+from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
+from kvpack.formats.arguments import integer, shown
+from kvpack.formats.errors import InvalidDtype, InvalidParameter
+from kvpack.integrations.transformers.models import execution_device
+from kvpack.integrations.transformers.switch import Switch
+from kvpack.models import ByteTokenizer
+from kvpack.store.fingerprint import dtype_text, model_name
+
+from .quality import REFERENCE
+from .summary import summary, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpack.coding.bases import Basis
+    from kvpack.coding.encoding import Progress
+    from kvpack.evaluation.models import Text
+    from kvpack.evaluation.windows import Forgotten, Measured
+
+TOKENS, SCORE, WINDOWS = 1024, 256, 4
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of ``evaluate``: a notebook draws them as a table, ``print`` prints it, and ``report`` has all numbers as JSON values.
+
+    The fewer bits per value and the smaller the divergence (KL, in nats), the better. "Same choice" is the share of tokens at which the
+    model's first choice stays what it is without kvpack.
+    """
+
+    report: Mapping[str, Any]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """For each recipe, from most bits to fewest, its name and its main results."""
+        names = ("recipe", "bits_per_value", "kl_divergence", "of_reference", "same_choices", "perplexity", "attention_error")
+        return [{name: row[name] for name in names} for row in self.report["recipes"]]
+
+    def __str__(self) -> str:
+        title, columns, rows = table(dict(self.report))
+        cells = [[column.replace("\n", " ") for column in columns], *rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = []
+        for row in cells:
+            first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
+        return "\n".join([title, *lines])
+
+    def _repr_html_(self) -> str:
+        """The table, as notebooks draw it."""
+        title, columns, rows = table(dict(self.report))
+        head = "".join(f"<th>{html.escape(column).replace(chr(10), '<br>')}</th>" for column in columns)
+        body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        return f"<table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def evaluate(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    texts: str | Sequence[str],
+    recipes: str | os.PathLike[str] | Recipe | Sequence[str | os.PathLike[str] | Recipe],
+    *,
+    basis: Basis | str | os.PathLike[str] | None = None,
+    reference: str | None = REFERENCE,
+    tokens: int | None = None,
+    score: int | None = None,
+    windows: int | None = None,
+    step: int = PASS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measure what ``recipes`` cost ``model``, a transformers model, on ``texts``, strings that it was not calibrated on.
+
+    ``windows`` stretches of ``tokens`` tokens are read (default: 4 of 1,024, or as many as the texts and the model have room for): all but
+    the last ``score`` (default: 256) are packed, saved and loaded, and the model's predictions of those, at most ``step`` in a pass, are
+    compared with what it predicts over its uncompressed cache. ``tokenizer`` is the model's, None for one whose tokens are bytes.
+    ``basis`` is for recipes such as "klt-1.75"; every divergence is also given as a multiple of that of ``reference``. ``progress`` is
+    called with the steps that are done and their number. Two runs with one seed differ only in times.
+
+    The model and its attention are afterwards what they were. Raises InvalidDtype for arguments of a wrong type, InvalidRecipe,
+    InvalidParameter for sizes that do not fit, for a model in training mode, and for one with states other than keys and values, and
+    MissingBasis.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidDtype(f"model is {shown(model)}, expected a transformers model, such as AutoModelForCausalLM.from_pretrained(name)")
+    if model.training:
+        raise InvalidParameter("the model is in training mode, in which it may drop values at random: call model.eval()")
+    given = [texts] if isinstance(texts, str) else list(texts)
+    if not given or not all(isinstance(text, str) for text in given):
+        raise InvalidDtype(f"texts is {shown(texts)}, expected strings")
+    named: list[str | os.PathLike[str] | Recipe] = [recipes] if isinstance(recipes, (str, os.PathLike, Recipe)) else list(recipes)
+    named = list(dict.fromkeys([*named, *([] if reference is None else [reference])]))
+    source = None if basis is None else basis_of(basis)
+    parsed = {getattr(recipe, "text", str(recipe)): parse_recipe(recipe, source) for recipe in named}
+    words = [tokenized(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
+    places, sizes = _places(words, model, tokens, score, windows, step, seed)
+    switch = Switch.of(model)
+    try:
+        found = _measured(model, places, sizes, parsed, progress)
+    finally:
+        # What it was before comes back with the last reference.
+        model.set_attn_implementation("kvpack")  # type: ignore[operator]
+        del switch
+    exact, forgotten, measured = found
+    rows = [(name, each, None) for name, each in zip(parsed, measured, strict=True)]
+    report = {
+        "model": model_name(str(getattr(model, "name_or_path", ""))) or type(model).__name__,
+        "text": f"{len(words)} {'text' if len(words) == 1 else 'texts'}",
+        "twin": None, "offset": None, "inserted": None,
+        "basis": None if source is None else {"file": source.where, "digest": source.digest.hex()},
+        "settings": {**sizes, "windows": len(places), "seed": seed},
+        "precision": f"{dtype_text(model)} on {execution_device(model).type}",
+        **summary([start for _, start in places], exact, forgotten, None, rows, None if reference is None else str(reference)),
+        "others": [], "generated": None,
+    }  # fmt: skip
+    return Evaluation(report)
+
+
+def _places(
+    words: Sequence[Text], model: Any, tokens: int | None, score: int | None, windows: int | None, step: int, seed: int
+) -> tuple[list[tuple[Text, int]], dict[str, int]]:
+    """Where the windows begin, in which text, and their sizes. Raises InvalidParameter."""
+    longest = max(len(text.ids) + len(text.start) for text in words) - 1
+    most = min(longest, positions(model) or longest)
+    size = min(TOKENS, most) if tokens is None else tokens
+    _check_size("tokens", size, 2, most, "by the model's positions and the longest text")
+    scored = min(SCORE, size // 2) if score is None else score
+    _check_size("score", scored, 1, size - 1, f"of a window of {size} tokens")
+    _check_size("step", step, 1, size, f"of a window of {size} tokens")
+    rooms = [len(text.ids) // window_ids(size, text) for text in words]
+    count = min(WINDOWS, sum(rooms)) if windows is None else windows
+    _check_size("windows", count, 1, sum(rooms), f"of {size} tokens in the texts")
+    # Each text in turn, as long as it has room for one more.
+    shares = [0] * len(words)
+    while sum(shares) < count:
+        for number, room in enumerate(rooms):
+            if shares[number] < room and sum(shares) < count:
+                shares[number] += 1
+    places = [
+        (text, start)
+        for text, share in zip(words, shares, strict=True)
+        if share
+        for start in starts(len(text.ids), window_ids(size, text), share, seed)
+    ]
+    return places, {"tokens": size, "score": scored, "step": step}
+
+
+def _check_size(name: str, value: int, least: int, largest: int, why: str) -> None:
+    if not least <= integer(value, name) <= largest:
+        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer from {least} to {largest} {why}")
+
+
+def _measured(
+    model: Any, places: Sequence[tuple[Text, int]], sizes: Mapping[str, int], recipes: Mapping[str, Recipe], progress: Progress | None
+) -> tuple[list[float], list[Forgotten], list[list[Measured]]]:
+    exact_losses: list[float] = []
+    forgotten: list[Forgotten] = []
+    measured: list[list[Measured]] = [[] for _ in recipes]
+    device, steps = execution_device(model), len(places) * (1 + len(recipes))
+    with tempfile.TemporaryDirectory(prefix="kvpack-evaluate-") as folder:
+        path = os.path.join(folder, "window.kvpack")
+        for number, (text, start) in enumerate(places):
+            ids = window(text, start, window_ids(sizes["tokens"], text)).to(device)
+            exact = read_exactly(model, ids, sizes["score"])
+            exact_losses.append(exact.loss)
+            forgotten.append(read_forgotten(model, exact))
+            for done, (recipe, rows) in enumerate(zip(recipes.values(), measured, strict=True), 1):
+                if progress:
+                    progress(number * (1 + len(recipes)) + done, steps)
+                rows.append(measure(model, exact, recipe, path, sizes["step"]))
+            if progress:
+                progress((number + 1) * (1 + len(recipes)), steps)
+    return exact_losses, forgotten, measured

@@ -1,0 +1,117 @@
+"""kvpack.evaluate: the table of bench quality for a model in memory, in a notebook too."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from chat_tokenizers import tokenizer
+
+import kvpack
+from kvpack.bench import quality
+from kvpack.errors import InvalidDtype, InvalidParameter, InvalidRecipe, MissingBasis
+from kvpack.models import demo_text, load_model
+
+TEXT = demo_text().decode()
+SIZES = {"tokens": 96, "score": 32, "windows": 2}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def found(model: Any) -> kvpack.Evaluation:
+    return kvpack.evaluate(model, None, TEXT, ["octopus-3", "kivi-2"], **SIZES)
+
+
+def test_results_are_those_of_bench_quality(found: kvpack.Evaluation) -> None:
+    settings = quality.Settings(**SIZES, needles=0)
+    expected = quality.run(None, None, ["octopus-3", "kivi-2"], settings, reference="fp8")
+    for mine, theirs in zip(found.rows, expected["recipes"], strict=True):
+        assert {name: theirs[name] for name in mine} == mine
+    assert [row["recipe"] for row in found.rows] == ["fp8", "octopus-3", "kivi-2"]
+    assert found.report["uncompressed"] == expected["uncompressed"]
+
+
+class _Cells(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+
+def test_it_is_a_table_as_html_and_as_text(found: kvpack.Evaluation) -> None:
+    cells = _Cells()
+    cells.feed(found._repr_html_())
+    head, *rows = cells.rows
+    assert head[:2] == ["recipe", "bits pervalue"]
+    assert [row[0] for row in rows] == ["uncompressed", "fp8", "octopus-3", "kivi-2", "past forgotten"]
+    assert {len(row) for row in rows} == {len(head)}
+    title, *lines = str(found).splitlines()
+    assert title == "tinylm, float32 on cpu, 1 text: 2 windows of 96 tokens, the last 32 scored"
+    assert f"{found.rows[1]['kl_divergence']:.5f}" in lines[3].split()
+    assert lines[3].startswith("octopus-3 ")
+    odd = kvpack.Evaluation({**found.report, "model": "<script>"})
+    assert "<script>" not in odd._repr_html_()
+
+
+def test_the_model_stays_as_it_was(model: Any) -> None:
+    steps: list[tuple[int, int]] = []
+    kvpack.evaluate(model, None, [TEXT, "short", TEXT[600:]], "kivi-2", reference=None, **SIZES, progress=lambda *step: steps.append(step))
+    assert steps[-1] == (4, 4) == (len(steps), 4)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(InvalidParameter):
+        kvpack.evaluate(model, None, TEXT, "kivi-2", tokens=10**6)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_windows_come_from_all_texts(model: Any) -> None:
+    texts = [TEXT[:300], "short", TEXT[300:]]
+    sizes = {"tokens": 96, "score": 32, "windows": 4, "reference": None}
+    one = kvpack.evaluate(model, tokenizer(None), texts, "kivi-2", **sizes)
+    assert (one.report["settings"]["windows"], one.report["text"]) == (4, "3 texts")
+    again = kvpack.evaluate(model, tokenizer(None), texts, ["kivi-2"], **sizes)
+    assert again.rows == one.rows
+    other = kvpack.evaluate(model, tokenizer(None), texts, "kivi-2", **sizes, seed=1)
+    assert other.rows != one.rows
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "gpt2"}, InvalidDtype, "expected a transformers model, such as AutoModelForCausalLM.from_pretrained"),
+        ({"texts": []}, InvalidDtype, r"texts is .*, expected strings"),
+        ({"texts": [b"x"]}, InvalidDtype, "expected strings"),
+        ({"recipes": "octopus-33"}, InvalidRecipe, "did you mean octopus-3"),
+        ({"recipes": "klt-1.75"}, MissingBasis, "needs a basis"),
+        ({"tokens": 1}, InvalidParameter, "^tokens is 1, expected an integer from 2 to 2500 by the model's positions"),
+        ({"score": 96}, InvalidParameter, "score is 96, expected an integer from 1 to 95"),
+        ({"windows": 100}, InvalidParameter, "windows is 100, expected an integer from 1 to 26"),
+        ({"step": 0}, InvalidParameter, "step is 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(model: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"model": model, "texts": TEXT, "recipes": "kivi-2", **SIZES, **change}
+    with pytest.raises(error, match=message):
+        kvpack.evaluate(given.pop("model"), None, given.pop("texts"), given.pop("recipes"), **given)
+
+
+def test_a_model_in_training_is_refused(model: Any) -> None:
+    model.train()
+    try:
+        with pytest.raises(InvalidParameter, match=r"in training mode, .*call model\.eval\(\)"):
+            kvpack.evaluate(model, None, TEXT, "kivi-2", **SIZES)
+    finally:
+        model.eval()

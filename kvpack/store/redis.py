@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
 from kvpack.formats.errors import LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
-from kvpack.runtime.locks import Lock
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, OneTier, Stored
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
 from .redis_answers import data, data_list, integer, scanned, stored
 from .redis_client import Client
+from .redis_count import MAX_PAGES, NAMES_AT_ONCE, Count
 from .redis_scripts import ENTRY, PINS
 
 if TYPE_CHECKING:
@@ -52,13 +51,6 @@ _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """What the script that puts an entry says of it; of one that is there already it returns the front and the size."""
 _TRIES = 8
 """How many times a put makes room, which others may take first."""
-_NAMES_AT_ONCE = 1000
-RECOUNT_SECONDS = 600.0
-"""The age at which the sum of the sizes is counted again to keep the budget: any user of the server may have changed it."""
-SCAN_SECONDS = 5.0
-"""How long one put scans the names of a server whose count is lost; the next put continues the scan."""
-_MAX_PAGES = 2**20
-"""The most pages of a scan: a server of a billion names has no more."""
 _SPARE_BYTES = 2**20
 """What an answer takes besides entries."""
 
@@ -85,10 +77,8 @@ class Redis(OneTier):
     ) -> None:
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, ttl
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
-        self._lock = Lock()
-        self._summed: float | None = None
-        self._cursor = 0
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES)
+        self._count = Count(self._client, counters)
 
     def present(self, keys: Sequence[bytes]) -> int:
         return next((number for number, there in enumerate(self.present_each(keys)) if not there), len(keys))
@@ -157,6 +147,8 @@ class Redis(OneTier):
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         stored: dict[int, bool] = {}
+        if self._max_bytes is not None and not self._count.ready():
+            return [False] * len(entries)
         for places in _batches({place: sum(map(len, pieces)) for place, pieces in entries.items()}, BATCH_ENTRIES, BATCH_BYTES):
             stored |= self._put(chain, {place: b"".join(entries[place]) for place in places})
             if not all(stored.values()):
@@ -171,7 +163,7 @@ class Redis(OneTier):
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         # The end of a chain first: a descendant is not found without its ancestors.
-        calls = [(b"".join(part),) for part in reversed([*_parts(keys, _KEYS_AT_ONCE)])]
+        calls = [(b"".join(part),) for part in reversed([*_parts(keys, NAMES_AT_ONCE)])]
         return {key for removed in self._client.call_all("delete", "delete", calls) for key in removed or ()}
 
     def discard(self, key: bytes, found: Found) -> None:
@@ -180,7 +172,7 @@ class Redis(OneTier):
     def list(self) -> Iterator[Stored]:
         listed: set[bytes] = set()
         cursor = None
-        for _ in range(_MAX_PAGES):
+        for _ in range(MAX_PAGES):
             page = None if cursor == 0 else self._page("list", cursor or 0)
             if page is None:
                 break
@@ -211,11 +203,8 @@ class Redis(OneTier):
 
     def collect(self) -> None:
         """Count the entries by the server's names, and evict entries above the budget."""
-        with self._lock:
-            self._cursor = 0
-        for _ in range(_MAX_PAGES):
-            if self._recounted() or not self._cursor:
-                break
+        if self._count.collect() and self._max_bytes is not None:
+            self._make_room((), ())
 
     def close(self) -> None:
         self._client.close()
@@ -225,27 +214,40 @@ class Redis(OneTier):
         done = {place: False for place, entry in entries.items() if len(entry) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(done))
         replaced: set[int] = set()
+        full = False
         for _ in range(_TRIES):
             pending = [place for place in entries if place not in done]
             if not pending:
                 break
             groups = self._groups(pending, entries, replaced)
             answers = self._send(chain, groups, entries, replaced)
-            if not answers or None in answers or ([-1] in answers and not self._recounted()):
+            results: dict[int, Any] = {}
+            for group, answer in zip(groups, answers, strict=False):
+                results |= zip(group, answer[3] if answer and answer != [-1] else (), strict=False)
+            refused = []
+            for place, result in results.items():
+                outcome = self._outcome(place, result, replaced)
+                if outcome is not None:
+                    done[place] = outcome
+                refused += [place] if outcome is False else []
+                if result == _STORED:
+                    self._counters.add("saved_chunks")
+                    self._counters.add("saved_bytes", len(entries[place]))
+            crowded = _REFUSED in results.values() and self._max_bytes is not None
+            if crowded and self._count.again():
+                # The sum of the sizes was wrong, or is right now.
+                for place in refused:
+                    del done[place]
+                continue
+            self._counters.add("refused_chunks", len(refused))
+            if not answers or None in answers or ([-1] in answers and not self._count.recount()):
                 break
-            crowded = False
-            for group, answer in zip(groups, answers, strict=True):
-                for place, result in zip(group, answer[3] if answer != [-1] else (), strict=False):
-                    crowded |= result == _CROWDED
-                    outcome = self._outcome(place, result, replaced)
-                    if outcome is not None:
-                        done[place] = outcome
-                        self._counters.add("refused_chunks", not outcome)
-                    if result == _STORED:
-                        self._counters.add("saved_chunks")
-                        self._counters.add("saved_bytes", len(entries[place]))
-            if crowded:
-                self._make_room(chain, [len(entries[place]) for place in pending if place not in done])
+            if _CROWDED in results.values() and (full or not self._make_room(chain, [len(entries[n]) for n in pending if n not in done])):
+                # All that may go is gone: what fits now is stored, and nothing else.
+                if full:
+                    self._counters.add("refused_chunks", len(pending) - sum(place in done for place in pending))
+                    break
+                full = True
         return {place: done.get(place, False) for place in entries}
 
     def _outcome(self, place: int, result: Any, replaced: set[int]) -> bool | None:
@@ -270,15 +272,11 @@ class Redis(OneTier):
     def _send(
         self, chain: Sequence[bytes], groups: Sequence[Sequence[int]], entries: Mapping[int, bytes], replaced: set[int]
     ) -> Sequence[Any]:
-        due = self._summed is None or time.monotonic() - self._summed > RECOUNT_SECONDS
-        if due:
-            self._summed = time.monotonic()
         calls = []
         for group in groups:
-            settings = (self._most(), self._seconds(), int(group[0] in replaced), FRONT_BYTES, int(due))
+            settings = (self._most(), self._seconds(), int(group[0] in replaced), FRONT_BYTES)
             pairs = [argument for place in group for argument in (place + 1, entries[place])]
             calls.append((b"".join(chain[: group[-1] + 1]), *settings, *pairs))
-            due = False
         answers = self._client.call_all("put", "put", calls, stored(FRONT_BYTES))
         for answer in answers:
             if answer is not None and answer != [-1]:
@@ -287,8 +285,8 @@ class Redis(OneTier):
                     self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
         return answers
 
-    def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> None:
-        """Evict page by page until as many entries of ``sizes`` fit as can, or nothing more may go."""
+    def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
+        """Evict page by page until as many entries of ``sizes`` fit as can; return whether they do."""
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:
@@ -296,40 +294,19 @@ class Redis(OneTier):
                 break
             needed += size
         kept, first = b"".join(chain), 0
-        for _ in range(_MAX_PAGES):
+        for _ in range(MAX_PAGES):
             answer = self._client.call("room", self._max_bytes - needed, kept, first)
             if answer is None:
-                return
+                return False
             state, evicted, freed, first = answer
             self._evicted(evicted, freed)
             if state != _CROWDED:
-                return
+                return bool(state == _STORED)
+        return False
 
     def _evicted(self, entries: int, freed: int) -> None:
         self._counters.add("evicted_entries", entries)
         self._counters.add("evicted_bytes", freed)
-
-    def _recounted(self) -> bool:
-        """Count all entries again, then evict; False if the server does not answer or has too many names for the time allowed."""
-        deadline = time.monotonic() + SCAN_SECONDS
-        with self._lock:
-            if not self._cursor and self._client.call("count", b"") is None:
-                return False
-            while True:
-                page = self._page("count", self._cursor)
-                self._cursor, keys = page or (0, ())
-                if page is None or (keys and self._client.call("count", b"".join(keys)) is None):
-                    return False
-                if not self._cursor:
-                    break
-                if time.monotonic() > deadline:
-                    self._counters.fault("count", TimeoutError(f"the server has more keys than can be scanned in {SCAN_SECONDS} s"))
-                    return False
-            if self._client.call("collect") is None:
-                return False
-        if self._max_bytes is not None:
-            self._make_room((), ())
-        return True
 
     def _takes(self, key: bytes, size: int) -> bool:
         """Whether there is an entry, within the limit for entries."""
@@ -342,7 +319,7 @@ class Redis(OneTier):
 
     def _page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
         """One page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
-        scan = ("SCAN", cursor, "MATCH", ENTRY + b"*", "COUNT", _NAMES_AT_ONCE)
+        scan = ("SCAN", cursor, "MATCH", ENTRY + b"*", "COUNT", NAMES_AT_ONCE)
         answer = self._client.ask(operation, *scan, check=lambda found: scanned(found, cursor))
         if answer is None:
             return None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _LARGEST = 2**53
 """Lua's numbers are binary64."""
 _MESSAGE_BYTES = 2**16
+_CURSOR_DIGITS = 20
 
 
 class NotRedis(Exception):
@@ -73,6 +74,20 @@ def sizes_and_uses(answer: Any) -> list[float]:
 def numbers(answer: Any) -> list[int]:
     """Two integers, or -1 alone."""
     return answer if answer == [-1] and type(answer[0]) is int else integers(2)(answer)
+
+
+def progress(answer: Any) -> int:
+    """0, 1 or -1."""
+    if type(answer) is not int or not -1 <= answer <= 1:
+        raise _wrong(answer, "0, 1 or -1")
+    return answer
+
+
+def cursor(answer: Any) -> bytes:
+    """The cursor of a scan, as text."""
+    if type(answer) is not bytes or not answer.isdigit() or len(answer) > _CURSOR_DIGITS:
+        raise _wrong(answer, "a cursor")
+    return answer
 
 
 def stored(front_bytes: int) -> Callable[[Any], list[Any]]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter, MissingPackage
 
 from .breaker import Breaker, Guard
-from .redis_answers import integer, integers, member_list, numbers, sizes_and_uses
+from .redis_answers import cursor, integer, integers, member_list, numbers, progress, sizes_and_uses
 from .redis_limits import limited
-from .redis_scripts import COLLECT, DELETE, KEYS, LOOK, PUT, RECOUNT, ROOM, SIZE, USE
+from .redis_scripts import DELETE, KEYS, LOOK, PUT, RECOUNT, ROOM, SIZE, SUM, USE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     Command = tuple[Callable[[Any], Any], *tuple[Any, ...]]
 
-_SCRIPTS = {"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "collect": COLLECT}
+_SCRIPTS = {"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "sum": SUM}
 _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "room": integers(4),
     "touch": integer,
     "delete": member_list,
     "list": sizes_and_uses,
     "size": numbers,
-    "count": integer,
-    "collect": integer,
+    "count": cursor,
+    "sum": progress,
 }
 """The check of each script's answer; that of "put" depends on what is put."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")

@@ -7,22 +7,23 @@ values of another type, and ``sound`` checks that the rest is consistent; if not
 PREFIX = b"{kvpack}:"
 ENTRY = PREFIX + b"entry:"
 PINS = PREFIX + b"pins"
-KEYS = [PREFIX + b"used", PREFIX + b"sizes", PREFIX + b"bytes", PINS]
+KEYS = [PREFIX + b"used", PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting"]
 
-# KEYS in all: used, sizes, bytes, pins. Members of the sets are keys of 32 bytes.
+# KEYS in all: used, sizes, bytes, pins, counted, counting. Members of the sets are keys of 32 bytes.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
 
 BEGIN = (
     NAMES
     + """
-for number, kind in ipairs({'zset', 'hash', 'string', 'hash'}) do
+for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash'}) do
     local found = redis.call('TYPE', KEYS[number]).ok
     if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[number]) end
 end
 
+local known = redis.call('GET', KEYS[3])
+known = known and string.match(known, '^%d+$') and #known <= 15
 local function add(bytes)
-    local total = tonumber(redis.call('GET', KEYS[3]) or '')
-    if total then redis.call('SET', KEYS[3], string.format('%.0f', total + bytes)) end
+    if known and bytes ~= 0 then redis.call('INCRBY', KEYS[3], string.format('%.0f', bytes)) end
 end
 
 local function microseconds()
@@ -30,18 +31,31 @@ local function microseconds()
     return clock[1] * 1000000 + clock[2]
 end
 
+local function size_of(key)
+    local size = redis.call('HGET', KEYS[2], key)
+    return size and string.match(size, '^%d+$') and #size <= 15 and tonumber(size) or 0
+end
+
+-- A count goes on in pages: the entries counted so far, and their sum, follow every change.
+local counting = redis.call('EXISTS', KEYS[6]) == 1
+local function sum(bytes)
+    if bytes ~= 0 then redis.call('HINCRBY', KEYS[6], 'sum', string.format('%.0f', bytes)) end
+end
+
 local function count(key, size, used)
-    local before = tonumber(redis.call('HGET', KEYS[2], key) or '') or 0
+    local before = size_of(key)
     redis.call('HSET', KEYS[2], key, size)
     redis.call('ZADD', KEYS[1], 'NX', string.format('%.0f', used), key)
     add(size - before)
+    if counting then sum(redis.call('SADD', KEYS[5], key) == 1 and size or size - before) end
 end
 
 local function forget(key)
-    local size = tonumber(redis.call('HGET', KEYS[2], key) or '') or 0
+    local size = size_of(key)
     redis.call('ZREM', KEYS[1], key)
     redis.call('HDEL', KEYS[2], key)
     add(-size)
+    if counting and redis.call('SREM', KEYS[5], key) == 1 then sum(-size) end
     return size
 end
 
@@ -72,24 +86,11 @@ local function touch(chain, seconds, before, now)
 end
 """
 
-# Sums the sizes; false where one makes no sense.
-TOTAL = """
-local function total()
-    local sum = 0
-    for _, size in ipairs(redis.call('HVALS', KEYS[2])) do
-        if not string.match(size, '^%d+$') or #size > 15 then return false end
-        sum = sum + tonumber(size)
-    end
-    redis.call('SET', KEYS[3], string.format('%.0f', sum))
-    return true
-end
-"""
-
 # Removes what was used longest ago, except what is kept or pinned, until what is counted fits below ``most``: at most a page of entries.
 # ``first`` is how many of the oldest are known to be kept. Returns 1 if it fits, 0 if nothing more can go, 3 at the end of the page,
 # then entries evicted, their bytes, and ``first``.
 EVICT = """
-local PAGE, STEP = 500, 20
+local PAGE, STEP = 300, 20
 
 local function keys_of(text, kept)
     for at = 1, #text, 32 do kept[string.sub(text, at, at + 31)] = true end
@@ -106,12 +107,13 @@ end
 
 local function evict(most, kept, first)
     local looked, evicted, bytes = 0, 0, 0
-    while (tonumber(redis.call('GET', KEYS[3]) or '') or 0) > most do
+    local excess = (tonumber(redis.call('GET', KEYS[3]) or '') or 0) - most
+    while excess > bytes do
         if looked >= PAGE then return 3, evicted, bytes, first end
         local oldest = redis.call('ZRANGE', KEYS[1], first, first + STEP - 1)
         if #oldest == 0 then return 0, evicted, bytes, first end
         for _, key in ipairs(oldest) do
-            if (tonumber(redis.call('GET', KEYS[3]) or '') or 0) <= most then break end
+            if excess <= bytes then break end
             looked = looked + 1
             if kept[key] or is_pinned(key) then
                 first = first + 1
@@ -125,19 +127,18 @@ local function evict(most, kept, first)
 end
 """
 
-# ARGV: chain, most bytes or '', seconds to live or '', '1' to replace what is there, bytes of a front, '1' to sum sizes anew, then the
-# place in the chain, from 1 on, and the bytes of each entry. Returns {-1} where nothing can be said of what is stored, else {entries
+# ARGV: chain, most bytes or '', seconds to live or '', '1' to replace what is there, bytes of a front, then the place
+# in the chain, from 1 on, and the bytes of each entry. Returns {-1} where nothing can be said of what is stored, else {entries
 # evicted, their bytes, an error of the server or '', {result, ...}}: 1 for an entry that is stored, 0 for one that finds no room, 3
 # where more must be evicted first, {front, bytes} of what is there already. After 0 and 3 no other entry is tried.
 PUT = (
     BEGIN
     + SOUND
     + TOUCH
-    + TOTAL
     + EVICT
     + """
 local chain, most, seconds, replaces = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
-if not sound() or (ARGV[6] == '1' and not total()) then return {-1} end
+if not sound() then return {-1} end
 local now = microseconds()
 local kept, noted, results, evicted, bytes, message, last, state = {}, 0, {}, 0, 0, '', 0, 1
 
@@ -173,7 +174,7 @@ local function put(place, entry_bytes)
     return 1
 end
 
-for number = 7, #ARGV, 2 do
+for number = 6, #ARGV, 2 do
     local result = state == 1 and put(tonumber(ARGV[number]), ARGV[number + 1]) or state
     if result == 0 or result == 3 then state = result end
     table.insert(results, result)
@@ -228,7 +229,8 @@ return found
 # Returns {entries, bytes}, or {-1} where the numbers make no sense.
 SIZE = BEGIN + SOUND + "if not sound() then return {-1} end return {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('GET', KEYS[3]))}"
 
-# ARGV: keys, one after the other; '' for all that are counted. Counts them as they are now, and forgets those that are gone.
+# ARGV: what to scan ('sizes', then 'used', then 'names' of the server), the cursor, how many in a page. Counts the entries there as they
+# are now, and forgets those that are gone. Returns the next cursor.
 RECOUNT = (
     BEGIN
     + """
@@ -240,21 +242,98 @@ local function look(key)
         forget(key)
     end
 end
-for at = 1, #ARGV[1], 32 do look(string.sub(ARGV[1], at, at + 31)) end
-if ARGV[1] == '' then
-    for _, key in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do look(key) end
-    for _, key in ipairs(redis.call('HKEYS', KEYS[2])) do look(key) end
+local first = #entry('') + 1
+if ARGV[1] == 'names' then
+    local page = redis.call('SCAN', ARGV[2], 'MATCH', entry('*'), 'COUNT', ARGV[3])
+    for _, name in ipairs(page[2]) do
+        local key = string.sub(name, first)
+        if #key == 32 and redis.call('HEXISTS', KEYS[2], key) == 0 then look(key) end
+    end
+    return page[1]
 end
-return 1
+if ARGV[1] == 'used' then
+    local page = redis.call('ZSCAN', KEYS[1], ARGV[2], 'COUNT', ARGV[3])
+    for at = 1, #page[2], 2 do
+        if redis.call('HEXISTS', KEYS[2], page[2][at]) == 0 then look(page[2][at]) end
+    end
+    return page[1]
+end
+local page = redis.call('HSCAN', KEYS[2], ARGV[2], 'COUNT', ARGV[3])
+for at = 1, #page[2], 2 do
+    local key = page[2][at]
+    local found = #key == 32 and redis.call("TYPE", entry(key)).ok == "string" and redis.call("STRLEN", entry(key))
+    local same = found and tostring(found) == page[2][at + 1]
+    if not (same and redis.call('ZSCORE', KEYS[1], key)) then look(key) end
+end
+return page[1]
 """
 )
 
-# Sums the sizes, which are all there.
-COLLECT = (
+# ARGV: 1 to begin to sum the sizes, 2 to begin after a scan of all names, unless others have begun; 0 to go on; how many in a page.
+# Returns 0 until all are summed, then 1; -1 where nothing can be said of what is stored.
+SUM = (
     BEGIN
-    + TOTAL
+    + SOUND
     + """
-total()
-return 1
+local KEPT_MS, TRIES = 600000, 3
+
+local function begin(tries)
+    redis.call('UNLINK', KEYS[5])
+    redis.call('HSET', KEYS[6], 'cursor', '0', 'sum', '0', 'tries', tries)
+end
+
+local function stop(result)
+    redis.call('UNLINK', KEYS[5], KEYS[6])
+    return result
+end
+
+if not counting then
+    if ARGV[1] == '0' then return 1 end
+    if ARGV[1] == '1' and not sound() then return -1 end
+    begin(0)
+end
+if ARGV[1] == '2' then redis.call('HSET', KEYS[6], 'whole', '1') end
+local page = redis.call('HSCAN', KEYS[2], redis.call('HGET', KEYS[6], 'cursor') or '0', 'COUNT', ARGV[2])
+local bytes, keys, sizes = 0, {}, {}
+for at = 1, #page[2], 2 do
+    local size = page[2][at + 1]
+    if not string.match(size, '^%d+$') or #size > 15 then return stop(-1) end
+    table.insert(keys, page[2][at])
+    table.insert(sizes, tonumber(size))
+end
+for first = 1, #keys, 1000 do
+    local last = math.min(first + 999, #keys)
+    -- One call for many; servers before 6.2 do not have it.
+    local counted = redis.pcall('SMISMEMBER', KEYS[5], unpack(keys, first, last))
+    if counted.err then
+        counted = {}
+        for at = first, last do table.insert(counted, redis.call('SISMEMBER', KEYS[5], keys[at])) end
+    end
+    redis.call('SADD', KEYS[5], unpack(keys, first, last))
+    for at = first, last do
+        if counted[at - first + 1] == 0 then bytes = bytes + sizes[at] end
+    end
+end
+sum(bytes)
+if page[1] == '0' then
+    local total = tonumber(redis.call('HGET', KEYS[6], 'sum'))
+    if redis.call('HGET', KEYS[6], 'whole') ~= '1' and not sound() then return stop(-1) end
+    if redis.call('SCARD', KEYS[5]) == redis.call('HLEN', KEYS[2]) then
+        redis.call('SET', KEYS[3], string.format('%.0f', total))
+        return stop(1)
+    end
+    -- A program that does not follow a count in pages has changed entries meanwhile.
+    local tries = tonumber(redis.call('HGET', KEYS[6], 'tries') or '') or 0
+    if tries >= TRIES then
+        redis.call('SET', KEYS[3], string.format('%.0f', math.max(total, tonumber(redis.call('GET', KEYS[3]) or '') or 0)))
+        return stop(1)
+    end
+    begin(tries + 1)
+else
+    redis.call('HSET', KEYS[6], 'cursor', page[1])
+end
+local clock = redis.call('TIME')
+for at = 5, 6 do redis.call('PEXPIREAT', KEYS[at], clock[1] * 1000 + KEPT_MS) end
+return 0
 """
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import kvpack
 from kvpack.store import redis as redis_module
+from kvpack.store import redis_client, redis_count
 from kvpack.store.redis_scripts import ENTRY, PREFIX
 
 from redis_server import Server, running  # isort: skip
@@ -181,8 +183,8 @@ def test_a_put_that_the_server_refuses_is_not_counted(shared: Server, client: An
 
 
 def test_a_server_of_many_names_is_counted_in_turns(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_module, "SCAN_SECONDS", 0.0)
-    monkeypatch.setattr(redis_module, "_NAMES_AT_ONCE", 10)
+    monkeypatch.setattr(redis_count, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(redis_count, "NAMES_AT_ONCE", 10)
     store, ids = open_store(shared, max_bytes=10**6), prompt(2)
     client.mset({f"somebody's {number}": "x" for number in range(100)})
     whole = cache(len(ids))
@@ -220,3 +222,130 @@ def test_an_entry_that_nobody_counted_is_counted_when_it_is_met(shared: Server, 
     assert store.save(ids, whole) == 2 * CHUNK
     assert (client.zcard(USED), client.hlen(SIZES)) == (2, 2)
     assert int(client.get(BYTES)) == stored_bytes(client)[1]
+
+
+def fill(client: Any, count: int) -> None:
+    """Entries of 64 bytes that no put made, counted, and used long ago."""
+    keys = [number.to_bytes(32, "big") for number in range(count)]
+    client.mset({ENTRY + key: b"kvpack" + bytes(58) for key in keys})
+    client.zadd(USED, {key: 10**15 + number for number, key in enumerate(keys)})
+    client.hset(SIZES, mapping=dict.fromkeys(keys, 64))
+    client.incrby(BYTES, 64 * count)
+
+
+@pytest.fixture
+def in_pages(client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A few entries in every page: hashes and sets are not kept as one list."""
+    before = {name: client.config_get(name)[name] for name in ("hash-max-listpack-entries", "zset-max-listpack-entries")}
+    for name in before:
+        client.config_set(name, 0)
+    monkeypatch.setattr(redis_count, "SIZES_AT_ONCE", 8)
+    monkeypatch.setattr(redis_count, "NAMES_AT_ONCE", 8)
+    yield
+    for name, value in before.items():
+        client.config_set(name, value)
+
+
+@pytest.mark.usefixtures("in_pages")
+@pytest.mark.parametrize("begin", ["first put", "collection"])
+def test_others_change_what_is_counted_between_two_pages(begin: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum is right at every page's end, counts nothing twice, and the bytes never exceed the budget."""
+    other, kept = open_store(shared), prompt(3)
+    save(other, kept)
+    fill(client, 200)
+    client.set(BYTES, 100_000)
+    most = stored_bytes(client)[1] + 100_000
+    other = open_store(shared, max_bytes=most)
+    other._backend._count._summed = time.monotonic()
+    real, pages = redis_client.Client.call, [0]
+
+    def changing(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
+        answer = real(self, script, *arguments, **options)
+        if script in ("sum", "count") and self is not other._backend._client:
+            pages[0] += 1
+            if pages[0] % 2:
+                save(other, prompt(1, seed=100 + pages[0]))
+            else:
+                other.delete(prompt(1, seed=99 + pages[0]))
+            other._backend.delete([(pages[0] * 7 % 200).to_bytes(32, "big")])
+            other.load(kept)
+            assert stored_bytes(client)[1] <= most
+        return answer
+
+    monkeypatch.setattr(redis_client.Client, "call", changing)
+    store = open_store(shared, max_bytes=most)
+    if begin == "first put":
+        save(store, prompt(1, seed=50))
+    else:
+        store._backend.collect()
+    assert pages[0] > 15, "there were pages"
+    assert int(client.get(BYTES)) == stored_bytes(client)[1]
+    assert client.zcard(USED) == client.hlen(SIZES) == stored_bytes(client)[0]
+    assert not client.exists(PREFIX + b"counted", PREFIX + b"counting")
+    assert store.counters()["faults"] == {}
+
+
+@pytest.mark.usefixtures("in_pages")
+def test_later_counts_go_on_with_the_puts(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(client, 100)
+    store = open_store(shared, max_bytes=10**6)
+    save(store, prompt(1))
+    client.incrby(BYTES, 5000)
+    monkeypatch.setattr(redis_count, "SUM_SECONDS", 0.0)
+    asked: list[str] = []
+    real = redis_client.Client.call
+
+    def listed(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(script)
+        return real(self, script, *arguments, **options)
+
+    monkeypatch.setattr(redis_client.Client, "call", listed)
+    for number in range(1, 40):
+        asked.clear()
+        save(store, prompt(1, seed=number))
+        assert asked.count("sum") <= 1, "a put waits for a page at most"
+        if int(client.get(BYTES)) == stored_bytes(client)[1]:
+            break
+    assert 5 < number < 39
+
+
+@pytest.mark.usefixtures("in_pages")
+def test_a_program_that_does_not_follow_a_count_is_noticed(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older kvpack counts what it puts, and knows nothing of a count in pages."""
+    fill(client, 60)
+    real, pages = redis_client.Client.call, [0]
+
+    def changing(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
+        answer = real(self, script, *arguments, **options)
+        pages[0] += script == "sum"
+        if script == "sum" and pages[0] < 6:
+            key = (1000 + pages[0]).to_bytes(32, "big")
+            with client.pipeline() as together:
+                together.set(ENTRY + key, bytes(500)).hset(SIZES, key, 500).zadd(USED, {key: 1}).incrby(BYTES, 500).execute()
+        return answer
+
+    monkeypatch.setattr(redis_client.Client, "call", changing)
+    store = open_store(shared, max_bytes=10**6)
+    assert store._backend._count.ready()
+    assert int(client.get(BYTES)) == stored_bytes(client)[1]
+
+
+def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
+    """More than a page is evicted for one entry, and pinned entries, the oldest, are passed over."""
+    fill(client, 2000)
+    store, ids = open_store(shared, max_bytes=10**6), prompt(2)
+    save(store, ids)
+    size = stored_bytes(client)[1] - 2000 * 64
+    pinned = [number.to_bytes(32, "big") for number in range(700)]
+    store._backend.pin(pinned)
+    tight = open_store(shared, max_bytes=size + 750 * 64)
+    whole = save(tight, prompt(2, seed=3))
+    assert same(tight.load(prompt(2, seed=3))[1], whole)
+    assert stored_bytes(client)[1] <= size + 750 * 64
+    assert all(client.exists(ENTRY + key) for key in pinned)
+    assert tight.counters()["evicted_entries"] > 1200
+    assert int(client.get(BYTES)) == stored_bytes(client)[1]
+    # All that is left is pinned or in use.
+    refused = open_store(shared, max_bytes=700 * 64 + 10)
+    assert refused.save(prompt(1, seed=5), cache(CHUNK + 5)) == 0
+    assert refused.counters()["refused_chunks"] == 1

@@ -27,6 +27,7 @@ from .contents import contents_of
 from .conversion import converted
 from .layer import Layer, sliced
 from .rows import row_numbers
+from .states import selected, states_of, with_states
 
 if TYPE_CHECKING:
     import os
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from .layer import Pair
     from .side import Rows
+    from .states import States, StatesAt
 
 
 @explained
@@ -67,6 +69,9 @@ class Cache:
 
     A model with positions of several dimensions gives images fewer positions than tokens.
     """
+    states_at: StatesAt = field(default_factory=lambda: MappingProxyType({}))
+    """The states of all layers at positions inside the range, by position: ``slice`` ends there, and a store keeps them. A file holds
+    only the states after the last token."""
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.inputs.first not in (None, self.start):
@@ -188,17 +193,31 @@ class Cache:
     def slice(self, start: int, stop: int) -> Cache:
         """Tokens ``[start, stop)`` of every layer, counted from the cache's first token; the packed bytes are shared.
 
-        Raises OutOfBounds when a layer does not hold all of them, and when ``start`` is inside tokens that a codec encoded
-        together. A slice of the whole range always succeeds.
+        Raises OutOfBounds when a layer does not hold all of them, when ``start`` is inside tokens that a codec encoded together, and
+        when layers keep states and none are known at ``stop`` (``states_at``). A slice of the whole range always succeeds.
         """
         start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens}")
-        layers = [sliced(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(self.layers)]
+        held, states = self.layers, None
+        if stop != self.tokens and (states := self.states_at.get(self.start + stop)) is not None:
+            held = without_states(self).layers
+        layers: Sequence[Layer] = [sliced(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(held)]
+        if states is not None:
+            layers = with_states(layers, states)
+        states_at = {position: own for position, own in self.states_at.items() if start < position - self.start < stop}
         inputs = None if self.inputs is None else self.inputs.slice(start, stop, self.start)
         computed = max(self.computed, self.tokens) if inputs is None else 0
         offsets = self.position_offsets if stop == self.tokens else None
-        return replace(self, layers=tuple(layers), start=self.start + start, inputs=inputs, computed=computed, position_offsets=offsets)
+        return replace(
+            self,
+            layers=tuple(layers),
+            start=self.start + start,
+            inputs=inputs,
+            computed=computed,
+            position_offsets=offsets,
+            states_at=MappingProxyType(states_at),
+        )
 
     def select(self, indices: Rows) -> Cache:
         """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
@@ -215,7 +234,8 @@ class Cache:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
         inputs = None if self.inputs is None else self.inputs.select(rows, self.start)
         offsets = None if self.position_offsets is None else tuple(self.position_offsets[row] for row in rows)
-        return replace(self, layers=tuple(layers), inputs=inputs, position_offsets=offsets)
+        states_at = MappingProxyType({position: selected(own, rows) for position, own in self.states_at.items()})
+        return replace(self, layers=tuple(layers), inputs=inputs, position_offsets=offsets, states_at=states_at)
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add new tokens, one (k, v) per layer; packed tokens stay as they are.
@@ -266,6 +286,17 @@ class Cache:
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
 
+def without_states(cache: Cache) -> Cache:
+    """``cache`` without any states."""
+    return replace(cache, layers=with_states(cache.layers, ({},) * len(cache)), states_at=MappingProxyType({}))
+
+
+def all_states(cache: Cache) -> dict[int, States]:
+    """The states of ``cache`` by position, those after its last token among them."""
+    own = {cache.stop: states_of(cache)} if any(layer.states for layer in cache) else {}
+    return {**cache.states_at, **own}
+
+
 def concat(caches: Sequence[Cache]) -> Cache:
     """Join caches of consecutive tokens; packed bytes are shared, nothing is encoded.
 
@@ -300,7 +331,9 @@ def concat(caches: Sequence[Cache]) -> Cache:
     layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
     inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)])
     computed, offsets = max(cache.computed for cache in caches), caches[-1].position_offsets
-    return replace(first, layers=layers, inputs=inputs, computed=computed, position_offsets=offsets)
+    states_at = {position: own for cache in caches for position, own in all_states(cache).items() if position != caches[-1].stop}
+    states = MappingProxyType(states_at)
+    return replace(first, layers=layers, inputs=inputs, computed=computed, position_offsets=offsets, states_at=states)
 
 
 def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:

@@ -128,6 +128,9 @@ def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
     lines = []
     if catalog.pages:
         lines.append(f"{len(catalog.pages):,} pages of engines, {bytes_text(sum(page.size for page in catalog.pages.values()))} bytes")
+    if catalog.states:
+        size = sum(states.stored.size for states in catalog.states.values())
+        lines.append(f"{len(catalog.states):,} entries of states after chunks, {bytes_text(size)} bytes")
     for basis in _bases(catalog):
         needed = f"needed by {counted(basis['entries'], 'chunk')}"
         lines.append(
@@ -185,12 +188,15 @@ def run_stat(arguments: argparse.Namespace) -> int:
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in catalog.identities()]
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
-        total |= {"pages": len(catalog.pages), "bases": len(catalog.bases)}
+        total |= {"pages": len(catalog.pages), "bases": len(catalog.bases), "states": len(catalog.states)}
         print_json({**total, "identities": identities})
         return store.exit_code()
     print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
     if catalog.pages:
         print(f"{len(catalog.pages):,} of them are pages of engines")
+    if catalog.states:
+        size = sum(states.stored.size for states in catalog.states.values())
+        print(f"{len(catalog.states):,} of them are states after chunks, {bytes_text(size)} bytes")
     if catalog.bases:
         print(f"{len(catalog.bases):,} of them are bases, {bytes_text(sum(basis.stored.size for basis in catalog.bases.values()))} bytes")
     print_table(
@@ -284,9 +290,9 @@ def run_export(arguments: argparse.Namespace) -> int:
     catalog = store.catalog()
     if store.silent(catalog.count):
         return store.exit_code()
-    prefix = catalog.find(arguments.key)
+    prefix, states = catalog.continuable(catalog.find(arguments.key))
     basis = store.basis(prefix.entries[-1])
-    size = export_prefix(store.backend, prefix, arguments.output, store.cipher, durable=arguments.durable, basis=basis)
+    size = export_prefix(store.backend, prefix, arguments.output, store.cipher, durable=arguments.durable, basis=basis, states=states)
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "key": prefix.key.hex(), "tokens": prefix.tokens})
     else:

@@ -17,10 +17,12 @@ from .entries import Named, check_entry, open_entry
 from .forms import FRONT_BYTES, check_size
 from .keys import ID_BYTES, chunk_key
 from .page_keys import check_page
+from .state_entries import NamedStates, is_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from kvpack.file import container
     from kvpack.file.atomic import Progress
 
     from .backend import Backend, Data, Stored
@@ -40,6 +42,16 @@ class Entry:
     @property
     def tokens(self) -> int:
         return len(self.named.ids) // ID_BYTES
+
+
+@dataclass(frozen=True)
+class StatesEntry:
+    """States in a store: their listing, the key of the chunk that they follow, the recipe, and the position after the chunk."""
+
+    stored: Stored
+    chunk: bytes
+    recipe: str
+    position: int
 
 
 @dataclass(frozen=True)
@@ -79,22 +91,24 @@ class Prefix:
 class Catalog:
     """All readable entries of chunks by key, the error of each unreadable one (Undecryptable if only its key is missing), and the rest.
 
-    The rest are pages of engines, and bases.
+    The rest are pages of engines, bases, and states, by the keys of the chunks that they follow.
     """
 
     entries: Mapping[bytes, Entry]
     unreadable: Mapping[bytes, KvpackError]
     pages: Mapping[bytes, Stored] = field(default_factory=dict)
     bases: Mapping[bytes, BasisEntry] = field(default_factory=dict)
+    states: Mapping[bytes, StatesEntry] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """The number of entries listed, readable or not."""
-        return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases)
+        return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
     def needing(self, digest: bytes) -> int:
         """The number of entries whose recipe names the basis with SHA-256 ``digest``."""
-        return sum(digest.hex() in entry.recipe for entry in self.entries.values())
+        recipes = (entry.recipe for entries in (self.entries, self.states) for entry in entries.values())
+        return sum(digest.hex() in recipe for recipe in recipes)
 
     @property
     def undecryptable(self) -> list[bytes]:
@@ -117,6 +131,13 @@ class Catalog:
             parent = self.entries.get(found.named.parent)
             found = parent if parent is not None and parent.start < found.start else None
         return Prefix(tuple(chain))
+
+    def continuable(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
+        """``prefix`` up to its last chunk that states follow, and these; all of it and None where there are none."""
+        for count in range(len(prefix.entries), 0, -1):
+            if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
+                return Prefix(prefix.entries[:count]), states
+        return prefix, None
 
     def find(self, text: str) -> Prefix:
         """The prefix whose last key begins with the hexadecimal digits ``text``.
@@ -150,6 +171,7 @@ def read_catalog(
     unreadable: dict[bytes, KvpackError] = {}
     pages: dict[bytes, Stored] = {}
     bases: dict[bytes, BasisEntry] = {}
+    states: dict[bytes, StatesEntry] = {}
     listed = list(backend.list())
     for number, stored in enumerate(listed):
         try:
@@ -162,10 +184,14 @@ def read_catalog(
                     whole = _read(backend, stored, cipher, max_entry_bytes)
                     bases[stored.key] = BasisEntry(stored, check_basis(stored.key, whole, cipher), dict(file.header.model))
                     continue
-                named = check_entry(file, None, None, None, max_entry_bytes)
-                if named.key != stored.key:
-                    raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
                 header = file.header
+                if is_states(file):
+                    own = NamedStates.of(file)
+                    _check_key(file, own.key, stored)
+                    states[own.chunk] = StatesEntry(stored, own.chunk, header.recipe, header.start)
+                    continue
+                named = check_entry(file, None, None, None, max_entry_bytes)
+                _check_key(file, named.key, stored)
                 entries[stored.key] = Entry(stored, named, dict(header.model), header.recipe, header.start)
         except _Gone:
             continue
@@ -175,7 +201,12 @@ def read_catalog(
             unreadable[stored.key] = _without_memory(stored)
         if progress:
             progress(number + 1, len(listed))
-    return Catalog(entries, unreadable, pages, bases)
+    return Catalog(entries, unreadable, pages, bases, states)
+
+
+def _check_key(file: container.File, named: bytes, stored: Stored) -> None:
+    if named != stored.key:
+        raise InvalidHeader(f"{file.where}: the entry's key is {named.hex()}")
 
 
 def verify(
@@ -198,6 +229,8 @@ def verify(
             with open_entry(data, stored.key) as file:
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
+                elif is_states(file):
+                    _check_key(file, NamedStates.of(file).key, stored)
                 else:
                     named = check_entry(file, None, None, None, max_entry_bytes)
                     key = chunk_key(named.parent, named.ids, named.inputs)

@@ -20,8 +20,11 @@ from .keys import ID_BYTES, KEY_BYTES, MAX_INPUT_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import numpy
+
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
+    from kvpack.file.header import Contents
 
     from .backend import Data
     from .entry_template import EntryTemplate
@@ -70,6 +73,13 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
     from kvpack.cache import files
 
     contents, arrays = files.stored(cache)
+    feature = key + parent + payload_digest(contents, arrays) + bytes([len(inputs)]) + inputs + ids
+    contents = replace(contents, ignorable={**contents.ignorable, FEATURE: feature})
+    return container.pieces(contents, arrays)
+
+
+def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> bytes:
+    """The digest of the bytes of a file from its first payload tensor to its end."""
     payload = xxhash.xxh3_128()
     end = 0
     for name in contents.layouts:
@@ -77,9 +87,13 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
         payload.update(bytes(pad))
         payload.update(arrays[name].data)
         end += pad + arrays[name].nbytes
-    feature = key + parent + payload.digest() + bytes([len(inputs)]) + inputs + ids
-    contents = replace(contents, ignorable={**contents.ignorable, FEATURE: feature})
-    return container.pieces(contents, arrays)
+    return payload.digest()
+
+
+def file_payload_digest(file: container.File, view: memoryview) -> bytes:
+    """``payload_digest`` of an open file, whose bytes are ``view``."""
+    begin = min((place.begin for place in file.front.places.values()), default=0)
+    return xxhash.xxh3_128_digest(view[len(file.front.text) + begin :])
 
 
 @dataclass
@@ -132,7 +146,7 @@ class Reader:
         self._check_key(named, key, where)
         # An entry read since it was hashed may match another template of the same size.
         begin, digest = hashed or (None, b"")
-        _check_payload(named, digest if begin == template.payload else xxhash.xxh3_128_digest(view[template.payload :]), where)
+        check_payload(named.payload, digest if begin == template.payload else xxhash.xxh3_128_digest(view[template.payload :]), where)
         return template.cache(view, start)
 
     def _parsed(self, view: memoryview, key: bytes, start: int, where: str) -> Cache:
@@ -147,8 +161,7 @@ class Reader:
         if len(named.ids) != self.chunk * ID_BYTES:
             raise InvalidHeader(f"{where}: is a chunk of {len(named.ids) // ID_BYTES} tokens, expected {self.chunk}")
         cache = files.read(file, check_values=self.check_values, basis=self.basis)
-        begin = min((place.begin for place in file.front.places.values()), default=0)
-        _check_payload(named, xxhash.xxh3_128_digest(view[len(file.front.text) + begin :]), where)
+        check_payload(named.payload, file_payload_digest(file, view), where)
         if file.header.states:
             raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, and a chunk of a prefix has none")
         if any(layer.skipped for layer in cache if layer.sides):
@@ -214,13 +227,7 @@ def check_entry(
         raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where}: is not an entry of a store: its header has no feature {FEATURE!r}")
-    for what, found, expected in (
-        ("start", header.start, start),
-        ("model", dict(header.model), None if model is None else dict(model)),
-        ("recipe", header.recipe, recipe),
-    ):
-        if expected is not None and found != expected:
-            raise InvalidHeader(f"{file.where}: the entry's {what} is {found!r}, expected {expected!r}")
+    check_header(file, start, model, recipe)
     named = Named.of(header.ignorable[FEATURE], file.where)
     _check_chunk(file, len(named.ids) // ID_BYTES, max_bytes)
     return named
@@ -249,6 +256,18 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
             raise LimitExceeded(f"{file.where}: layer {number}, decoded, has {2 * values} bytes, max_entry_bytes is {max_bytes}")
 
 
+def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
+    """Raise InvalidHeader unless the header of an entry has this start, model and recipe (None: any)."""
+    header = file.header
+    for what, found, expected in (
+        ("start", header.start, start),
+        ("model", dict(header.model), None if model is None else dict(model)),
+        ("recipe", header.recipe, recipe),
+    ):
+        if expected is not None and found != expected:
+            raise InvalidHeader(f"{file.where}: the entry's {what} is {found!r}, expected {expected!r}")
+
+
 def is_old(file: container.File) -> bool:
     """Whether a file is an entry whose key covers less of the identity than current keys."""
     ignorable = file.header.ignorable
@@ -263,9 +282,10 @@ def check_decoded(cache: Cache, key: bytes, max_bytes: int) -> None:
             raise LimitExceeded(f"the chunk of {key.hex()}: layer {number}, decoded, has {size} bytes, max_entry_bytes is {max_bytes}")
 
 
-def _check_payload(named: Named, digest: bytes, where: str) -> None:
-    if named.payload != digest:
-        raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {named.payload.hex()}")
+def check_payload(named: bytes, digest: bytes, where: str) -> None:
+    """Raise DigestMismatch unless the digest of an entry's payload is the one that its header names."""
+    if named != digest:
+        raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {named.hex()}")
 
 
 def _start_bytes(start: int) -> int:

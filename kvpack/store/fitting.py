@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.cache.cache import Cache
+    from kvpack.cache.states import States
 
     from .identity import Identity
 
@@ -52,10 +53,10 @@ def check_cache(cache: Any, identity: Identity) -> None:
         for name, side in layer.sides.items():
             if side.batch != 1:
                 raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, a prefix is one")
-        if layer.states:
+        if layer.states and not identity.keeps_states:
             raise InvalidParameter(
-                f"layers[{number}] has the states {' and '.join(layer.states)} after token {cache.tokens} alone: "
-                "a store cuts prefixes into chunks, and has no states at their ends"
+                f"layers[{number}] has the states {' and '.join(layer.states)}, and the store's identity says that the model keeps none: "
+                "take it by kvpack.Identity.of(model, recipe), or with keeps_states=True"
             )
         if layer.sides and layer.seen != cache.tokens:
             raise InvalidParameter(f"layers[{number}] ends at token {layer.seen}, the cache at {cache.tokens}: a prefix needs all")
@@ -75,6 +76,24 @@ def check_ids(cache: Cache, ids: bytes) -> None:
             "the first on. Cut the longer, as token_ids[:n] or cache[:, :n], where both begin with the same tokens; if a "
             "sliding window has dropped the first tokens, compute the prompt with kvpack.prefill, which keeps them"
         )
+
+
+def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
+    """The states of ``cache`` at the ends of chunks, of which ``packed`` tokens hold whole ones, by position.
+
+    Raises InvalidParameter if there are none although there is a whole chunk.
+    """
+    from kvpack.cache.cache import all_states
+
+    known = all_states(cache)
+    found = {position: own for position, own in known.items() if not position % chunk and 0 < position <= packed}
+    if not found and packed >= chunk:
+        held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
+        raise InvalidParameter(
+            f"the model keeps states, and the cache has {held}: a store takes those at multiples of {chunk} tokens. Compute the prompt "
+            f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.keep_states()"
+        )
+    return found
 
 
 def check_length(cache: Cache, longest: int | None) -> None:

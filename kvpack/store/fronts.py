@@ -14,6 +14,7 @@ from .entries import check_entry, open_entry
 from .faults import is_damage
 from .forms import FRONT_BYTES, Kind
 from .page_keys import check_page
+from .state_entries import NamedStates, is_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +39,11 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[c
         if file.header.is_basis:
             check_basis(key, clear, cipher)
             return
-        named = check_entry(file, None, None, None)
-        if named.key != key:
-            raise InvalidHeader(f"{file.where}: the entry's key is {named.key.hex()}")
-        if more is not None:
+        holds_states = is_states(file)
+        named_key = NamedStates.of(file).key if holds_states else check_entry(file, None, None, None).key
+        if named_key != key:
+            raise InvalidHeader(f"{file.where}: the entry's key is {named_key.hex()}")
+        if more is not None and not holds_states:
             more(file)
 
 

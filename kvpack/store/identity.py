@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from .modules import Part
 
+_STATES = b"kvpack-states 1"
+
 _HEADER_NAMES = {"model": "name"}
 """Fields with another name in an entry's header."""
 
@@ -38,7 +40,8 @@ class Identity:
     and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one. ``digests`` are those
     of all weights and of a sample of them, where ``of`` could read them; they are in no key and no entry, and serve to refuse caches
     that name other weights in another way. ``windows`` holds the sliding window of each layer, None for a layer that attends to all
-    tokens; they are in no key either, and let a store load only what the windows reach.
+    tokens; they are in no key either, and let a store load only what the windows reach. ``keeps_states``
+    is whether layers keep recurrent or convolution states, without which no prefix of the model can be continued.
     Raises InvalidParameter, naming the field, for anything except text that a header can hold (a tenant may be any text), and
     InvalidRecipe.
     """
@@ -54,6 +57,7 @@ class Identity:
     extra: str = ""
     digests: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
     windows: tuple[int | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    keeps_states: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -89,12 +93,13 @@ class Identity:
         Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
         (on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
         """
-        from .model_layers import windows_of
+        from .model_layers import layers_of
         from .modules import base_model, parts
 
         found = parts(model)
         made = cls.of_parts(found, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
-        return dataclasses.replace(made, windows=windows_of(base_model(found).config))
+        windows, keeps_states = layers_of(base_model(found).config)
+        return dataclasses.replace(made, windows=windows, keeps_states=keeps_states)
 
     @classmethod
     def of_parts(
@@ -191,8 +196,13 @@ class Identity:
         return cls(recipe=Recipe.recorded(recipe).canonical, tenant=tenant, **named)
 
     @property
+    def root(self) -> bytes:
+        """32 bytes: the parent of a first chunk's key (spec/store.md, Keys and States)."""
+        return states_key(self.digest) if self.keeps_states else self.digest
+
+    @property
     def digest(self) -> bytes:
-        """32 bytes: the parent of a first chunk's key (spec/store.md, Keys)."""
+        """32 bytes: the digest of all fields that keys depend on (spec/store.md, Keys)."""
         fields = [("format", str(FORMAT)), *((name, getattr(self, name)) for name in _FIELDS)]
         return hashlib.sha256(b"".join(length_prefixed(text.encode("utf-8", "surrogatepass")) for pair in fields for text in pair)).digest()
 
@@ -204,3 +214,8 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.co
 def length_prefixed(data: bytes) -> bytes:
     """``data`` after its length in 8 bytes: no two sequences of such fields have the same bytes."""
     return len(data).to_bytes(8, "little") + data
+
+
+def states_key(digest: bytes) -> bytes:
+    """The root of the model with the identity ``digest`` if it keeps states; also the key of the states after the chunk with that key."""
+    return hashlib.sha256(length_prefixed(_STATES) + length_prefixed(digest)).digest()

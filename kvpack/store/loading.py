@@ -6,19 +6,23 @@ Only checked entries are noted as used and copied to faster tiers.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import KvpackError, Undecryptable
 
+from . import state_entries
 from .encryption import in_clear
 from .faults import is_damage
 from .fronts import Known, check_front
+from .identity import states_key
 from .windows import Windows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.cache.cache import Cache
+    from kvpack.cache.states import States
 
     from .backend import Backend, Data, Found
     from .counters import Counters
@@ -48,8 +52,12 @@ class Loader:
         self._windows = Windows((), reader.chunk) if windows is None else windows
         self._known, self._doubted = Known(), Known()
 
-    def load(self, keys: Sequence[bytes]) -> Cache | None:
-        """The cache of the longest stored prefix of a chain, with every digest checked; None if there is none."""
+    def load(self, keys: Sequence[bytes], after: tuple[bytes, Found] | None = None) -> Cache | None:
+        """The cache of the longest stored prefix of a chain, with every digest checked; None if there is none.
+
+        ``after`` is an entry of the states that follow the chain, which is used with all of it.
+        """
+        whole = len(keys)
         if self._windows.first_chunk(len(keys)):
             # No layer attends to the first chunks: they need to be there, and are not read.
             keys = keys[: self._backend.present(keys)]
@@ -67,7 +75,10 @@ class Loader:
                 continue
             if cache is not None:
                 self._know(keys[first:count])
-                self._backend.accept([*self._before, *keys[:count]], found[: len(chunks)], time.time_ns())
+                chain, entries = [*self._before, *keys[:count]], found[: len(chunks)]
+                if after is not None and count == whole:
+                    chain, entries = [*chain, after[0]], [*entries, after[1]]
+                self._backend.accept(chain, entries, time.time_ns())
                 cache = self._windows.reached(cache)
             return cache
         return None
@@ -89,6 +100,31 @@ class Loader:
             self._refuse(rest[len(good)], entries[len(good)], error)
             beyond = entries[len(good)].tier
         return chunks, found
+
+    def states(self, chunk: bytes, position: int) -> tuple[States, Found] | None:
+        """The states after the chunk with the key ``chunk``, which ends at ``position``, and their entry; None without a good one."""
+        key, beyond = states_key(chunk), -1
+        while entries := self._backend.find([key], beyond=beyond):
+            try:
+                clear = in_clear(key, entries[0].data, self._cipher)
+                return state_entries.read(clear, chunk, position, self._reader.model, self._reader.recipe), entries[0]
+            except FAULTS as error:
+                self._refuse(key, entries[0], error)
+                beyond = entries[0].tier
+        return None
+
+    def opens_states(self, chunks: Sequence[bytes]) -> list[bool]:
+        """For each key of a chunk, whether the states after it are stored here, and can be read by their front."""
+        keys = [states_key(chunk) for chunk in chunks]
+        found = [key in self._known for key in keys]
+        asked = [at for at in range(len(keys)) if not found[at]]
+        for at, data in zip(asked, self._backend.fronts([keys[at] for at in asked]), strict=True):
+            with suppress(*FAULTS):
+                if data is not None:
+                    check_front(keys[at], data, self._cipher)
+                    found[at] = True
+        self._know([key for key, opens in zip(keys, found, strict=True) if opens])
+        return found
 
     def opens(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
         """Whether the existing entries of chunks ``numbers`` can be read here. A front is read once; a damaged entry is removed."""

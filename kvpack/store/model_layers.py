@@ -17,16 +17,17 @@ def cache_layers(config: Any) -> list[Any]:
     return layers
 
 
-def windows_of(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer of a model with ``config``, None for a layer without one; empty if no layer has one.
+def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
+    """The sliding window of each layer, none if no layer has one, and whether any layer keeps recurrent or convolution states.
 
-    Chunks of attention count as windows of their size: no token attends to an older one.
+    ``config`` is that of the model. Chunks of attention count as windows of their size: no token attends to an older one. Layers of an
+    encoder-decoder have neither: what they hold depends on the encoder, too.
     """
     if config.is_encoder_decoder:
-        return ()
+        return (), False
     try:
         layers = cache_layers(config.get_text_config(decoder=True))
     except (AttributeError, KeyError, TypeError, ValueError):
-        return ()
+        return (), False
     windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
-    return windows if any(windows) else ()
+    return windows if any(windows) else (), any(hasattr(layer, "recurrent_states") for layer in layers)

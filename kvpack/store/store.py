@@ -15,12 +15,14 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .bases import StoredBasis
 from .counters import Counters
 from .entries import Reader, check_decoded, to_pieces
-from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found
+from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
 from .forms import check_size
+from .identity import states_key
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .loading import FAULTS, Loader
 from .opening import check_identity, opened
 from .options import StoreOptions, check_count
+from .prefix_states import PrefixStates
 from .reclaim import reclaim
 from .rope import longest_sequence
 from .tiers import Tiers
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvpack.cache.cache import Cache
+    from kvpack.cache.states import StatesAt
     from kvpack.coding.bases import Basis
 
     from .identity import Identity
@@ -100,7 +103,7 @@ class Store:
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
         self._backend, self._cipher, checked = opened(location, identity, self._counters, chosen)
-        self._root = identity.digest
+        self._root = identity.root
         self._model = identity.header_model
         self._longest = longest_sequence(identity.rope)
         self._stored = None
@@ -110,6 +113,9 @@ class Store:
         self._before = [] if self._stored is None else self._stored.keys
         self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=chosen.max_entry_bytes)
         self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before, Windows(identity.windows, chunk))
+        self._states = None
+        if identity.keeps_states:
+            self._states = PrefixStates(self._backend, self._loader, self._cipher, self._counters, self._reader)
 
     def __enter__(self) -> Self:
         return self
@@ -132,12 +138,13 @@ class Store:
     def match(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
         """The length in tokens of the longest stored prefix, without loading it: a multiple of ``chunk``.
 
+        Of a model that keeps states, it is the longest one whose states are stored, too.
         ``token_ids`` is a list or an array ``[token]`` or ``[1, token]`` of integers, as for every method. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
         readable = self._determined(ids) and (self._stored is None or self._stored.present())
-        return self.chunk * self._backend.present(keys) if readable else 0
+        return self.chunk * len(self._usable(keys)) if readable else 0
 
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
@@ -146,7 +153,7 @@ class Store:
 
         Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
         to continue from: pass all ids except the last. A layer with a sliding window (``Identity.windows``) gets only the chunks that the
-        window reaches. Raises InvalidParameter.
+        window reaches, and layers that keep states get those after the prefix's last token. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
@@ -154,13 +161,19 @@ class Store:
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
         with self._counters.timed("load"):
-            cache = self._loader.load(keys) if self._determined(ids) and self._readable(keys) else None
+            load = self._loader.load if self._states is None else self._states.load
+            cache = load(keys) if self._determined(ids) and self._readable(keys) else None
         if cache is not None and str(device) != "cpu":
             cache = self._moved(cache, device)
         if cache is None:
             return 0, None
         self._counters.add("hit_tokens", cache.tokens)
         return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
+
+    def _usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The keys of the longest stored prefix that a model can go on from."""
+        keys = keys[: self._backend.present(keys)]
+        return keys if self._states is None else self._states.usable(keys)
 
     def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
         """Store every whole chunk of the prefix that ``cache`` holds packed, and return the number of tokens now stored.
@@ -171,7 +184,8 @@ class Store:
 
         Raises InvalidParameter for a wrong number of ids, for ids other than the cache's own, and for these caches: of another
         recipe, model or start than position 0; of several sequences; in which a sliding window has dropped tokens, unless their chunks
-        are stored (``KvpackCache(..., keep_all=True)`` keeps all); dependent on more than token ids
+        are stored (``KvpackCache(..., keep_all=True)`` keeps all); whose layers keep states, and have none at the end of a chunk
+        (``kvpack.prefill`` and ``KvpackCache.keep_states``), after the last of which nothing is stored; dependent on more than token ids
         (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses other frequencies
         than for shorter sequences (``match`` and ``load`` find nothing for such ids).
         """
@@ -182,6 +196,10 @@ class Store:
         check_ids(cache, ids)
         check_length(cache, self._longest)
         packed = min((layer.skipped + side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
+        states: StatesAt = {}
+        if self._states is not None:
+            states = usable_states(cache, self.chunk, packed)
+            packed = max(states, default=0)
         ids = ids[: packed * ID_BYTES]
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
         check_inputs_given(cache, digests, self.chunk)
@@ -189,16 +207,20 @@ class Store:
         self._counters.add("saves")
         with self._counters.timed("save"):
             if self._stored is None or not digests:
-                return self._save(cache, ids, digests)
+                return self._save(cache, ids, digests, states)
             # Before the chunks, and after them in case another writer has evicted it meanwhile.
             if not self._stored.put(time.time_ns()):
                 return 0
             self._reader.basis = self._stored.get()
-            stored = self._save(cache, ids, digests)
+            stored = self._save(cache, ids, digests, states)
             return stored if self._stored.put(time.time_ns()) else 0
 
-    def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes]) -> int:
-        """Store the chunks of ``ids``, whole ones, and return the number of tokens now stored."""
+    def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes], states: StatesAt) -> int:
+        """Store the chunks of ``ids``, whole ones, and the ``states`` after some, and return the number of tokens now stored."""
+        if states:
+            from kvpack.cache.cache import without_states
+
+            cache = without_states(cache)
         links = list(chained(self._root, ids, self.chunk, digests))
         keys = [link[0] for link in links]
         there = self._backend.present(keys)
@@ -226,7 +248,8 @@ class Store:
             opens |= zip(batch, put, strict=True)
             if not all(put):
                 break
-        return self.chunk * sum(takewhile(bool, (opens.get(number, False) for number in range(end))))
+        stored = sum(takewhile(bool, (opens.get(number, False) for number in range(end))))
+        return stored * self.chunk if self._states is None else self._states.save(states, chain[: first + stored], first, now)
 
     def _batches(self, numbers: Sequence[int], links: Sequence[Link], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
         """The pieces of the entries of chunks, for one request each, up to the first chunk that cannot be encoded."""
@@ -264,14 +287,18 @@ class Store:
     def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
         """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; return its length in tokens."""
         keys = self.keys(token_ids, inputs=inputs)
-        found = keys[: self._backend.present(keys)]
+        found = self._usable(keys)
         before = [key for key in self._before if self._backend.present([key])]
-        return len(found) * self.chunk if found and self._backend.pin([*before, *found]) else 0
+        return len(found) * self.chunk if found and self._backend.pin([*before, *self._with_states(found)]) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> bool:
         """Undo ``pin`` of the same prefix, and return whether it was pinned."""
         keys = self.keys(token_ids, inputs=inputs)
-        return any(self._backend.unpin(keys[:count]) for count in range(len(keys), 0, -1))
+        return any(self._backend.unpin(self._with_states(keys[:count])) for count in range(len(keys), 0, -1))
+
+    def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The keys of a prefix's entries: those of its chunks, and that of the states after them if the model keeps any."""
+        return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
         """Remove the stored chunks of a prefix from token ``start`` on, with their pins, and return the number of chunks removed.
@@ -284,8 +311,9 @@ class Store:
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
         for count in range(len(keys), len(keys) - len(removed), -1):
-            self._backend.unpin(keys[:count])
-        count = len(self._backend.delete(removed))
+            self._backend.unpin(self._with_states(keys[:count]))
+        after = [] if self._states is None else map(states_key, removed)
+        count = len(self._backend.delete([*removed, *after]) & set(removed))
         self._counters.add("deleted_entries", count)
         return count
 

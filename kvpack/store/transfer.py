@@ -11,6 +11,7 @@ from kvpack.file.inputs import IDS_FEATURE, Inputs
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 
+from . import state_entries
 from .encryption import in_clear
 from .entries import check_entry, open_entry
 from .identity import Identity
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvpack.coding.bases import Basis
 
     from .backend import Backend
-    from .catalog import Prefix
+    from .catalog import Prefix, StatesEntry
     from .encryption import Cipher
 
 CHUNKS_FEATURE = "token-chunks"
@@ -54,14 +55,17 @@ def export_prefix(
     *,
     durable: bool = False,
     basis: Basis | None = None,
+    states: StatesEntry | None = None,
 ) -> int:
     """Write a prefix to ``path`` as one kvpack file with its token ids, in the clear, and return the file's bytes.
 
+    ``states`` is the entry of the states after its last chunk, for a model that keeps states.
     The file names the ``basis`` that its entries need, and does not hold it. Raises InvalidParameter for a prefix whose beginning is
     missing, WriteFailed, and the errors of reading its entries.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import concat
+    from kvpack.cache.states import with_states
 
     if not prefix.whole:
         raise InvalidParameter(f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: entries before it are gone")
@@ -76,7 +80,17 @@ def export_prefix(
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
             raise InvalidHeader(f"{file.where}: is not the entry that was listed")
         chunks.append(files.read(file, basis=basis))
-    contents, arrays = files.stored(concat(chunks))
+    cache = concat(chunks)
+    if states is not None:
+        data = backend.peek(states.stored.key)
+        if data is None:
+            raise MissingFile(f"entry {states.stored.key.hex()} is gone")
+        clear, last = in_clear(states.stored.key, data, cipher), prefix.entries[-1]
+        own = state_entries.read(clear, last.stored.key, last.start + last.tokens, last.model, last.recipe)
+        if len(own) != len(cache):
+            raise InvalidHeader(f"entry {states.stored.key.hex()}: has the states of {len(own)} layers, and the prefix has {len(cache)}")
+        cache = replace(cache, layers=with_states(cache.layers, own))
+    contents, arrays = files.stored(cache)
     return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)
 
 
@@ -106,16 +120,17 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     identity = Identity.of_header(header.model, header.recipe, tenant)
     named = basis_named(Recipe.recorded(header.recipe))
     basis = find(source, named) if source is not None and named is not None else None
+    cache = files.read(file, basis=basis)
+    identity = replace(identity, keeps_states=any(layer.states for layer in cache))
     if data := joined(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
-        return Exported(identity, _listed(ids), files.read(file, basis=basis), digests, chunk, basis)
+        return Exported(identity, _listed(ids), cache, digests, chunk, basis)
     own = Inputs.from_features(header.ignorable)
     data = (b"" if own is None else own.token_ids) if tokens is None else _ids_of(tokens)
     if not data:
         raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
-    cache = files.read(file, basis=basis)
     if tokens is None and len(data) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
             f"{file.where}: holds the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens; give all of them as a JSON array "

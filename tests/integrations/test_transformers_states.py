@@ -87,13 +87,13 @@ def test_generate_compiles_no_model(name: str) -> None:
         assert not cache.is_compileable
 
 
-def test_states_do_not_go_back() -> None:
+def test_states_that_are_not_kept_do_not_go_back() -> None:
     model = small("Falcon-H1")
     with KvpackCache(model, "raw") as cache:
         generated(model, PROMPT, cache)
         tokens = cache.get_seq_length()
         cache.crop(0)
-        with pytest.raises(OutOfBounds, match=r"crop\(-1\): layers\[0\] keeps the states after its last token alone, and cannot go back"):
+        with pytest.raises(OutOfBounds, match=r"crop\(-1\): layers\[0\] keeps states, and has none after the first 36 tokens; there are"):
             cache.crop(-1)
         assert cache.get_seq_length() == tokens
         with pytest.raises(InvalidParameter, match=r"layers\[0\] keeps recurrent states, which cannot go back before a token: assisted"):
@@ -109,6 +109,113 @@ def test_states_do_not_go_back() -> None:
         assert generated(model, longer, cache) == generated(model, longer)
     with pytest.warns(KvpackWarning, match="none of them are kept"), KvpackCache(model, packed, prompt=PROMPT) as cache:
         assert cache.get_seq_length() == 0
+
+
+FOLLOWING = torch.tensor([[7, 40, 9, 22, 5]])
+
+
+@pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Qwen3-Next", "Lfm2Config"])
+def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
+    """What follows is what a cache gives that ended there, bit for bit, keys and values included."""
+    model = small(name)
+
+    def follows(cache: KvpackCache) -> Any:
+        return model(FOLLOWING, past_key_values=cache).logits
+
+    expected = {}
+    for tokens in (10, 20):
+        with KvpackCache(model, "raw", dense=True) as cache:
+            model(PROMPT[:, :10], past_key_values=cache)
+            if tokens == 20:
+                model(PROMPT[:, 10:20], past_key_values=cache)
+            expected[tokens] = follows(cache)
+    with KvpackCache(model, "raw", dense=True) as cache:
+        cache.keep_states()
+        assert cache.states_at == ()
+        for start, stop in ((0, 10), (10, 20), (20, 32)):
+            model(PROMPT[:, start:stop], past_key_values=cache)
+            if stop < 32:
+                cache.keep_states()
+        assert cache.states_at == (10, 20)
+        with pytest.raises(OutOfBounds, match=r"has none after the first 19 tokens; the nearest before are after 10: call go_back"):
+            cache.crop(-13)
+        assert cache.get_seq_length() == 32
+        follows(cache)
+        cache.crop(-17)
+        assert torch.equal(follows(cache), expected[20])
+        assert cache.go_back(24) == 20
+        assert torch.equal(follows(cache), expected[20])
+        assert cache.go_back(19) == 10
+        assert cache.states_at == (10,)
+        assert torch.equal(follows(cache), expected[10])
+        assert cache.go_back(15) == 15
+        packed = cache.packed
+        assert list(packed.states_at) == [10]
+        assert cache.go_back(9) == 0
+        assert cache.states_at == ()
+        model(PROMPT[:, :10], past_key_values=cache)
+        assert torch.equal(follows(cache), expected[10])
+        with pytest.raises(OutOfBounds, match=r"go_back\(16\): the cache holds 15 tokens"):
+            cache.go_back(16)
+    with KvpackCache(model, packed, dense=True) as cache:
+        assert cache.states_at == (10, 15)
+        cache.crop(-5)
+        assert torch.equal(follows(cache), expected[10])
+    with KvpackCache(model, packed.prefix(10), dense=True) as cache:
+        assert torch.equal(follows(cache), expected[10])
+
+
+def test_a_cache_goes_back_on_every_row_and_beam() -> None:
+    model = small("Falcon-H1")
+    with KvpackCache(model, "raw") as cache:
+        model(ROWS[:, :16], past_key_values=cache)
+        cache.keep_states()
+        model(ROWS[:, 16:], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0, 1]))
+        cache.reorder_cache(torch.tensor([2, 1]))
+        assert cache.go_back(30) == 16
+        found = model(ROWS[:, 16:], past_key_values=cache).logits
+        copied = copy.deepcopy(cache)
+        assert copied.go_back(20) == 16
+    with KvpackCache(model, "raw") as cache:
+        model(ROWS.flip(0)[:, :16], past_key_values=cache)
+        # The rows are 1 and 0: those that rows 2 and 1 were of the first choice.
+        torch.testing.assert_close(found, model(ROWS[:, 16:], past_key_values=cache).logits)
+
+
+def test_a_failed_pass_is_undone_by_going_back() -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    model = small("Lfm2Config")
+    with KvpackCache(model, "raw", dense=True) as cache:
+        model(PROMPT[:, :16], past_key_values=cache)
+        cache.keep_states()
+        expected = model(PROMPT[:, 16:], past_key_values=copy.deepcopy(cache)).logits
+        for number in (0, 1, 2):
+            hook = model.model.layers[number].register_forward_hook(fail)
+            with pytest.raises(MemoryError):
+                model(PROMPT[:, 16:], past_key_values=cache)
+            hook.remove()
+            with pytest.raises(InvalidParameter, match="a forward pass over the cache failed"):
+                cache.keep_states()
+            assert cache.go_back(16) == 16
+            assert torch.equal(model(PROMPT[:, 16:], past_key_values=copy.deepcopy(cache)).logits, expected)
+
+
+def test_a_prompt_keeps_what_states_allow() -> None:
+    model = small("Qwen3-Next")
+    with KvpackCache(model, "raw") as cache:
+        for start in (0, 16):
+            model(PROMPT[:, start : start + 16], past_key_values=cache)
+            cache.keep_states()
+        packed = cache.packed
+    other = torch.cat([PROMPT[:, :20], FOLLOWING], 1)
+    with pytest.warns(KvpackWarning, match="begin with the same 20 tokens, and the first 16 of them are kept: layers keep states"):
+        cache = KvpackCache(model, packed, prompt=other)
+    with cache:
+        assert cache.get_seq_length() == 16
+        assert generated(model, other, cache) == generated(model, other)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])

@@ -1,4 +1,4 @@
-"""Prompts of models with sliding windows: computed once, stored, and continued in another process, with padding and in batches."""
+"""Prompts of models with sliding windows, or with states: computed once, stored, continued in another process, padded and in batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import warm_python
+from model_zoo import Architecture
+from transformers import DynamicCache
 from zoo_models import model_of
 
 import kvpack
@@ -21,6 +23,18 @@ CHUNK = 16
 PROMPT = torch.randint(3, 60, (1, 77), generator=torch.Generator().manual_seed(0))
 QUESTIONS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
 SLIDING = ["Mistral", "Gemma-2", "Gemma-3", "Gemma-4", "GPT-OSS", "Phi-3", "Cohere2"]
+HYBRIDS = [
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba2",
+]
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
@@ -37,6 +51,23 @@ def generated(model: Any, ids: torch.Tensor, past: Any = None, **options: Any) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvpackWarning)
         return model.generate(ids, past_key_values=past, **options).tolist()
+
+
+def continued(model: Any, ids: torch.Tensor, past: Any) -> tuple[list[Any], torch.Tensor]:
+    """The tokens that ``generate`` adds to ``ids``, and all their logits."""
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvpackWarning)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **options)
+    return found.sequences.tolist(), torch.stack(found.logits)
+
+
+def in_passes(model: Any, ids: torch.Tensor, tokens: int) -> Any:
+    """transformers' own cache of ``ids``, computed in passes of so many tokens."""
+    past = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for part in ids.split(tokens, 1):
+        model(part, past_key_values=past)
+    return past
 
 
 def open_store(folder: Path, model: Any) -> kvpack.Store:
@@ -178,3 +209,98 @@ def test_prefill_refuses_what_does_not_follow() -> None:
     with pytest.raises(InvalidParameter, match="every is 0, expected the tokens of a pass"):
         kvpack.prefill(model, PROMPT, "raw", every=0)
     assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_model_with_states_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """In the same passes, and with the same attention, logits are those of a run over transformers' own cache."""
+    model = Architecture(name).model()
+    ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
+    expected = {tokens: continued(model, ids, in_passes(model, ids[:, :tokens], 32)) for tokens in (32, 64)}
+    assert save(tmp_path, model, every=32, chunk=CHUNK, dense=True) == 64
+    with open_store(tmp_path, model) as store:
+        assert store.stats()["entries"] == 4 + 2
+        for asked, tokens in ((77, 64), (63, 32)):
+            found, cache = store.load(PROMPT[:, :asked])
+            assert found == tokens
+            with KvpackCache(model, cache, dense=True) as past:
+                own, logits = continued(model, ids, past)
+            assert own == expected[tokens][0]
+            assert torch.equal(logits, expected[tokens][1])
+            if name != "kimi_linear":
+                # Packed attention adds in another order.
+                with KvpackCache(model, cache) as past:
+                    assert continued(model, ids, past)[0] == own
+        assert store.load(PROMPT[:, :31]) == (0, None)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def test_packed_layers_resume_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """As a KvpackCache goes on that computed the prompt itself, in the same passes."""
+    model = Architecture(name).model()
+    ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
+    with kvpack.prefill(model, PROMPT[:, :64], "raw", every=32, chunk=CHUNK) as past:
+        packed = past.packed
+        expected = continued(model, ids, past)
+    with open_store(tmp_path, model) as store:
+        assert store.save(PROMPT[:, :64], packed) == 64
+        _, cache = store.load(PROMPT)
+    with KvpackCache(model, cache) as past:
+        found = continued(model, ids, past)
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-6)
+
+
+CONTINUE_HYBRIDS = CONTINUE.replace("from zoo_models import model_of", "from model_zoo import Architecture").replace(
+    "model_of(name)", "Architecture(name).model()"
+)
+
+
+def test_another_process_resumes_models_with_states(tmp_path: Path) -> None:
+    names = ["falcon_h1", "qwen3_5_text", "nemotron_h"]
+    for name in names:
+        assert save(tmp_path / name, Architecture(name).model(), every=32, chunk=CHUNK) == 64
+    command = [warm_python.python(*warm_python.MODELS), "-c", CONTINUE_HYBRIDS, str(tmp_path)]
+    command += [json.dumps(PROMPT[0].tolist()), json.dumps(QUESTIONS.tolist()), *names]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
+    for name in names:
+        tokens, _, own = found[name]
+        assert tokens == 64
+        model = Architecture(name).model()
+        assert own == generated(model, ids, in_passes(model, ids[:, :64], 32)), name
+
+
+@pytest.mark.parametrize("where", ["left", "none"])
+def test_a_batch_resumes_with_states(where: str, tmp_path: Path) -> None:
+    model = model_of("Falcon-H1")
+    save(tmp_path, model, every=32, chunk=CHUNK)
+    ids = torch.cat([PROMPT[:, :64].expand(2, -1), QUESTIONS], 1)
+    mask = torch.ones_like(ids)
+    if where == "left":
+        mask[1, 64:68] = 0
+    past = in_passes(model, ids[:, :64], 32)
+    expected = generated(model, ids, past, attention_mask=mask)
+    with open_store(tmp_path, model) as store:
+        _, cache = store.load(PROMPT)
+    with KvpackCache(model, cache) as own:
+        own.batch_repeat_interleave(2)
+        assert generated(model, ids, own, attention_mask=mask) == expected
+
+
+def test_turns_of_a_model_with_states_add_to_what_is_stored(tmp_path: Path) -> None:
+    """Each turn resumes after the last whole chunk of the prompt before."""
+    model = model_of("Qwen3-Next")
+    ids, stored = PROMPT, 0
+    with open_store(tmp_path, model) as store:
+        for turn in range(3):
+            tokens, cache = store.load(ids[:, :-1])
+            assert tokens == stored
+            with kvpack.prefill(model, ids[:, :-1], cache or "raw", every=32, chunk=CHUNK) as past:
+                # What is generated has no states at the ends of chunks.
+                stored = (ids.shape[1] - 1) // CHUNK * CHUNK
+                own = generated(model, ids, past, max_new_tokens=10)
+                assert store.save(own[0][:-1], past) == stored
+            assert own == generated(model, ids, max_new_tokens=10), turn
+            ids = torch.cat([torch.tensor(own), QUESTIONS[turn % 2 : turn % 2 + 1]], 1)
+        assert store.counters()["faults"] == {}

@@ -151,8 +151,13 @@ def test_keys_are_those_of_the_text() -> None:
     vector = (Path(__file__).parents[2] / "spec" / "vectors" / "valid" / "basis-two-layers.kvpack").read_bytes()
     basis = hashlib.sha256(vector).digest()
     encrypted = hashlib.sha256(prefixed(b"kvpack-basis 1", basis, b"a", b"t")).digest()
+    states = [hashlib.sha256(prefixed(b"kvpack-states 1", root)).digest()]
+    states.append(hashlib.sha256(prefixed(states[0], struct.pack("<4I", *range(4)))).digest())
+    states.append(hashlib.sha256(prefixed(b"kvpack-states 1", states[1])).digest())
+    keeping = kvpack.Store("/nowhere", dataclasses.replace(identity, keeps_states=True), chunk=4)
+    assert keeping.keys(range(4)) == states[1:2]
     assert [*basis_keys(basis, None), *basis_keys(basis, Cipher({"a": bytes(32)}, "t"))] == [basis, encrypted]
-    named = (root, first, second, with_inputs, basis, encrypted)
+    named = (root, first, second, with_inputs, *states, basis, encrypted)
     assert re.findall("`([0-9a-f]{64})`", text) == [digest.hex() for digest in named]
 
 

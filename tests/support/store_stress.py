@@ -17,12 +17,14 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import kvpack
+from kvpack.cache.states import with_states
 
 from store_matrix.kinds import bytes_stored  # isort: skip
 
@@ -34,6 +36,8 @@ FAMILIES, PROMPTS, LONGEST = 8, 64, 6
 """Prompts share first chunks with those of their family, and have up to ``LONGEST`` chunks."""
 LAYERS = (1, 8, 32)
 """Three models, for entries of three sizes."""
+STATEFUL = 1
+"""The model whose first layer keeps states, besides keys and values."""
 BUDGET = 12_000_000
 """About a quarter of what all prompts of all models take."""
 
@@ -41,7 +45,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def identity(model: int) -> kvpack.Identity:
-    return kvpack.Identity(f"model-{model}", "bf16", tenant="stress")
+    return kvpack.Identity(f"model-{model}", "bf16", tenant="stress", keeps_states=model == STATEFUL)
 
 
 def open_store(folder: str, model: int, **options: Any) -> kvpack.Store:
@@ -66,9 +70,34 @@ def expected(number: int, model: int) -> torch.Tensor:
     return ((token * 7 + place * 13 + layer * 31 + channel * (1 + model)) % 251).to(torch.bfloat16)
 
 
+def state(number: int, position: int) -> torch.Tensor:
+    """The state after the first ``position`` tokens of a prompt: a sum over all of them, large for an entry, ``[1, 2048]``."""
+    ids = torch.tensor(prompt(number)[:position])
+    places = torch.arange(1, position + 1)
+    return ((ids * places).sum() % 1_000_003 + torch.arange(2048)).to(torch.float32)[None]
+
+
 @lru_cache(maxsize=1024)
 def packed(number: int, model: int) -> kvpack.Cache:
-    return kvpack.pack([(x[None, None], -x[None, None]) for x in expected(number, model)], "bf16")
+    """A prompt's cache; that of ``STATEFUL`` has states after every second chunk, and after the last."""
+    cache = kvpack.pack([(x[None, None], -x[None, None]) for x in expected(number, model)], "bf16")
+    if model != STATEFUL:
+        return cache
+    ends = {
+        position: ({"recurrent.0": state(number, position)}, *[{}] * (len(cache) - 1))
+        for position in range(CHUNK, cache.tokens + 1, CHUNK)
+    }
+    last = ends.pop(cache.tokens)
+    kept = {position: own for position, own in ends.items() if not position % (2 * CHUNK)}
+    return replace(cache, layers=with_states(cache.layers, last), states_at=kept)
+
+
+def check_states(cache: kvpack.Cache, number: int, model: int, tokens: int) -> None:
+    """Raise AssertionError unless a cache has the states of its model after its last token, and no others."""
+    found = [dict(layer.states) for layer in cache]
+    assert [list(own) for own in found] == [["recurrent.0"] if model == STATEFUL and not at else [] for at in range(len(cache))]
+    if model == STATEFUL:
+        assert torch.equal(found[0]["recurrent.0"], state(number, tokens)), f"prompt {number}: wrong states"
 
 
 def check(store: kvpack.Store, number: int, model: int) -> int:
@@ -77,6 +106,7 @@ def check(store: kvpack.Store, number: int, model: int) -> int:
     if cache is None:
         return 0
     assert n == cache.tokens <= len(prompt(number))
+    check_states(cache, number, model, n)
     right = expected(number, model)[:, :n]
     for layer, x in zip(cache, right, strict=True):
         k, v = layer.unpack(torch.bfloat16)
@@ -104,6 +134,8 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
         kept.append((number, model, n, cache))
         if len(kept) > 8:
             number, model, n, cache = kept.pop(0)
+            if cache is not None:
+                check_states(cache, number, model, n)
             for layer, x in zip(cache or (), expected(number, model)[:, :n], strict=False):
                 assert torch.equal(layer.unpack(torch.bfloat16)[0][0, 0], x), "a loaded cache changed after eviction"
     elif choice.random() < 0.3:

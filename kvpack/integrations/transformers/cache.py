@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvpack.cache.cache import Cache
+from kvpack.cache.cache import Cache, all_states, without_states
 from kvpack.cache.files import load
 from kvpack.cache.given import check_packed
+from kvpack.cache.rows import row_numbers
+from kvpack.cache.states import KeptStates, with_states
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs
 from kvpack.formats.arguments import check_flag, integer, shown
@@ -31,7 +33,7 @@ from .models import Model, Named, check_identity, check_layers, execution_device
 from .positions import RotaryPositions
 from .prompts import changed_since, check_rows_known, common_tokens, other_frequencies
 from .record import Record
-from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, with_states, without_states
+from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, kept_states, restore
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
 from .switch import Switch
 from .tracking import Tracking, check_rows_fit
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.cache.files import Bases
+    from kvpack.cache.states import States
     from kvpack.coding.bases import Basis
 
 MAX_ROWS = 2**20
@@ -147,8 +150,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         ]
         super().__init__(layers=layers)
         self._following = _following(layers)
+        self._states: dict[int, KeptStates] = {}
         if isinstance(contents, Cache):
             keep_states(self.layers, contents)
+            self._states = {position: KeptStates(own) for position, own in all_states(contents).items()}
         self._model, self._dense, self._decoding = known, bool(dense), decoding
         for number, layer in enumerate(self.layers):
             if dense and known is None and layer.is_sliding:
@@ -236,13 +241,22 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                 check_kept(self.layers)
             self.passes.check_states(ended=True)
             packed = self.live.frozen_as_it_is(packed=True)
-            layers = tuple(with_states(layer, own) for layer, own in zip(packed.layers, self.layers, strict=True))
+            layers, tokens = with_states(packed.layers, kept_states(self.layers)), packed.tokens
+            states = MappingProxyType({position: own.now for position, own in self._states.items() if position < tokens})
             # Before the record is read, to which it may add.
             named = self.passes.name()
             model = packed.model if named is None else MappingProxyType(named)
             offsets = self.passes.offsets(_rows(self.live) or 1)
             inputs = self.passes.record.inputs
-            return replace(packed, layers=layers, inputs=inputs, metadata=self._metadata, model=model, position_offsets=offsets)
+            return replace(
+                packed,
+                layers=layers,
+                inputs=inputs,
+                metadata=self._metadata,
+                model=model,
+                position_offsets=offsets,
+                states_at=states,
+            )
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
@@ -392,10 +406,49 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         super().activate_past_recording()
         self.passes.assisted = True
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep recurrent or convolution states."""
+        return self.passes.states
+
+    @property
+    def states_at(self) -> tuple[int, ...]:
+        """The numbers of tokens to which ``crop`` goes back in a cache whose layers keep states, in ascending order."""
+        return tuple(sorted(self._states))
+
+    def keep_states(self) -> None:
+        """Keep a copy of all states after the newest token, in the host's memory, so that a ``Store`` and ``crop`` have them.
+
+        Call it between passes, at multiples of the store's ``chunk``. A model without recurrent and convolution layers has nothing to keep.
+        Raises InvalidParameter after a pass that failed, and for a model that keeps states in its modules.
+        """
+        with self.passes.turns.taken():
+            tokens = self.passes.record.tokens
+            if not self.keeps_states or not tokens:
+                return
+            self.passes.check_states(ended=True)
+            check_kept(self.layers)
+            own = kept_states(self.layers)
+            self._states[tokens] = KeptStates(tuple({name: state.cpu() for name, state in layer.items()} for layer in own))
+
+    def go_back(self, tokens: int) -> int:
+        """Keep the first ``tokens`` tokens, or as many as there are states for (``states_at``), and return how many are kept.
+
+        Raises OutOfBounds for more tokens than the cache holds, and what ``crop`` raises.
+        """
+        tokens, held = integer(tokens, "tokens"), self.passes.record.tokens
+        if not 0 <= tokens <= held:
+            raise OutOfBounds(f"go_back({tokens}): the cache holds {held} tokens, expected a number from 0 to {held}")
+        if self.keeps_states and tokens != held:
+            tokens = max((position for position in self._states if position <= tokens), default=0)
+        self.crop(tokens - held)
+        return tokens
+
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds, InvalidShape.
 
-        They are counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
+        Layers that keep states go back to the tokens in ``states_at``, and to 0; ``go_back`` finds the nearest of them. Tokens are
+        counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
         tokens_to_remove = integer(tokens_to_remove, "the number of tokens to remove")
         with self.passes.turns.taken():
@@ -408,6 +461,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def _crop(self, tokens_to_remove: int) -> None:
         tokens = self.passes.record.tokens + tokens_to_remove
+        states = self._states_after(tokens, tokens_to_remove)
         removed = [tokens_to_remove] * len(self.layers)
         for number, layer in enumerate(self.layers):
             if isinstance(layer, PackedLayer):
@@ -422,6 +476,30 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         for layer, count in zip(self.layers, removed, strict=True):
             layer.crop(count)
         self.passes.crop(tokens)
+        if states is not None:
+            restore(self.layers, states)
+            self.passes.restored()
+            self._states = {position: own for position, own in self._states.items() if position <= tokens}
+
+    def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
+        """The states to go back to after the first ``tokens`` tokens; None where no layer keeps any, or all are as they should be.
+
+        Raises OutOfBounds where they are not known.
+        """
+        if not self.keeps_states or (not tokens_to_remove and not (self.passes.has_failed and tokens in self._states)):
+            return None
+        if not tokens:
+            return ({},) * len(self.layers)
+        kept = self._states.get(tokens)
+        if kept is None:
+            number = next(number for number, layer in enumerate(self.layers) if isinstance(layer, StateLayer))
+            nearest = max((position for position in self._states if position < tokens), default=0)
+            there = f"the nearest before are after {nearest}: call go_back({tokens}), which keeps {nearest}"
+            raise OutOfBounds(
+                f"crop({tokens_to_remove}): layers[{number}] keeps states, and has none after the first {tokens} tokens; "
+                f"{there if nearest else 'there are none before: call reset()'}, or call keep_states() between passes"
+            )
+        return kept.now
 
     def take_back(self) -> None:
         """Drop what the pass under way has added, as far as layers can go back: it is about to be refused."""
@@ -433,6 +511,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         with self.passes.turns.taken():
             super().reset()
             self.passes.reset()
+            self._states = {}
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -448,6 +527,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         with self.passes.turns.taken():
             super().batch_select_indices(indices)
             self.passes.select(indices)
+            if self._states:
+                rows = row_numbers(indices)
+                self._states = {position: own.select(rows) for position, own in self._states.items()}
 
     def expand(self, rows: int) -> None:
         """Repeat each sequence so that there are ``rows`` of them, as ``generate`` repeats token ids for beams.
@@ -490,8 +572,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             else:
                 tokens = common_tokens(contents, prompt)
         try:
-            if tokens:
-                self.crop(tokens - self.passes.record.tokens)
+            if tokens and (kept := self.go_back(tokens)) < tokens:
+                which = f"the first {kept}" if kept else "none"
+                text = f"the prompt and the cache begin with the same {tokens} tokens, and {which} of them are kept"
+                warnings.warn(f"{text}: layers keep states, and have none after later tokens", KvpackWarning, stacklevel=4)
+                tokens = kept
         except (OutOfBounds, InvalidShape) as error:
             text = f"the prompt and the cache begin with the same {tokens} tokens, and none of them are kept: {error}"
             warnings.warn(text, KvpackWarning, stacklevel=4)

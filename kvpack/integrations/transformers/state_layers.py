@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +9,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvpack.cache.dense_states import states_of
 from kvpack.cache.rows import row_numbers
-from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from kvpack.formats.errors import InvalidParameter
 
 from .layers import PackedLayer
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.cache.cache import Cache
-    from kvpack.cache.layer import Layer
+    from kvpack.cache.states import States
     from kvpack.live.cache import LiveCache
 
     from .layers import Decoding
@@ -65,13 +63,6 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
                 if state is not None:
                     states[index] = state[rows.to(state.device)]
 
-    def check_states_stay(self, tokens_to_remove: int) -> None:
-        """Raise OutOfBounds for a ``crop`` of any token: states cannot go back."""
-        if tokens_to_remove:
-            raise OutOfBounds(
-                f"crop({tokens_to_remove}): layers[{self.state_number}] keeps the states after its last token alone, and cannot go back"
-            )
-
     def activate_past_recording(self) -> None:
         """Raise InvalidParameter: recurrent states cannot go back."""
         raise InvalidParameter(
@@ -87,11 +78,10 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Do nothing: this layer attends to no tokens."""
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise OutOfBounds for a ``crop`` of any token."""
-        self.check_states_stay(tokens_to_remove)
+        """Do nothing: the cache checks whether it has the states of an earlier token."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.check_crop(tokens_to_remove)
+        """Do nothing: the cache restores the states of an earlier token."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -122,11 +112,10 @@ class PackedStateLayer(StateLayer, PackedLayer):
         PackedLayer.check_window(self, crop)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        self.check_states_stay(tokens_to_remove)
         PackedLayer.check_crop(self, tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.check_crop(tokens_to_remove)
+        PackedLayer.crop(self, tokens_to_remove)
 
     def reset(self) -> None:
         StateLayer.reset(self)
@@ -137,14 +126,19 @@ class PackedStateLayer(StateLayer, PackedLayer):
         self.select_states(indices)
 
 
-def without_states(cache: Cache) -> Cache:
-    """``cache`` without the states of its layers."""
-    return replace(cache, layers=tuple(replace(layer, states=MappingProxyType({})) for layer in cache.layers))
+def kept_states(layers: Sequence[Any]) -> States:
+    """Copies of the states of cache layers, empty for layers that keep none."""
+    return tuple(own.kept if isinstance(own, StateLayer) else {} for own in layers)
 
 
-def with_states(layer: Layer, own: Any) -> Layer:
-    """``layer`` with copies of the states of the cache layer ``own``."""
-    return replace(layer, states=MappingProxyType(own.kept)) if isinstance(own, StateLayer) else layer
+def restore(layers: Sequence[Any], states: States) -> None:
+    """Let cache layers go on from copies of ``states``; those without any begin again."""
+    for own, kept in zip(layers, states, strict=True):
+        if isinstance(own, StateLayer):
+            device = own.device
+            # Only the states: keys and values of a layer that has both are cropped.
+            StateLayer.reset(own)
+            own.keep({name: state if device is None else state.to(device) for name, state in kept.items()})
 
 
 def keep_states(layers: Sequence[Any], cache: Cache) -> None:

@@ -312,10 +312,19 @@ class Tracking:
         self._failed |= self._running
         self._left, self._running, self._passes = None, False, Passes()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a pass failed, or has not ended, since states were last those after the cache's last token."""
+        return self._failed or self._running
+
+    def restored(self) -> None:
+        """Note that states are those after the cache's last token again."""
+        self._failed = False
+
     def reset(self) -> None:
         """Note that the cache dropped all tokens."""
         self.crop(0)
-        self._failed = False
+        self.restored()
 
     def check_update(self) -> None:
         """Raise InvalidParameter when tokens are about to be appended with other positions than those that follow."""

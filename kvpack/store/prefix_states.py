@@ -1,0 +1,97 @@
+"""The states that a store keeps after some chunks of a prefix, for models with recurrent and convolution layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import NotConsecutive
+
+from . import state_entries
+from .forms import check_size
+from .identity import states_key
+from .loading import FAULTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.states import States, StatesAt
+
+    from .backend import Backend
+    from .counters import Counters
+    from .encryption import Cipher
+    from .entries import Reader
+    from .loading import Loader
+
+
+_AT_ONCE = 64
+"""The chunks after which states are looked for at a time, from the last one on."""
+
+
+class PrefixStates:
+    """Finds, loads and saves the states of one identity's chains, each chain given by the keys of its chunks."""
+
+    def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: Reader) -> None:
+        self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
+
+    def usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The keys of the longest prefix of a stored chain whose states are stored, too."""
+        for stop in range(len(keys), 0, -_AT_ONCE):
+            start = max(0, stop - _AT_ONCE)
+            found = self._backend.present_each([states_key(key) for key in keys[start:stop]])
+            if any(found):
+                return keys[: start + max(at for at, there in enumerate(found, 1) if there)]
+        return []
+
+    def load(self, keys: Sequence[bytes]) -> Cache | None:
+        """The cache of the longest stored prefix of a chain that has states, which it ends with; None if there is none."""
+        from kvpack.cache.states import with_states
+
+        while keys := self.usable(keys[: self._backend.present(keys)]):
+            tokens = len(keys) * self._reader.chunk
+            found = self._loader.states(keys[-1], tokens)
+            if found is None:
+                keys = keys[:-1]
+                continue
+            states, entry = found
+            cache = self._loader.load(keys, (states_key(keys[-1]), entry))
+            if cache is None or cache.tokens < tokens:
+                keys = keys[: 0 if cache is None else cache.tokens // self._reader.chunk]
+            elif len(states) == len(cache):
+                return replace(cache, layers=with_states(cache.layers, states))
+            else:
+                self._counters.fault("load", NotConsecutive(f"{len(cache)} layers are followed by the states of {len(states)}"))
+                keys = keys[:-1]
+        return None
+
+    def save(self, states: StatesAt, chain: Sequence[bytes], first: int, now_ns: int) -> int:
+        """Store ``states``, by position, after the chunks of a stored chain, and return the last position that has them now.
+
+        The chunks begin at ``chain[first]``.
+        """
+        ends = {position: first + position // self._reader.chunk for position in sorted(states)}
+        ends = {position: end for position, end in ends.items() if end <= len(chain)}
+        opens = self._loader.opens_states([chain[end - 1] for end in ends.values()])
+        last = 0
+        for (position, end), there in zip(ends.items(), opens, strict=True):
+            if self._put(states[position], chain[:end], position, now_ns, there=there):
+                last = position
+        return last
+
+    def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int, *, there: bool) -> bool:
+        """Store the states after the last chunk of ``chain``, unless they are ``there``; return whether they are stored now."""
+        key = states_key(chain[-1])
+        if there:
+            # Used after its chain, states are evicted before any chunk of it.
+            self._backend.touch([*chain, key], now_ns)
+            return True
+        try:
+            pieces = state_entries.to_pieces(states, chain[-1], position, self._reader.model, self._reader.recipe)
+            if self._cipher is not None:
+                pieces = self._cipher.encrypt(key, pieces)
+            check_size(f"the states of {key.hex()}", sum(map(len, pieces)), self._reader.max_bytes)
+        except FAULTS as error:
+            self._counters.fault("encode", error)
+            return False
+        return self._backend.put([*chain, key], pieces, now_ns)

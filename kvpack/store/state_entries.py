@@ -1,0 +1,92 @@
+"""The states after a chunk to an entry's bytes and back: a kvpack file that holds no tokens (spec/store.md, States)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from kvpack.file import container
+from kvpack.file.header import DIGEST_BYTES
+from kvpack.formats.errors import InvalidHeader
+
+from .entries import check_header, check_payload, file_payload_digest, open_entry, payload_digest
+from .identity import states_key
+from .keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.cache.states import States
+
+    from .backend import Data
+
+FEATURE = "prefix-states"
+"""The ignorable feature that names states: their key, the key of the chunk that they follow, and the digest of their payload."""
+
+
+@dataclass(frozen=True)
+class NamedStates:
+    """The fields of an entry's header that describe states."""
+
+    key: bytes
+    chunk: bytes
+    payload: bytes
+
+    @classmethod
+    def of(cls, file: container.File) -> NamedStates:
+        """Those of an open file. Raises InvalidHeader unless it holds states, of one sequence and without sides, under its own key."""
+        header, where = file.header, file.where
+        feature = header.ignorable.get(FEATURE, b"")
+        if len(feature) != 2 * KEY_BYTES + DIGEST_BYTES:
+            raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, expected {2 * KEY_BYTES + DIGEST_BYTES}")
+        named = cls(feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES], feature[2 * KEY_BYTES :])
+        if named.key != (key := states_key(named.chunk)):
+            raise InvalidHeader(f"{where}: names the key {named.key.hex()}, that of its chunk gives {key.hex()}")
+        if not header.states or any(True for layer in header.layers for _ in layer.sides()):
+            raise InvalidHeader(f"{where}: holds tokens, or no states, and an entry of states holds only these")
+        for state in header.states:
+            if state.shape[0] != 1:
+                raise InvalidHeader(f"{where}: {state.where} is of {state.shape[0]} sequences, expected one")
+        for tensor in header.tensors:
+            if tensor.filter != "none":
+                raise InvalidHeader(f"{where}: the tensor {tensor.name} has the filter {tensor.filter}, and tensors of entries have none")
+        return named
+
+
+def is_states(file: container.File) -> bool:
+    """Whether an open entry holds states, by its header."""
+    return FEATURE in file.header.ignorable
+
+
+def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
+    """The entry of the states of a model's layers after the chunk with the key ``chunk``, which ends at ``position``.
+
+    Raises LimitExceeded.
+    """
+    from kvpack.cache import files
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.layer import Layer
+
+    on_cpu = ({name: state.cpu().contiguous() for name, state in own.items()} for own in states)
+    layers = tuple(Layer(None, None, states=MappingProxyType(own)) for own in on_cpu)
+    contents, arrays = files.stored(Cache(layers, recipe, model, position))
+    feature = states_key(chunk) + chunk + payload_digest(contents, arrays)
+    return container.pieces(replace(contents, ignorable={**contents.ignorable, FEATURE: feature}), arrays)
+
+
+def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
+    """The states in the entry ``data``, checked, as views of it.
+
+    Raises as ``container.open_bytes`` does, and InvalidHeader when they are not those after the chunk.
+    """
+    from kvpack.cache import files
+    from kvpack.cache.states import states_of
+
+    file = open_entry(data, states_key(chunk))
+    check_header(file, position, model, recipe)
+    named = NamedStates.of(file)
+    if named.chunk != chunk:
+        raise InvalidHeader(f"{file.where}: are the states after the chunk {named.chunk.hex()}")
+    check_payload(named.payload, file_payload_digest(file, memoryview(data)), file.where)
+    return states_of(files.read(file))

@@ -1,0 +1,48 @@
+"""Small caches of a model whose first layer keeps states: keys and values in the second, states at the ends of some chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from caches import random_pairs
+from store_caches import CHUNK, IDENTITY
+
+import kvpack
+from kvpack.cache.states import States, with_states
+
+STATEFUL = dataclasses.replace(IDENTITY, keeps_states=True)
+
+
+def states(position: int, seed: int = 0) -> States:
+    """The states after token ``position``: a recurrent one in fp32, a convolution's in bf16, and none in the layer with tokens."""
+    generator = torch.Generator().manual_seed(1000 * seed + position)
+    recurrent = torch.randn(1, 3, 4, generator=generator)
+    conv = torch.randn(1, 5, 2, generator=generator).to(torch.bfloat16)
+    return {"conv.0": conv, "recurrent.0": recurrent}, {}
+
+
+def stateful(tokens: int, at: Any, recipe: str = "kivi-2", seed: int = 0) -> kvpack.Cache:
+    """A cache of ``tokens`` tokens with the states after its last one, and after those of ``at``."""
+    (pair,) = random_pairs(1, tokens, dims=(32, 32), seed=seed)
+    packed = kvpack.pack([pair], recipe)
+    layers = (kvpack.Layer(None, None), *packed.layers)
+    kept = {position: states(position, seed) for position in at}
+    return dataclasses.replace(packed, layers=with_states(layers, states(tokens, seed)), states_at=MappingProxyType(kept))
+
+
+def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> bool:
+    """Whether ``found`` ends at ``position`` with its states."""
+    assert found is not None
+    expected = states(position, seed)
+    return found.tokens == position and all(
+        layer.states.keys() == own.keys() and all(torch.equal(layer.states[name], state) for name, state in own.items())
+        for layer, own in zip(found, expected, strict=True)
+    )
+
+
+def ends(*chunks: int) -> list[int]:
+    """The positions after so many chunks."""
+    return [CHUNK * count for count in chunks]

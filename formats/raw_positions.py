@@ -32,7 +32,7 @@ PAGE = 128
 that of as many tokens up to them."""
 
 SLOT_TOKENS = 64
-"""Tokens of an engine's page for each raw token that its rows have room for; they have room for one at least."""
+"""Tokens of an engine's page for each raw token that its rows have room for: in smaller pages one would cost too much."""
 
 _HALVES = 4
 """Words of a position: three of its token, least first, and one of its sequence."""
@@ -131,7 +131,7 @@ class RawPositions(KeptTokens):
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
-        return replaced(x, token, sequence, chosen, token_group), {POSITIONS: _stored(token + start, sequence), VALUES: values[None, None]}
+        return replaced(x, token, sequence, chosen, token_group), {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
 
     def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return _places(streams[POSITIONS])
@@ -145,14 +145,14 @@ class RawPositions(KeptTokens):
 
     def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
         token, sequence = _places(streams[POSITIONS])
-        return {POSITIONS: _stored(token + tokens, sequence), VALUES: streams[VALUES][:, :, : len(token)]}
+        return {POSITIONS: stored_positions(token + tokens, sequence), VALUES: streams[VALUES][:, :, : len(token)]}
 
     def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
         token, sequence = _places(streams[POSITIONS])
         entry, row = (sequence[:, None] == indices.to(sequence.device)[None]).nonzero().unbind(1)
         order = torch.argsort(token[entry] * len(indices) + row)
         entry, row = entry[order], row[order]
-        return {POSITIONS: _stored(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
+        return {POSITIONS: stored_positions(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless there are as many positions as rows of values, whose values may be any."""
@@ -199,16 +199,15 @@ class Slots:
 
     rest: torch.Tensor
     streams: dict[str, torch.Tensor]
-    used: torch.Tensor
     left_out: torch.Tensor
 
 
-def slots_of(tokens: int) -> int:
-    """The raw tokens that rows of pages of ``tokens`` tokens have room for."""
-    return max(1, tokens // SLOT_TOKENS)
+def slots_of(tokens: int, least: int = 0) -> int:
+    """The raw tokens that rows of pages of ``tokens`` tokens have room for, ``least`` of them at least."""
+    return max(least, tokens // SLOT_TOKENS)
 
 
-def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int) -> Slots:
+def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int) -> Slots:
     """The raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones where they are more than the slots.
 
     A page does not know where in its sequence it stands: the first tokens are no other ones here. A token of high norm comes before those
@@ -216,13 +215,7 @@ def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_grou
     one by one, the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    low = replace(raw, high_norm=0.0).choose(norms, raw.first)
-    wanted = raw.choose(norms, raw.first) if token_group > 1 else low
-    order = torch.where(wanted, norms, torch.inf).masked_fill(wanted & ~low, -1.0)
-    least = order.topk(slots_of(tokens), 1, largest=False, sorted=True).indices
-    kept = wanted.gather(1, least)
-    chosen = torch.zeros_like(wanted).scatter_(1, least, kept)
-    token = torch.where(kept, least, tokens).sort(1).values
+    token, left_out = tokens_of_slots(raw, norms, token_group, slots)
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
@@ -234,9 +227,24 @@ def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_grou
     # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
     rest = x
     if token_group > 1:
+        chosen = torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
         places, sequence = chosen.T.nonzero().unbind(1)
         rest = replaced(x, places, sequence, chosen, token_group)
-    return Slots(rest, {POSITIONS: positions, VALUES: values}, used, wanted.sum(1) - used.sum(1))
+    return Slots(rest, {POSITIONS: positions, VALUES: values}, left_out)
+
+
+def tokens_of_slots(raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The raw tokens of pages by their ``norms`` ``[page, token]``, and how many of each page have no slot, ``[page]``, as ``in_slots``.
+
+    They are int64 ``[page, slot]``, ascending; unused slots have the number of tokens.
+    """
+    tokens = norms.shape[1]
+    low = replace(raw, high_norm=0.0).choose(norms, raw.first)
+    wanted = raw.choose(norms, raw.first) if token_group > 1 else low
+    order = torch.where(wanted, norms, torch.inf).masked_fill(wanted & ~low, -1.0)
+    least = order.topk(slots, 1, largest=False, sorted=True).indices
+    token = torch.where(wanted.gather(1, least), least, tokens).sort(1).values
+    return token, wanted.sum(1) - (token < tokens).sum(1)
 
 
 def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -311,7 +319,7 @@ def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return token[used], words[used, -1]
 
 
-def _stored(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+def stored_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """The stream of positions of tokens and sequences, int64."""
     return _words(token + 1, sequence)[None, None]
 

@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 24
+#define KVPACK_INTERFACE 25
 
 enum { HEAD_RUN = 5 };
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
@@ -223,6 +223,18 @@ typedef struct {
     int64_t batch, heads, tokens, dim, chunk, longest, threads, level;
 } Split;
 
+/* raw slots: which tokens of each layer of a page are stored raw, by the norms of its keys x [layer, kv_head, token, dim]
+   (formats/raw_positions.py, in_slots). `low` and `high` are 0 where they choose none. chosen [layer][slots] has the tokens in ascending
+   order, then -1; left_out [layer] is the number of tokens without a slot. norms [layer][tokens] is memory. */
+typedef struct {
+    Stream x;
+    int64_t dtype, layers, heads, tokens, dim, slots, page;
+    float low, high;
+    float *norms;
+    int64_t *chosen, *left_out;
+    int64_t threads, level;
+} RawSlots;
+
 /* One read of a file: `bytes` from `offset` on, to `data`. Threads count in `ended` what they have tried to read, and say in `failed` whether
    they could not; both are 0 before. */
 typedef struct {
@@ -237,6 +249,7 @@ int64_t kvpack_attend(const Attend *call);
 int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
+int64_t kvpack_raw_slots(const RawSlots *call);
 int64_t kvpack_join(const Join *call);
 int64_t kvpack_split(const Split *call);
 

@@ -51,6 +51,7 @@
 #include "encode_scalar.h"
 
 #include "encode.h"
+#include "norms.h"
 
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -126,4 +127,4 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     return encode_item(call, batch, head, start, stop, out);
 }
 
-const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, rans_chunks, rans_encode_chunk, join_tokens, split_tokens, count_exponents};
+const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, layer_norms, rans_chunks, rans_encode_chunk, join_tokens, split_tokens, count_exponents};

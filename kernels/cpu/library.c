@@ -63,6 +63,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 7: return sizeof(RansEncode);
         case 8: return sizeof(Split);
         case 9: return sizeof(Read);
+        case 10: return sizeof(RawSlots);
         default: return 0;
     }
 }
@@ -207,6 +208,74 @@ EXPORTED int64_t kvpack_encode(const Encode *call) {
     Encoding work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_ENCODED), &refused};
     int failed = kvpack_for_each(encode_item, &work, work.parts * call->heads * call->batch, call->threads, work.level->encode_bytes(call));
     return failed ? 1 : atomic_load(&refused) ? 2 : 0;
+}
+
+/* A token that is to be raw: those of the lowest keys have slots. */
+typedef struct {
+    float key;
+    int64_t token;
+} Candidate;
+
+static int by_value(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+static int by_key(const void *a, const void *b) {
+    const Candidate *x = a, *y = b;
+    return x->key != y->key ? (x->key > y->key) - (x->key < y->key) : (x->token > y->token) - (x->token < y->token);
+}
+
+static int by_token(const void *a, const void *b) {
+    int64_t x = ((const Candidate *)a)->token, y = ((const Candidate *)b)->token;
+    return (x > y) - (x < y);
+}
+
+/* The lower median of `count` norms; NaN if one of them is. */
+static float median_of(const float *norms, int64_t count, float *sorted) {
+    for (int64_t i = 0; i < count; i++)
+        if ((sorted[i] = norms[i]) != norms[i]) return norms[i];
+    qsort(sorted, count, sizeof(float), by_value);
+    return sorted[(count - 1) / 2];
+}
+
+typedef struct {
+    const RawSlots *call;
+    const Level *level;
+} Choosing;
+
+static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void choose_item(const void *context, int64_t layer, char *memory) {
+    const RawSlots *call = ((const Choosing *)context)->call;
+    const float *norms = call->norms + layer * call->tokens;
+    Candidate *wanted = (Candidate *)memory;
+    float *sorted = (float *)(wanted + call->tokens);
+    int64_t count = 0, *chosen = call->chosen + layer * call->slots;
+    ((const Choosing *)context)->level->norms(call, layer);
+    for (int64_t first = 0; first < call->tokens; first += call->page) {
+        /* The last tokens, if they fill no page, are measured by the median of as many tokens up to them. */
+        int64_t stop = first + call->page, begin = first;
+        if (stop > call->tokens) stop = call->tokens, begin = stop > call->page ? stop - call->page : 0;
+        float median = median_of(norms + begin, stop - begin, sorted);
+        for (int64_t t = first; t < stop; t++) {
+            int low = norms[t] < call->low * median && isfinite(median), high = call->high && norms[t] > call->high * median && median > 0;
+            if (low || high) wanted[count++] = (Candidate){low ? norms[t] : -1, t};
+        }
+    }
+    int64_t used = smaller_of(count, call->slots);
+    call->left_out[layer] = count - used;
+    if (count > used) {
+        qsort(wanted, count, sizeof(Candidate), by_key);
+        qsort(wanted, used, sizeof(Candidate), by_token);
+    }
+    for (int64_t i = 0; i < call->slots; i++) chosen[i] = i < used ? wanted[i].token : -1;
+}
+
+EXPORTED int64_t kvpack_raw_slots(const RawSlots *call) {
+    Choosing work = {call, level_of(call->level)};
+    int64_t bytes = (int64_t)sizeof(Candidate) * call->tokens + (int64_t)sizeof(float) * call->page;
+    return kvpack_for_each(choose_item, &work, call->layers, call->threads, bytes);
 }
 
 typedef struct {

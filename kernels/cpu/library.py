@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvpack.runtime.reader import Read, declare
 
-INTERFACE = 24
+INTERFACE = 25
 """The number of interface.h that the structures below mirror."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
@@ -149,6 +149,16 @@ class Split(Structure):
     )
 
 
+class RawSlots(Structure):
+    _fields_ = (
+        ("x", Stream),
+        *((name, c_int64) for name in ("dtype", "layers", "heads", "tokens", "dim", "slots", "page")),
+        *((name, c_float) for name in ("low", "high")),
+        *((name, c_void_p) for name in ("norms", "chosen", "left_out")),
+        *((name, c_int64) for name in ("threads", "level")),
+    )
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None where it was not built, or from other sources than these."""
@@ -162,13 +172,14 @@ def library() -> ctypes.CDLL | None:
         if found.kvpack_interface() != INTERFACE:
             continue
         found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read)
+        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read, RawSlots)
         if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
         found.kvpack_attend.restype, found.kvpack_attend.argtypes = c_int64, (POINTER(Attend),)
         found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
         found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
+        found.kvpack_raw_slots.restype, found.kvpack_raw_slots.argtypes = c_int64, (POINTER(RawSlots),)
         found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)
         found.kvpack_split.restype, found.kvpack_split.argtypes = c_int64, (POINTER(Split),)
         found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)

@@ -1,4 +1,7 @@
-"""kvpack bench quality --norm-rules: recipes beside themselves with the papers' rule of norms (norm_rule=norm), at equal bytes."""
+"""kvpack bench quality --norm-rules: recipes beside themselves with the papers' rule of norms (norm_rule=norm), at equal bytes.
+
+Presets are measured as the papers define them, without the raw tokens that they have besides.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import SIDES, Recipe, Rule
+from kvpack.coding.recorded_presets import RECORDED
 from kvpack.errors import InvalidParameter
 from kvpack.evaluation.intervals import CONFIDENCE, student_t
 from kvpack.formats import CODECS
@@ -34,7 +38,7 @@ def recipes() -> list[str]:
 
 def with_papers_rule(recipe: str) -> str | None:
     """``recipe`` with the papers' rule for every codec that takes one; None if that changes nothing. Raises InvalidRecipe."""
-    parsed = Recipe(PUBLISHED[recipe].recipe if recipe in PUBLISHED else recipe)
+    parsed = Recipe(RECORDED.get(recipe, recipe))
     if not any(_follows(rule.codec(CHECKED_DIM, side)) for rule in parsed.rules for side in SIDES if side in rule.sides):
         return None
     return ";".join([*map(_clause, parsed.rules), *([f"tail={parsed.window}"] if parsed.window else [])])
@@ -69,23 +73,23 @@ def run(
 
     Raises InvalidParameter for a recipe that the rule does not change, and what ``quality.run`` raises.
     """
-    papers = {}
+    pairs = {}
     for recipe in chosen:
         other = with_papers_rule(recipe)
         if other is None:
             raise InvalidParameter(f"--norm-rules compares recipes with and without norm_rule=norm, which changes nothing of {recipe!r}")
-        papers[recipe] = other
-    both = list(dict.fromkeys([*papers, *papers.values()]))
+        pairs[recipe] = RECORDED.get(recipe, recipe), other
+    both = list(dict.fromkeys([*(plain for plain, _ in pairs.values()), *(papers for _, papers in pairs.values())]))
     report = quality.run(model, text, both, replace(settings, needles=0, generated=None), out=out, progress=progress)
     rows = {row["recipe"]: row for row in report["recipes"]}
-    return {**report, "norm_rules": [_compared(rows[recipe], rows[other]) for recipe, other in papers.items()]}
+    return {**report, "norm_rules": [_compared(recipe, rows[plain], rows[papers]) for recipe, (plain, papers) in pairs.items()]}
 
 
-def _compared(row: dict[str, Any], papers: dict[str, Any]) -> dict[str, Any]:
+def _compared(recipe: str, row: dict[str, Any], papers: dict[str, Any]) -> dict[str, Any]:
     found, before = ([window["kl_divergence"] for window in one["windows"]] for one in (row, papers))
     differences = [one - other for one, other in zip(found, before, strict=True)]
     return {
-        "recipe": row["recipe"],
+        "recipe": recipe,
         "bits_per_value": row["bits_per_value"],
         "papers_bits_per_value": papers["bits_per_value"],
         "papers_kl_divergence": fmean(before),

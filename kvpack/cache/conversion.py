@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw import HOLDS
-from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.raw_positions import PAGE, RawPositions
 from kvpack.runtime.modes import own_modes
 
 from .pages import Page
@@ -91,8 +92,9 @@ def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norm
     parts = []
     with own_modes(side.device):
         try:
-            for start in range(0, packed, step):
-                stop = min(start + step, packed)
+            # The last part holds a page of raw_positions, whose median is that of all tokens' last page.
+            starts = [start for start in range(0, packed, step) if not start or packed - start >= PAGE]
+            for start, stop in pairwise([*starts, packed]):
                 part, of_part = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, start:stop]
                 parts.append(Page(codec, stop - start, encode(codec, part, where, position=first + start, norms=of_part)))
         except OutOfRange:

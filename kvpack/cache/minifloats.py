@@ -226,8 +226,10 @@ class Minifloats:
             raise InvalidDtype(f"a {type(given).__name__} where the side of a layer is expected, such as cache[0].k")
         codec = side.codec
         if not isinstance(codec, Minifloat):
+            found = codec.id if codec.family is codec else f"{codec.id} with side-cars"
             raise InvalidParameter(
-                f"the side is stored by the codec {codec.id}, expected minifloat without side-cars: convert the cache first"
+                f"the side is stored by the codec {found}, expected minifloat without side-cars, such as raw tokens: convert the cache "
+                "first, for example to 'fp8;raw=0'"
             )
         if side.tail.shape[2] or not side.pages:
             raise InvalidParameter(

@@ -183,6 +183,8 @@ def _pack_side(
     except (InvalidParameter, InvalidDtype, MissingBasis, OutOfBounds) as error:
         raise type(error)(f"{where}: {error}") from None
     if not isinstance(x, torch.Tensor):
+        # The engine's values are kept bit for bit, so that no token need be raw.
+        codec = codec.without_raw
         if codec != x.codec:
             raise InvalidParameter(
                 f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
@@ -213,7 +215,7 @@ def _warn_of_outliers(x: torch.Tensor, scales: torch.Tensor, where: str) -> None
             (sequence, token), head = some[first].tolist(), int(norms[first].argmax())
             warnings.warn(
                 f"{where}: token {token} of sequence {sequence} has a norm of {norms[first, head]:.4g} in head {head} and "
-                f"{usual[first]:.4g} in others, which share one token scale with it and lose precision: add the option raw_high_norm=4, "
+                f"{usual[first]:.4g} in others, which share one token scale with it and lose precision: add raw=4,0.6,4 to the recipe, "
                 "which keeps such tokens raw",
                 KvpackWarning,
                 stacklevel=5,

@@ -58,11 +58,22 @@ class Range(NamedTuple):
         return [Range(self.counts, begin, end) for begin, end in parts if begin <= end and begin < math.inf and end > -math.inf]
 
 
+class Spelled(NamedTuple):
+    """A codec as a clause spells it: ``text`` has all of its options, ``plain`` has those that are not in a ``raw`` clause.
+
+    ``raw`` is the value of the clause that stands for the others, empty if no token is kept raw, and None for a codec that loses nothing.
+    """
+
+    text: str
+    plain: str
+    raw: str | None
+
+
 class Exceptions(NamedTuple):
     """Layers, as ranges, with the same ``codec``."""
 
     ranges: tuple[Range, ...]
-    codec: str
+    codec: Spelled
 
     @property
     def layers(self) -> str:
@@ -74,18 +85,21 @@ Items = tuple[tuple[int, int], ...] | None
 """The layers of a rule, as (first, last); None for all."""
 
 
-def canonical_text(rules: Sequence[tuple[str, Items, dict[str, str]]], window: int) -> str:
+def canonical_text(rules: Sequence[tuple[str, Items, dict[str, Spelled]]], window: int) -> str:
     """The canonical text of rules (sides, items, codec of each side), of which later ones win, and a raw tail of ``window`` tokens."""
     found = {side: _side([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
     (k, k_exceptions), (v, v_exceptions) = found["k"], found["v"]
-    clauses = [f"kv={k}"] if k == v else [f"k={k}", f"v={v}"]
-    clauses += [f"layers={one.layers}:{sides}={one.codec}" for sides, one in _together(k_exceptions, v_exceptions)]
-    return ";".join([*clauses, *([f"tail={window}"] if window else [])])
+    clauses = [("kv", k)] if k == v else [("k", k), ("v", v)]
+    clauses += [(f"layers={one.layers}:{sides}", one.codec) for sides, one in _together(k_exceptions, v_exceptions)]
+    kept = {codec.raw for _, codec in clauses if codec.raw is not None}
+    raw = kept.pop() if len(kept) == 1 else ""
+    texts = [f"{sides}={codec.plain if raw else codec.text}" for sides, codec in clauses]
+    return ";".join([*texts, *([f"raw={raw}"] if raw else []), *([f"tail={window}"] if window else [])])
 
 
-def _side(rules: Sequence[tuple[Items, str]]) -> tuple[str, list[Exceptions]]:
+def _side(rules: Sequence[tuple[Items, Spelled]]) -> tuple[Spelled, list[Exceptions]]:
     """The codec of all layers and the exceptions, in order, of one side."""
-    ranges: list[tuple[Range | None, str]] = []
+    ranges: list[tuple[Range | None, Spelled]] = []
     for items, codec in rules:
         ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]
     while True:
@@ -99,16 +113,16 @@ def _side(rules: Sequence[tuple[Items, str]]) -> tuple[str, list[Exceptions]]:
         ranges = again
 
 
-def _exceptions(rules: Sequence[tuple[Range, str]], base: str) -> list[Exceptions]:
+def _exceptions(rules: Sequence[tuple[Range, Spelled]], base: Spelled) -> list[Exceptions]:
     """``rules`` without what later ones replace and what ``base`` does anyhow, in an order that depends on what they do alone."""
-    left: list[tuple[Range, str]] = []
+    left: list[tuple[Range, Spelled]] = []
     for one, codec in reversed(rules):
         parts = [one]
         for later, _ in left:
             parts = [rest for part in parts for rest in part.without(later)]
         left += ((part, codec) for part in reversed(parts))
     left.reverse()
-    ordered: list[tuple[Range, str]] = []
+    ordered: list[tuple[Range, Spelled]] = []
     # A rule stays behind those before it that may cover one of its layers and have another codec.
     before = [{i for i, (one, codec) in enumerate(left[:j]) if codec != of and one.may_meet(it)} for j, (it, of) in enumerate(left)]
     waiting = set(range(len(left)))
@@ -119,16 +133,16 @@ def _exceptions(rules: Sequence[tuple[Range, str]], base: str) -> list[Exception
             waiting.difference_update(plain)
             before = [numbers - set(plain) for numbers in before]
             continue
-        newest = ordered[-1][1] if ordered else ""
-        chosen = min(free, key=lambda number: (left[number][1] != newest, left[number][1], left[number][0]))
+        newest = ordered[-1][1] if ordered else None
+        chosen = min(free, key=lambda number: (left[number][1] != newest, left[number][1].text, left[number][0]))
         waiting.remove(chosen)
         ordered.append(left[chosen])
     return _grouped(ordered)
 
 
-def _grouped(rules: Iterable[tuple[Range, str]]) -> list[Exceptions]:
+def _grouped(rules: Iterable[tuple[Range, Spelled]]) -> list[Exceptions]:
     """Neighbors of one codec as one, with ranges that touch joined."""
-    groups: list[tuple[list[Range], str]] = []
+    groups: list[tuple[list[Range], Spelled]] = []
     for one, codec in rules:
         if groups and groups[-1][1] == codec:
             groups[-1][0].append(one)

@@ -1,17 +1,21 @@
 """The papers' published configurations as recipes, by name.
 
 A preset covers both sides of every layer. An addition changes a part, and comes after the part that it changes in a recipe.
+Every lossy preset keeps a few tokens raw (``RAW_CLAUSE``), whatever its paper does with them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-RAW_WORDS = "raw_first=4,raw_low_norm=0.6"
-"""The tokens that presets with a basis keep raw: the first of a sequence, and those whose keys have a low norm (attention sinks).
+RAW_CLAUSE = "raw=4,0.6,4"
+"""The tokens that lossy presets keep raw: the first of a sequence, and those whose keys have a norm far from their page's median.
 
-The addition "raw-sinks" gives these options to any other recipe.
+Tokens of low norm are attention sinks. One of high norm would raise scales that it shares with other tokens or heads.
 """
+
+EXACT = ("raw", "bf16", "fp16", "fp32", "lossless")
+"""The presets without a lossy codec, which have no raw tokens."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def _all() -> dict[str, Preset]:
         found[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI in groups of 128, OScaR's residual window")
     for b in (2, 4):
         found[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot, groups of 128 channels")
-    words = "b=2,g=32,axis=channel,channel_order=u8,block_rotation=32,sinks=4"
+    words = "b=2,g=32,axis=channel,channel_order=u8,block_rotation=32"
     found["rotatekv-2"] = Preset(f"k=group:{words};v=group:b=2,g=32,{rotated}", "RotateKV after RoPE, in blocks of a group's channels")
     found["ott-2"] = Preset("kv=group:b=2,g=32,low_norm_tokens=5;tail=128", "OTT: KIVI with 5 tokens of least norm raw, OScaR's settings")
     for b in (2, 3, 4):
@@ -106,12 +110,11 @@ def _all() -> dict[str, Preset]:
     for name in ("octopus-2", "octopus-3", "octopus-4", "turboquant-2", "turboquant-3", "turboquant-4", "oscar-2", "oscar-2-u8"):
         keys, values = found[name].recipe.split(";")
         found[f"{name}-scaled"] = Preset(f"{keys},channel_scale=fp16;{values}", f"{found[name].source}, for keys with outlier channels")
-    return found
+    return {name: preset if name in EXACT else replace(preset, recipe=f"{preset.recipe};{RAW_CLAUSE}") for name, preset in found.items()}
 
 
 PUBLISHED: dict[str, Preset] = _all()
 
 ADDITIONS: dict[str, Preset] = {
     "boundary-1": Preset("layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the keys of the first and the last layer raw"),
-    "raw-sinks": Preset(RAW_WORDS, "attention sinks raw: the first 4 tokens, and those of low norm, of all lossy clauses before it"),
 }

@@ -1,17 +1,17 @@
 """Recipes: which codec each layer and side gets, as a string or a preset's name::
 
     recipe  = clause { ";" clause }            later clauses win
-    clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "tail=" tokens
+    clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "raw=" tokens | "tail=" tokens
     side    = "k" | "v" | "kv"
     codec   = id [ ":" option { "," option } ]
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
-Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw", and "raw-sinks" gives
-the options "raw_first=4,raw_low_norm=0.6" to all lossy clauses before it.
+Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
+"raw=4,0.6,4" gives the options raw_first=4, raw_low_norm=0.6 and raw_high_norm=4 to every lossy codec of the recipe that names none of
+them; every lossy preset has it, and "raw=0" after a preset turns it off.
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
-"transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw_first=4,raw_low_norm=0.6": tokens that
-they keep raw besides, attention sinks among them.
+"transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=4,0.6,4".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
@@ -34,11 +34,13 @@ from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter,
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
 from kvpack.formats.raw import DTYPES, HOLDS
+from kvpack.formats.raw_positions import RawPositions
 
+from . import raw_clause
 from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS
 from .basis_sources import basis_of
-from .canonical import canonical_text
-from .presets import ADDITIONS, PUBLISHED, RAW_WORDS
+from .canonical import Spelled, canonical_text
+from .presets import ADDITIONS, PUBLISHED, RAW_CLAUSE
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
 
@@ -64,7 +66,7 @@ _CHECKED_DIM = 128
 
 CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
-_ALIAS_WORDS = {"klt": f",widths=heads,{RAW_WORDS}", "transform": f",{RAW_WORDS}"}
+_ALIAS_WORDS = {"klt": f",widths=heads;{RAW_CLAUSE}", "transform": f";{RAW_CLAUSE}"}
 """What ``klt-<bits>`` has besides its bits: a clause written out keeps its meaning, which stores name their entries by."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -120,14 +122,13 @@ class Rule:
             self._codecs[asked] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
         return self._codecs[asked]
 
-    def with_raw_tokens(self) -> Rule:
-        """The rule with the options of ``RAW_WORDS``, unless its codec loses nothing or it names raw tokens itself."""
-        words = dict(option.split("=") for option in RAW_WORDS.split(","))
-        if self.codec_id in _DTYPES or not words.keys().isdisjoint(dict(self.words)):
+    def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
+        """The rule with the options ``words``, unless its codec loses nothing or it says itself which tokens are raw."""
+        if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
         return replace(self, words=(*self.words, *words.items()))
 
-    def canonical(self, side: str) -> str:
+    def canonical(self, side: str) -> Spelled:
         """The codec of ``side`` in its canonical spelling."""
         words = dict(self.words)
         if self.codec_id in CALIBRATED:
@@ -146,10 +147,18 @@ class Rule:
 
 
 @lru_cache(maxsize=4096)
-def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> str:
+def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> Spelled:
     options = Options(codec_id, dict(words), None)
     create_codec(codec_id, _CHECKED_DIM, side, options)
-    text = ",".join(f"{name}={value}" for name, value in options.canonical().items())
+    found = options.canonical()
+    raw = {name: found[name] for name in found.keys() & set(RawPositions.words)}
+    plain = {name: value for name, value in found.items() if name not in raw}
+    kept = None if codec_id in _DTYPES else raw_clause.value_of(raw)
+    return Spelled(_spelled(codec_id, found), _spelled(codec_id, plain), kept)
+
+
+def _spelled(codec_id: str, words: Mapping[str, str]) -> str:
+    text = ",".join(f"{name}={value}" for name, value in words.items())
     return f"{codec_id}:{text}" if text else codec_id
 
 
@@ -211,12 +220,16 @@ class Recipe:
     def rules(self) -> tuple[Rule, ...]:
         """The rules in the order given; the last rule that covers a layer and side applies."""
         found: list[Rule] = []
+        words: dict[str, str] = {}
         for clause, written in self._clauses():
-            if clause == RAW_WORDS:
-                found = [rule.with_raw_tokens() for rule in found]
+            if clause.startswith(raw_clause.PREFIX):
+                try:
+                    words = raw_clause.words_of(clause)
+                except InvalidParameter as error:
+                    self._refuse(clause, clause, str(error))
             elif (rule := self._rule(clause, written)) is not None:
                 found.append(rule)
-        return tuple(found)
+        return tuple(rule.with_raw_tokens(words) for rule in found)
 
     @property
     def needs_basis(self) -> bool:
@@ -287,8 +300,7 @@ class Recipe:
         """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidRecipe where it names another."""
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
-        for text in self._written.split(";"):
-            clause = _without_alias(text.strip())
+        for clause in (part for text in self._written.split(";") for part in _without_alias(text.strip()).split(";")):
             match = re.fullmatch(rf"((?:layers=[^:]*:)?(?:k|v|kv)=(?:{'|'.join(CALIBRATED)}))(?::(.*))?", clause)
             if match:
                 words = [word for word in (match[2] or "").split(",") if word]
@@ -296,8 +308,7 @@ class Recipe:
                 if named != digest:
                     raise InvalidRecipe(f"recipe {self._written!r} names the basis {named}, and {digest} was given")
                 words = [word for word in words if not word.startswith("basis=")]
-                clause = f"{match[1]}:{','.join([*words, f'basis={digest}'])}"
-            clauses.append(clause)
+            clauses.append(f"{match[1]}:{','.join([*words, f'basis={digest}'])}" if match else clause)
         return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
@@ -357,7 +368,7 @@ class Recipe:
         sides, equals, codec = body.partition("=")
         if not equals or sides not in ("k", "v", "kv"):
             word = sides if equals else body
-            expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers= or tail="
+            expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers=, raw= or tail="
             if word.startswith("@"):
                 expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
             elif "," in word and word.partition(",")[0] in self._named:

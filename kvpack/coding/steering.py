@@ -17,6 +17,7 @@ from kvpack.formats.options import Options
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.side_cars import WithSideCars
 
+from . import raw_clause
 from .presets import ADDITIONS, PUBLISHED
 from .recorded_presets import RECORDED
 
@@ -38,7 +39,7 @@ STEERING = {
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
-_WORDS = tuple(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*STEERING.values())))
+_WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*STEERING.values()))))
 
 
 def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
@@ -81,8 +82,23 @@ def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
         clauses += _NAMED.get(text.strip(), text.strip()).split(";")
     if not any(word in clause for clause in clauses for word in _WORDS):
         return ()
+    raw = next((_raw_options(clause) for clause in reversed(clauses) if clause.startswith(raw_clause.PREFIX)), "")
     matches = [_CLAUSE.fullmatch(clause) for clause in clauses]
-    return tuple((match[2], match[1] or "", match[3], match[4] or "") for match in matches if match)
+    return tuple((match[2], match[1] or "", match[3], _with_raw(match[4] or "", raw)) for match in matches if match)
+
+
+def _raw_options(clause: str) -> str:
+    """The options that a clause about raw tokens stands for; none if it is not a valid one."""
+    try:
+        return ",".join(f"{name}={value}" for name, value in raw_clause.words_of(clause).items())
+    except InvalidParameter:
+        return ""
+
+
+def _with_raw(options: str, raw: str) -> str:
+    """A codec's ``options`` and those of the clause about raw tokens, unless it names such tokens itself."""
+    own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
+    return ",".join(part for part in (options, "" if own else raw) if part)
 
 
 def _covers(items: str, layer: int, layers: int) -> bool:

@@ -60,7 +60,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
         if raw is not None:
             k = _pages(lane, len(chosen), layers.first.dtype, rows.device, geometry.dims["k"])
             gather(keys, chosen, k)
-            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group)
+            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots)
             x, streams = found.rest, found.streams
             left_out += found.left_out.sum()
         made = encode(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams

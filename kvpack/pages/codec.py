@@ -38,10 +38,12 @@ class PageCodec:
     job is a few launches for each side and one for the checksums; recipes and geometries that no kernel takes page by page are coded for
     all pages together, and the rest is copied through the host's memory, as rows there are.
     Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values (lossless,
-    transform, outliers, raw tokens by ``sinks``) and for one that keeps a raw tail. Of raw tokens by their positions, a row has room
-    for one in 64 tokens of its page, at least one: those of the lowest norm below ``raw_low_norm`` of the page's median; those of
-    ``raw_first`` are no others, for a page does not know where it stands. ``raw_tokens_left_out`` counts what had no room. A recipe of
-    the codec klt needs its ``basis``: MissingBasis, InvalidShape for one of other heads, and what reading a basis raises.
+    transform, outliers, raw tokens by ``sinks``) and for one that keeps a raw tail. Of the tokens that presets keep raw, a row has
+    room for one in 64 of its page: those of the lowest norm below ``raw_low_norm`` of the page's median, and, in codecs that encode
+    tokens together, those above ``raw_high_norm``. ``raw_first`` is ignored, for a page does not know its place in the sequence.
+    ``raw_tokens_left_out`` counts tokens without room. Pages of fewer than 64 tokens have no room, except for one token in those of
+    the codec klt. A recipe of klt needs its ``basis``: MissingBasis, InvalidShape for one of other heads, and what reading a basis
+    raises.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PageCodec:
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Tokens of low norm (``raw_low_norm``) that pages had no slot for, in all layers and sides so far. The host waits for devices."""
+        """Tokens to be kept raw that pages had no slot for, in all layers and sides so far. The host waits for devices."""
         return self._host.left_out + sum(int(device.left_out) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:

@@ -106,6 +106,8 @@ class PageGeometry:
             # A page of other heads could never be encoded.
             codec.family.source_for(self.heads)
         slots = self.slots(codec)
+        if not slots:
+            codec = codec.without_raw
         varying = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry" and name not in slots]
         if varying:
             raise InvalidParameter(
@@ -115,9 +117,12 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """The rows of each stream that has a fixed number of raw tokens a page."""
-        raw = codec.side_car(RawPositions)
-        return {} if raw is None else dict.fromkeys(raw.layout(1, 1, 0), slots_of(self.tokens))
+        """The rows of each stream that has a fixed number of raw tokens a page; none if there is no room for one.
+
+        A basis leaves out what recipes keep raw, and decodes it badly: its pages have room for one token at least.
+        """
+        raw, count = codec.side_car(RawPositions), slots_of(self.tokens, int(isinstance(codec.family, Klt)))
+        return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:
         """The description of a page in ``recipe``. Raises InvalidRecipe, InvalidParameter and InvalidDtype."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from kvpack.cache.pages import Page
@@ -18,7 +19,16 @@ from kvpack.formats.errors import OutOfRange
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
-from kvpack.formats.raw_positions import RawPositions, in_slots, norms_of
+from kvpack.formats.raw_positions import (
+    POSITIONS,
+    VALUES,
+    RawPositions,
+    norms_of,
+    replaced,
+    stored_positions,
+    tokens_of_slots,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from kvpack.file.header import Contents
@@ -56,6 +66,11 @@ class Lane:
         return self.codec.side_car(RawPositions)
 
     @property
+    def slots(self) -> int:
+        """The raw tokens that a page has room for."""
+        return next(iter(self.geometry.slots(self.codec).values()), 0)
+
+    @property
     def plain(self) -> Codec:
         """The codec of all other tokens."""
         return self.codec.without_raw
@@ -65,7 +80,7 @@ class Lane:
         tensors, keys = (pages.sides[side][self.first : self.first + self.count] for side in (self.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(self.codec, Opaque | Raw) or self.geometry.dtype not in RAW_DTYPES:
             return _Ready(self, tensors, keys)
-        return _Ready(self, tensors, keys, *self._compiled())
+        return _Ready(self, tensors, keys, *self._compiled(), self._choosers(keys))
 
     def _compiled(self) -> tuple[Any, Any]:
         """The encoder and the decoder of one layer, and of all of them together, in C; None where C does not take the codec."""
@@ -81,55 +96,96 @@ class Lane:
         return encoders, decoders
 
 
+    def _choosers(self, keys: Sequence[torch.Tensor]) -> Any:
+        """What chooses the raw tokens of one layer, and of all of them together, in C; None where C does not, or there are none."""
+        from kvpack.kernels.cpu import raw_slots
+
+        geometry = self.geometry
+        if self.raw is None or not raw_slots.chooses(geometry.computed_dtype) or not _direct(keys):
+            return None
+        shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
+        return {n: raw_slots.Chooser(self.raw, n, *shape) for n in {1, self.count}}
+
+
 class _Ready:
     """A lane over the memory of one engine."""
 
     def __init__(
-        self, lane: Lane, tensors: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], encoders: Any = None, decoders: Any = None
+        self,
+        lane: Lane,
+        tensors: Sequence[torch.Tensor],
+        keys: Sequence[torch.Tensor],
+        encoders: Any = None,
+        decoders: Any = None,
+        choosers: Any = None,
     ) -> None:
         self._lane, self._tensors, self._keys, self._encoders, self._decoders = lane, tensors, keys, encoders, decoders
+        self._choosers = choosers
         self._stretches: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
-        direct = all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
-        if not direct:
+        if not _direct(tensors):
             self._encoders = self._decoders = None
         elif encoders or decoders:
             self._stretches = _stretches(tensors)
+        self._stretches_of_keys = [] if choosers is None else _stretches(keys)
 
     def encode(self, slot: int, row: memoryview, threads: int) -> int:
         """Encode the page in ``slot``, and count raw tokens left out. Raises NonFinite and OutOfRange, naming the layer and the side."""
-        self._encode(slot, row, threads)
-        return self._encode_raw(slot, row)
-
-    def _encode_raw(self, slot: int, row: memoryview) -> int:
-        """Put raw tokens into their slots, and encode their token groups once more without them."""
-        lane, raw = self._lane, self._lane.raw
+        raw = self._lane.raw
         if raw is None:
+            self._encode(slot, row, threads, {})
             return 0
-        x, k = (
-            torch.stack([tensor[slot] for tensor in tensors]).to(lane.geometry.computed_dtype) for tensors in (self._tensors, self._keys)
-        )
-        try:
-            found = in_slots(raw, x, norms_of(k), lane.plain.token_group)
-        except OutOfRange as error:
-            raise OutOfRange(f"layers[{lane.first}].{lane.side}: {error}") from None
-        for number in range(lane.count):
-            streams = self._streams(row, number)
-            for name, stream in found.streams.items():
-                streams[name].copy_(stream[number][None, None])
-            if lane.plain.token_group > 1 and found.used[number].any():
-                made = encode(lane.plain, found.rest[number : number + 1], f"layers[{lane.first + number}].{lane.side}")
-                for name, own in made.items():
-                    streams[name].copy_(own)
-        return int(found.left_out.sum())
+        chosen, left_out = self._choose(raw, slot, threads)
+        used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if tokens[0] >= 0}
+        # A raw token changes the scales of its group; one that is encoded alone is encoded as it is.
+        rest = {number: self._rest(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
+        self._encode(slot, row, threads, rest)
+        for name in (POSITIONS, VALUES):
+            self._raw_bytes(row, name)[:] = 0
+        for number, tokens in used.items():
+            self._store_raw(raw, slot, row, number, tokens)
+        return left_out
 
-    def _encode(self, slot: int, row: memoryview, threads: int) -> None:
-        if self._encoders is not None:
+    def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[numpy.ndarray[Any, numpy.dtype[numpy.int64]], int]:
+        """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and how many have no slot."""
+        if self._choosers is not None:
+            found = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
+            return numpy.concatenate([chosen for chosen, _ in found]), sum(left_out for _, left_out in found)
+        dtype, tokens = self._lane.geometry.computed_dtype, self._lane.geometry.tokens
+        norms = torch.cat([norms_of(keys[slot].to(dtype)[None]) for keys in self._keys])
+        token, left_out = tokens_of_slots(raw, norms, self._lane.plain.token_group, self._lane.slots)
+        return token.masked_fill(token == tokens, -1).numpy(), int(left_out.sum())
+
+    def _rest(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The page of layer ``number`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
+        x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
+        chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
+        chosen[0, tokens] = True
+        return replaced(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain.token_group)
+
+    def _store_raw(self, raw: RawPositions, slot: int, row: memoryview, number: int, tokens: torch.Tensor) -> None:
+        lane, streams = self._lane, self._streams(row, number)
+        x, none = self._tensors[number][slot].to(lane.geometry.computed_dtype)[None], torch.zeros_like(tokens)
+        try:
+            values = values_of(x, tokens, none, raw.dtype, "choose a wider raw_dtype")
+        except OutOfRange as error:
+            raise OutOfRange(f"layers[{lane.first + number}].{lane.side}: {error}") from None
+        streams[POSITIONS][0, 0, : len(tokens)] = stored_positions(tokens, none)[0, 0]
+        streams[VALUES][0, 0, : len(tokens)] = values
+
+    def _raw_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+        """The bytes of one stream of all layers in ``row``, ``[layer, byte]``."""
+        begin, end = self._lane.places[name]
+        return numpy.ndarray((self._lane.count, end - begin), numpy.uint8, row, begin, (self._lane.stride, 1))
+
+    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> None:
+        """Encode all layers, or what ``rest`` has of them, ``[1, kv_head, token, dim]``."""
+        if self._encoders is not None and not rest:
             address = address_of(row)
             if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
                 return
         lane = self._lane
         for number, tensor in enumerate(self._tensors):
-            x, layer = tensor[slot], lane.first + number
+            x, layer = rest[number][0] if number in rest else tensor[slot], lane.first + number
             streams = self._streams(row, number)
             if isinstance(lane.codec, Opaque):
                 streams["bytes"].copy_(x.view(torch.uint8)[None])
@@ -174,8 +230,9 @@ class _Ready:
         if raw is None:
             return
         with torch.inference_mode():
-            for number, tensor in enumerate(self._tensors):
-                streams = self._streams(row, number)
+            # Of a slot that is in use, a byte is not zero.
+            for number in self._raw_bytes(row, POSITIONS).any(1).nonzero()[0].tolist():
+                tensor, streams = self._tensors[number], self._streams(row, number)
                 token, _ = raw.places(streams)
                 # Rows are decoded that nothing but their checksum vouches for.
                 inside = token < self._lane.geometry.tokens
@@ -205,6 +262,11 @@ class _Ready:
 
     def _run_decoder(self, stretch: Any, slot: int, address: int, threads: int) -> None:
         self._decoders[stretch[1]].run(address + stretch[0] * self._lane.stride, self._values(stretch, slot), threads)
+
+
+def _direct(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether channels are next to each other."""
+    return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
@@ -253,8 +315,6 @@ def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: 
 
 
 def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
-    import numpy
-
     # torch cannot make a tensor of a read-only buffer without a warning, and none of these is written.
     array = numpy.frombuffer(data, numpy.uint8)
     if data.readonly:
@@ -264,8 +324,6 @@ def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
 
 def address_of(row: memoryview) -> int:
     """Where a row begins in memory."""
-    import numpy
-
     return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)
 
 

@@ -10,7 +10,8 @@ import torch
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
-from kvpack.coding.presets import RAW_WORDS
+from kvpack.coding import raw_clause
+from kvpack.coding.presets import RAW_CLAUSE
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds, OutOfRange
 from kvpack.formats.raw_positions import norms_of
@@ -48,10 +49,12 @@ RUNGS = (
 Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
 """
 
-CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
+_RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.words_of(RAW_CLAUSE).items())
+
+CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
 """The candidates that a basis adds, of both sides: each place then has what so many bits per value on average would give it."""
 
-FRAMED = tuple(f"transform:bits={bits:g},{RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
+FRAMED = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
 """The candidates that a basis with frames adds besides."""
 
 DECODED = ("transform", "lossless")

@@ -33,8 +33,8 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 TEMPERATURES = (1.0, 3.0, 10.0)
 """Temperatures of the predictions that next tokens are drawn from; each has the same share in the cost."""
 
-RAW = RawPositions(1, "bf16", 4, 0.6)
-"""Which tokens recipes such as klt-1.75 keep raw: attention sinks, whose values need not tell anything. Unlike all others, they are not
+RAW = RawPositions(1, "bf16", 4, 0.6, 4.0)
+"""Which tokens lossy presets keep raw (``presets.RAW_CLAUSE``): attention sinks, whose values need not tell anything. Unlike all others, they are not
 counted."""
 
 SAMPLED_OF_FRAMES = 8

@@ -9,8 +9,8 @@ import pytest
 
 from kvpack import cli
 from kvpack.bench import norm_rules, quality
-from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
+from kvpack.coding.recorded_presets import RECORDED
 from kvpack.formats import CODECS
 
 
@@ -24,7 +24,7 @@ def test_the_presets_compared_are_those_that_the_rule_changes() -> None:
 def test_the_papers_recipe_differs_in_the_rule_alone(name: str) -> None:
     other = norm_rules.with_papers_rule(name)
     assert other is not None
-    recipe, papers = Recipe(PUBLISHED[name].recipe), Recipe(other)
+    recipe, papers = Recipe(RECORDED[name]), Recipe(other)
     assert recipe.window == papers.window
     for side in "kv":
         one, two = (parsed.codec(0, 4, side, 128) for parsed in (recipe, papers))

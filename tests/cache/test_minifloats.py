@@ -164,12 +164,16 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     with pytest.raises(InvalidParameter, match="2 runs of different scales, the first of 37 tokens: take slices"):
         kvpack.Minifloats.of(side)
     assert same_bits(kvpack.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
-    with pytest.raises(InvalidParameter, match="by the codec group, expected minifloat"):
+    with pytest.raises(InvalidParameter, match="by the codec group with side-cars, expected minifloat"):
         kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
     with pytest.raises(InvalidDtype, match=r"a Layer where the side of a layer is expected, such as cache\[0\].k"):
         kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
+    cache = kvpack.pack([(random_values(1), None)], "fp8")
+    with pytest.raises(InvalidParameter, match=r"by the codec minifloat with side-cars, .* 'fp8;raw=0'"):
+        kvpack.Minifloats.of(cache[0].k)
+    assert kvpack.Minifloats.of(cache.convert("fp8;raw=0")[0].k).elements.shape[2] == cache.tokens
     with pytest.raises(InvalidParameter, match="a raw tail of 5"):
-        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8;tail=32")[0].k)
+        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8;raw=0;tail=32")[0].k)
 
 
 def changed(name: str, **changes: Any) -> dict[str, Any]:
@@ -218,6 +222,6 @@ def test_what_cannot_be_stored_is_refused_by_name(arguments: dict[str, Any], err
 
 
 def test_an_odd_head_dim_of_e2m1_has_no_bytes_of_two() -> None:
-    side = kvpack.pack([(random_values(1, 33), None)], "nvfp4")[0].k
+    side = kvpack.pack([(random_values(1, 33), None)], "nvfp4;raw=0")[0].k
     with pytest.raises(InvalidShape, match="e2m1 at head dim 33"):
         kvpack.Minifloats.of(side)

@@ -11,7 +11,7 @@ import kvpack
 from kvpack.errors import KvpackWarning
 
 PLAIN = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32"
-RAW = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16,raw_high_norm=4;v=group:b=2,g=32,raw_high_norm=4"
+RAW = f"{PLAIN};raw=4,0.6,4"
 
 
 def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,17 +23,26 @@ def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("value", [100.0, 7e4])
 def test_a_shared_token_scale_names_the_token_and_what_to_do(value: float) -> None:
-    with pytest.warns(KvpackWarning, match=r"k: token 9 of sequence 1 has a norm of .* in head 1 .*raw_high_norm=4"):
+    with pytest.warns(KvpackWarning, match=r"k: token 9 of sequence 1 has a norm of .* in head 1 .*add raw=4,0.6,4 to the recipe"):
         kvpack.pack([pair(value)], PLAIN)
 
 
-def test_the_remedy_keeps_the_token_and_warns_of_nothing() -> None:
-    k, v = pair(1e3)
+def relative(found: torch.Tensor, given: torch.Tensor) -> float:
+    return float((found - given).norm() / given.norm())
+
+
+@pytest.mark.parametrize("value", [100.0, 1e3, 7e4])
+@pytest.mark.parametrize("recipe", [RAW, "octopus-3", "octopus-3-scaled", "turboquant-3-scaled", "oscar-2", "oscar-2-scaled", "kivi-2"])
+def test_an_outlier_costs_neither_other_tokens_nor_other_heads(recipe: str, value: float) -> None:
+    k, v = pair(value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decoded, _ = kvpack.pack([(k, v)], RAW)[0].unpack(torch.float32)
+        decoded, _ = kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32)
     assert decoded is not None
     assert torch.equal(decoded[1, :, 9], k[1, :, 9].to(torch.bfloat16).float())
+    usual = relative(decoded[0], k[0])
+    others = [token for token in range(300) if token != 9]
+    assert relative(decoded[1, 1, others], k[1, 1, others]) < 1.1 * usual
 
 
 def test_a_token_that_is_large_in_all_heads_is_what_the_scale_is_for() -> None:

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpack.coding.presets import EXACT
 from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, KvpackError, OutOfBounds
+from kvpack.formats.raw_positions import RawPositions
+from kvpack.tuning.statistics import RAW
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -37,6 +40,32 @@ def test_an_addition_changes_what_stands_before_it() -> None:
     assert recipe.window == 32
     assert Recipe("kivi-2-g128").window == 128
     assert Recipe("kivi-2-g128;tail=0").window == 0
+
+
+def test_every_lossy_preset_keeps_tokens_raw() -> None:
+    for name in PRESETS:
+        for side in "kv":
+            raw = Recipe(name).codec(0, 4, side, 64).side_car(RawPositions)
+            assert (raw is None) == (name in EXACT), name
+            assert raw is None or raw == RAW
+            assert raw is None or (raw.first, raw.low_norm, raw.high_norm) == (RAW.first, RAW.low_norm, RAW.high_norm)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("octopus-3;raw=", "raw_first is '', expected an integer from 1 to 65536"),
+        ("octopus-3;raw=4,2", "raw_low_norm is '2', expected a number above 0 and below 1"),
+        ("octopus-3;raw=4,0.6,1", "raw_high_norm is '1', expected a number above 1"),
+        ("octopus-3;raw=4,0,0,fp8", "raw_dtype is 'fp8', expected one of"),
+        ("octopus-3;raw=0,0,0,fp16", "raw_dtype is fp16, which needs raw_first"),
+        ("octopus-3;raw=4,0.6,4,bf16,0", "has 5 values, expected up to 4"),
+    ],
+)
+def test_a_clause_about_raw_tokens_is_checked(text: str, message: str) -> None:
+    with pytest.raises(InvalidRecipe, match=message) as caught:
+        Recipe(text)
+    assert "such as raw=4,0.6,4" in str(caught.value) or "raw_dtype is fp16" in message
 
 
 @pytest.mark.parametrize(

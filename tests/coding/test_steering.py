@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +14,12 @@ from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.coding.steering import STEERING, steered
 from kvpack.formats import codec_from_params
+from kvpack.formats.raw_positions import RawPositions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvpack.formats.base import Codec
 
 RECIPES = [
     "k=scalar:b=2,norm_rule=norm;v=group:b=3,g=32,centre=zero",
@@ -56,14 +61,21 @@ def test_a_conversion_that_keeps_codes_goes_on_as_the_new_recipe_says(tmp_path: 
     assert (tmp_path / "kept.kvpack").read_bytes() == (tmp_path / "loaded.kvpack").read_bytes()
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *PUBLISHED])
+def choice(codec: Codec) -> tuple[object, ...]:
+    """How ``codec`` chooses raw tokens, which no header holds."""
+    raw = codec.side_car(RawPositions)
+    return () if raw is None else (raw.first, raw.low_norm, raw.high_norm)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *PUBLISHED, "octopus-2;raw=9;layers=1:v=scalar:b=2,raw_low_norm=0.5"])
 def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
     parsed = Recipe(PUBLISHED[recipe].recipe if recipe in PUBLISHED else recipe)
     for layer in range(4):
         for side in "kv":
             expected: Any = parsed.codec(layer, 4, side, 128)
-            found: Any = steered(codec_from_params(expected.params()), recipe, layer, 4, side)
+            found: Any = steered(codec_from_params(expected.params()), parsed.text, layer, 4, side)
             assert found == expected
+            assert choice(found) == choice(expected)
             for one, other in ((found, expected), (getattr(found, "codec", found), getattr(expected, "codec", expected))):
                 assert {name: getattr(one, name, None) for name in ("centre", "norm_rule", "rounding")} == {
                     name: getattr(other, name, None) for name in ("centre", "norm_rule", "rounding")
@@ -79,6 +91,8 @@ def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
         "k=octahedral:b=2,norm_rule=norm",
         "layers=x:k=scalar:norm_rule=norm",
         "k=scalar:bits=9",
+        "k=scalar:b=3;raw=4",
+        "k=scalar:b=3;raw=4,x",
     ],
 )
 def test_other_texts_change_nothing(text: str) -> None:

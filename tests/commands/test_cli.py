@@ -77,7 +77,7 @@ def test_inspect_as_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "tokens 256 to 356" in text
     assert "name toy, revision 7" in text
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
-    assert ["1-2", "k", "group bits=2 axis=token size=32", "1", "2", "100", "4", "64"] in [row[:8] for row in rows]
+    assert ["1-2", "k", "group bits=2 axis=token size=32 raw_positions=bf16", "1", "2", "100", "4", "64"] in [row[:8] for row in rows]
     assert "header and padding" in {row[0] for row in rows}
 
 

@@ -20,7 +20,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidShape, LimitExceeded,
 from caches import dense, random_pairs  # isort: skip
 
 
-def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2") -> kvpack.Cache:
+def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:
     """A cache of three layers; the second holds the newest ``held`` tokens alone."""
     pairs = random_pairs(3, tokens)
     full = kvpack.pack(pairs, recipe, start=start)
@@ -89,10 +89,10 @@ def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
     for changed, seen in (
         (cache.append(pairs), 74),
         (cache.convert("octopus-3"), 70),
-        (cache.convert("kivi-2;tail=32"), 70),
+        (cache.convert("kivi-2;raw=0;tail=32"), 70),
         (cache.to("cpu"), 70),
         (kvpack.concat([cache]), 70),
-        (kvpack.concat([cache, kvpack.pack(pairs, "kivi-2", start=75)]), 74),
+        (kvpack.concat([cache, kvpack.pack(pairs, "kivi-2;raw=0", start=75)]), 74),
     ):
         assert [(layer.skipped, layer.seen) for layer in changed] == [(0, seen), (48, seen), (0, seen)]
         assert (changed.start, changed.stop) == (5, 5 + seen)
@@ -108,11 +108,11 @@ def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     pairs = random_pairs(3, 4, seed=1)
     with pytest.raises(NotConsecutive, match=message):
         short.append(pairs)
-    following = kvpack.pack(pairs, "kivi-2", start=75)
+    following = kvpack.pack(pairs, "kivi-2;raw=0", start=75)
     with pytest.raises(NotConsecutive, match=message):
         kvpack.concat([short, following])
     with pytest.raises(NotConsecutive, match=message):
-        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2"), short])
+        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), short])
 
 
 def test_layers_get_the_same_tokens() -> None:
@@ -123,7 +123,7 @@ def test_layers_get_the_same_tokens() -> None:
 
 def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
     with pytest.raises(NotConsecutive, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: those"):
-        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2"), sliding()])
+        kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), sliding()])
 
 
 def test_a_file_keeps_the_positions_of_every_layer(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_file_keeps_the_positions_of_every_layer(tmp_path: Path) -> None:
 
 
 def test_a_file_whose_layers_hold_the_same_range_needs_no_feature(tmp_path: Path) -> None:
-    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2", start=7), tmp_path / "cache.kvpack")
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2;raw=0", start=7), tmp_path / "cache.kvpack")
     header = container.open_file(tmp_path / "cache.kvpack").header
     assert (header.required, dict(header.ignorable), header.starts) == ((), {}, (7, 7))
 
@@ -168,7 +168,7 @@ def test_inspect_shows_the_positions_of_layers_that_differ(tmp_path: Path, capsy
         [(53, 75)] * 2,
         [(5, 75)] * 2,
     ]
-    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2", start=7), path)
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2;raw=0", start=7), path)
     cli.main(["inspect", str(path)])
     assert "positions" not in capsys.readouterr().out
 

@@ -38,7 +38,7 @@ def states(batch: int = 1, seed: int = 0) -> MappingProxyType[str, torch.Tensor]
     return MappingProxyType({"conv.0": torch.randn(batch, 6, 4, generator=source).bfloat16(), "recurrent.0": recurrent})
 
 
-def hybrid(batch: int = 1, recipe: str = "kivi-2") -> kvpack.Cache:
+def hybrid(batch: int = 1, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:
     """Three layers: states alone, keys and values alone, both."""
     packed = kvpack.pack(random_pairs(2, TOKENS, batch=batch), recipe)
     layers = (Layer(None, None, states=states(batch)), packed[0], replace(packed[1], states=states(batch, 1)))
@@ -149,7 +149,7 @@ def test_what_takes_keys_and_values_alone_refuses_states(tmp_path: Path) -> None
     cache = hybrid()
     with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, and a LiveCache keeps only keys"):
         kvpack.LiveCache.of(cache)
-    identity = kvpack.Identity("model", "kivi-2", weights="w")
+    identity = kvpack.Identity("model", "kivi-2;raw=0", weights="w")
     with (
         kvpack.Store(tmp_path, identity, chunk=TOKENS) as store,
         pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0 after token 32 alone: a store cuts"),

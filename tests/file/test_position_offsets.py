@@ -23,7 +23,7 @@ TOKENS = 32
 
 
 def cache(*offsets: int, start: int = 0) -> kvpack.Cache:
-    packed = kvpack.pack(random_pairs(2, TOKENS, batch=len(offsets)), "kivi-2", start=start)
+    packed = kvpack.pack(random_pairs(2, TOKENS, batch=len(offsets)), "kivi-2;raw=0", start=start)
     return replace(packed, position_offsets=offsets)
 
 

@@ -20,7 +20,7 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
 from kvpack.coding.bases import Basis, basis_bytes
-from kvpack.coding.presets import RAW_WORDS
+from kvpack.coding.presets import RAW_CLAUSE
 from kvpack.file import container
 from kvpack.formats.basis import BasisRows, rows_of
 from kvpack.formats.errors import (
@@ -367,10 +367,10 @@ def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
 
 def test_recipes_name_the_basis(basis: Basis) -> None:
     digest = basis.digest.hex()
-    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:basis={digest},bits=1.5,{RAW_WORDS},widths=heads;tail=32"
+    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:basis={digest},bits=1.5,widths=heads;{RAW_CLAUSE};tail=32"
     named = kvpack.Recipe(f"k=klt:basis={digest};v=group:b=4,g=32")
     assert kvpack.Recipe(named.text, basis).text == named.text
-    written = kvpack.Recipe(f"kv=klt:widths=heads,{RAW_WORDS}", basis)
+    written = kvpack.Recipe(f"kv=klt:widths=heads;{RAW_CLAUSE}", basis)
     assert written.codec(0, 2, "k", 32) == kvpack.Recipe("klt-2", basis).codec(0, 2, "k", 32)
     for text, message in (
         ("klt-9", "klt:bits is '9', expected 0.25 to 8"),

@@ -27,7 +27,7 @@ RECIPES = [
     "kivi-2",
     "kivi-2;tail=64",
     "kv=group:b=4,g=32,outliers=3,sinks=4,channel_scale=fp16",
-    "octopus-3;raw-sinks",
+    "octopus-3;raw=4,0.95,1.05",
     "raw",
     "k=raw;v=group:b=2,g=32",
 ]
@@ -335,7 +335,7 @@ def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_full(recipe: str
 
 
 def test_sides_end_at_one_token_again_as_soon_as_both_finish_their_groups() -> None:
-    cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kivi-2").append([tokens(25, 3)])
+    cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kivi-2;raw=0").append([tokens(25, 3)])
     live = LiveCache.of(cache)
     for step in range(8):
         assert live.is_uneven

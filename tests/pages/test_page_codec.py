@@ -63,7 +63,8 @@ def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
     target, found = empty(SMALL, 4)
     assert codec.decode_into(rows, target, [1, 3]) == [None, None]
     for slot, source in ((1, 2), (3, 0)):
-        cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(3)], recipe)
+        # A page does not know that it begins its sequence: none of its first tokens is raw for that.
+        cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(3)], f"{recipe};raw=0,0.6,4")
         for n, layer in enumerate(cache):
             for mine, theirs in zip((found[0][slot, n], found[1][slot, n]), layer.unpack(), strict=True):
                 assert torch.equal(mine, theirs[0])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.coding.encoding import encode
-from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recorded_presets import RECORDED
 
 from .measure import DIM, Rate, Settings, codec, decoded, mean_square_error, rate
 from .rows import Row, around
@@ -135,7 +135,7 @@ _SHARE_NOTE = "App. K.1 has 32 channels with 3 bits and 96 with 2, which are 2.2
 
 
 def _both(recipe: str) -> tuple[Rate, Rate]:
-    parsed = parse_recipe(PUBLISHED[recipe].recipe if recipe in PUBLISHED else recipe)
+    parsed = parse_recipe(RECORDED.get(recipe, recipe))
     return rate(parsed.codec(0, 1, "k", DIM)), rate(parsed.codec(0, 1, "v", DIM))
 
 

@@ -13,6 +13,7 @@ import torch
 from kvpack.coding.encoding import encode
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recorded_presets import RECORDED
 
 from .measure import DIM, Settings, codec, rate
 from .rows import Row, around
@@ -65,7 +66,7 @@ def _counted(dtype: str) -> Callable[[Angle], float]:
 
 
 def _bins(settings: Settings) -> list[Row]:
-    uniform = PUBLISHED[_UNIFORM].recipe
+    uniform = RECORDED[_UNIFORM]
     rows = []
     for bins, published in _ANGLE_BITS.items():
         found = rate(codec(f"angle:n={bins},norm=fp32"))
@@ -92,20 +93,21 @@ def _stored(chosen: Angle) -> float:
 def _models(settings: Settings) -> list[Row]:
     angles, totals, norm8 = [], [], []
     for model, (angle_bits, bits, dtype) in _MODELS.items():
-        preset = PUBLISHED[f"mixedkv-{model}"]
+        name = f"mixedkv-{model}"
+        preset, recipe = PUBLISHED[name], RECORDED[name]
         # Each of these presets is for one model, and names its sizes.
         layers, dim = cast("int", preset.layers), cast("int", preset.dim)
         mean = partial(_mean, layers=layers, dim=dim)
         label = f"{model}, d = {dim}"
-        angles.append(Row("Table 2", f"{label}: angle bits", mean(preset.recipe, bits=_angle_bits), angle_bits))
-        totals.append(Row("Table 5", f"{label}: K8V4-log bits", mean(preset.recipe, bits=_counted(dtype)), bits, note=_RANGE_NOTE))
+        angles.append(Row("Table 2", f"{label}: angle bits", mean(recipe, bits=_angle_bits), angle_bits))
+        totals.append(Row("Table 5", f"{label}: K8V4-log bits", mean(recipe, bits=_counted(dtype)), bits, note=_RANGE_NOTE))
         if dtype == "fp16":
-            equation = mean(preset.recipe, bits=_counted("fp32"))
+            equation = mean(recipe, bits=_counted("fp32"))
             expected = around(bits + 32 / dim)
             totals.append(Row("Table 5", f"{label}: K8V4-log bits by Eq. 3", equation, bits, expected=expected, note=_EQUATION_NOTE))
         if model in _NORM8_BITS:
-            recipe = preset.recipe.replace("log4", "linear8")
-            norm8.append(Row("Table 6", f"{label}: norm8 bits", mean(recipe, bits=_counted("fp32")), _NORM8_BITS[model]))
+            linear = recipe.replace("log4", "linear8")
+            norm8.append(Row("Table 6", f"{label}: norm8 bits", mean(linear, bits=_counted("fp32")), _NORM8_BITS[model]))
     return [*angles, *totals, *norm8]
 
 

@@ -1,0 +1,54 @@
+"""Which tokens of an engine's page are stored raw, by the norms of its keys where they lie (``formats.raw_positions.in_slots``)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from kvpack.formats.raw_positions import PAGE
+
+from . import encode, library
+
+if TYPE_CHECKING:
+    from kvpack.formats.raw_positions import RawPositions
+
+    from .pages import Values
+
+Chosen = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+
+class Chooser:
+    """Chooses the raw tokens of ``layers`` layers of a page by keys of ``heads`` heads, ``tokens`` tokens, ``dim`` values and ``dtype``."""
+
+    def __init__(
+        self, raw: RawPositions, layers: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, token_group: int, slots: int
+    ) -> None:
+        self._layers, self._tokens, self._slots = layers, tokens, slots
+        number = encode.DTYPES.index(dtype)
+        sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE}
+        high = raw.high_norm if token_group > 1 else 0.0
+        self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, **sizes)
+
+    def run(self, keys: Values, threads: int) -> tuple[Chosen, int]:
+        """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and how many have no slot.
+
+        Raises MemoryError.
+        """
+        chosen = numpy.empty((self._layers, self._slots), numpy.int64)
+        left_out, norms = numpy.empty(self._layers, numpy.int64), numpy.empty((self._layers, self._tokens), numpy.float32)
+        call = library.RawSlots.from_buffer_copy(self._call)
+        call.x, call.threads = library.Stream(*keys), threads
+        call.norms, call.chosen, call.left_out = norms.ctypes.data, chosen.ctypes.data, left_out.ctypes.data
+        compiled = library.library()
+        assert compiled is not None
+        if compiled.kvpack_raw_slots(ctypes.byref(call)):
+            raise MemoryError("there is not enough memory to choose raw tokens")
+        return chosen, int(left_out.sum())
+
+
+def chooses(dtype: torch.dtype) -> bool:
+    """Whether C chooses by keys of ``dtype``."""
+    return library.library() is not None and dtype in encode.DTYPES

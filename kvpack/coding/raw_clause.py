@@ -1,0 +1,49 @@
+"""The clause of a recipe that keeps tokens raw in all of its lossy codecs: ``raw=<first>,<low norm>,<high norm>,<dtype>``.
+
+The values stand for the options of ``raw_positions`` in their order; 0 leaves one out, and so does a clause that ends before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.options import Options, UnknownWord
+from kvpack.formats.raw_positions import RawPositions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFIX = "raw="
+
+
+def words_of(clause: str) -> dict[str, str]:
+    """The options that ``clause`` gives a codec; none for ``raw=0``. Raises InvalidParameter."""
+    values = clause.removeprefix(PREFIX).split(",")
+    if len(values) > len(RawPositions.words):
+        raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
+    words = {name: value for name, value in zip(RawPositions.words, values, strict=False) if value != "0"}
+    try:
+        choice_of(words)
+    except UnknownWord as error:
+        raise InvalidParameter(f"{error} in {clause!r}, which reads {_SYNTAX}") from None
+    return words
+
+
+def choice_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
+    """What chooses raw tokens by the options among ``words``; None if they keep none. Raises InvalidParameter."""
+    return RawPositions.of_words(dim, "k", Options("raw", words))
+
+
+def value_of(words: Mapping[str, str]) -> str:
+    """The clause's value, in its canonical spelling, for the options among ``words``; empty if they keep no token raw."""
+    chosen = choice_of(words)
+    if chosen is None:
+        return ""
+    values = [str(chosen.first), f"{chosen.low_norm:.4g}", f"{chosen.high_norm:.8g}", "0" if chosen.dtype == "bf16" else chosen.dtype]
+    while values[-1] == "0":
+        values.pop()
+    return ",".join(values)
+
+
+_SYNTAX = "raw=<first tokens>,<share for low norms>,<ratio for high norms>,<dtype>, such as raw=4,0.6,4"

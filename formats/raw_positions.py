@@ -131,7 +131,8 @@ class RawPositions(KeptTokens):
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
-        return replaced(x, token, sequence, chosen, token_group), {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
+        streams = {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
+        return replaced(x, token, sequence, chosen, token_group), streams
 
     def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return _places(streams[POSITIONS])

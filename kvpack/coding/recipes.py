@@ -373,7 +373,7 @@ class Recipe:
                 expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
             elif "," in word and word.partition(",")[0] in self._named:
                 expected = f"a semicolon between clauses, as in {clause.replace(',', ';')!r}"
-            self._refuse(word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "tail", "layers"])
+            self._refuse(word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])
         codec_id, _, options = codec.partition(":")
         if codec_id not in CODECS:
             self._refuse(

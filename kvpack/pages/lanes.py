@@ -231,7 +231,7 @@ class _Ready:
             return
         with torch.inference_mode():
             # Of a slot that is in use, a byte is not zero.
-            for number in self._raw_bytes(row, POSITIONS).any(1).nonzero()[0].tolist():
+            for number in numpy.flatnonzero(self._raw_bytes(row, POSITIONS).any(1)).tolist():
                 tensor, streams = self._tensors[number], self._streams(row, number)
                 token, _ = raw.places(streams)
                 # Rows are decoded that nothing but their checksum vouches for.

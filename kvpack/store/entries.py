@@ -167,9 +167,9 @@ class Reader:
         if any(layer.skipped for layer in cache if layer.sides):
             held = [cache.positions(number) for number in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")
-        if not self.check_values:
+        if not self.check_values and len(self._templates) < _TEMPLATES:
             template = EntryTemplate.of(file, FEATURE, cache)
-            if template is not None and len(self._templates) < _TEMPLATES:
+            if template is not None:
                 self._templates[len(view), _start_bytes(start)] = template
         return cache
 

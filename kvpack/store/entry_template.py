@@ -24,6 +24,7 @@ from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.header_tensor import pack_header
 from kvpack.file.json_header import DIGEST_PLACE
 from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.raw_positions import POSITIONS, VALUES
 from kvpack.runtime.modes import own_modes
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 Stream = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """Name, dtype, shape, strides and first element (of the file as an array of that dtype)."""
+
+
+_RAW = {POSITIONS, VALUES}
+"""The streams with a row per entry that entries which match may have: as many rows, at other tokens. Most chunks have none."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class EntryTemplate:
         plans = []
         for number, layer in enumerate(header.layers):
             sides = dict(layer.sides())
-            if any(len(entry.runs) != 1 or entry.tail or entry.entries for entry in sides.values()):
+            if any(len(entry.runs) != 1 or entry.tail or not dict(entry.entries).keys() <= _RAW for entry in sides.values()):
                 return None
             plans.append(tuple(_plan(file, number, name, sides[name], cache) if name in sides else None for name in ("k", "v")))
         packed = pack_header(header)

@@ -34,8 +34,10 @@ TEMPERATURES = (1.0, 3.0, 10.0)
 """Temperatures of the predictions that next tokens are drawn from; each has the same share in the cost."""
 
 RAW = RawPositions(1, "bf16", 4, 0.6, 4.0)
-"""Which tokens lossy presets keep raw (``presets.RAW_CLAUSE``): attention sinks, whose values need not tell anything. Unlike all others, they are not
-counted."""
+"""Which tokens lossy presets keep raw (``presets.RAW_CLAUSE``): attention sinks, whose values need not tell anything.
+
+Unlike all others, they are not counted.
+"""
 
 SAMPLED_OF_FRAMES = 8
 """One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""

@@ -60,7 +60,10 @@ DIGEST = "ab" * 32
             "k=octahedral:b=3,raw_first=2;v=group:b=3,raw_first=4",
             ["octopus-3;raw=4;k=octahedral:b=3,raw_first=2", "k=octahedral:b=3,raw_first=2;v=group:b=3;raw=4"],
         ),
-        ("k=raw;v=scalar:b=2;raw=0,0.5,0,fp16", ["k=raw;v=scalar:b=2,raw_low_norm=0.5,raw_dtype=fp16", "raw=0,.5,0,fp16;k=raw;v=scalar:b=2"]),
+        (
+            "k=raw;v=scalar:b=2;raw=0,0.5,0,fp16",
+            ["k=raw;v=scalar:b=2,raw_low_norm=0.5,raw_dtype=fp16", "raw=0,.5,0,fp16;k=raw;v=scalar:b=2"],
+        ),
         ("kv=raw:dtype=bf16", ["bf16;raw=4", "octopus-3;bf16", "kivi-2;layers=0--1:kv=raw:dtype=bf16"]),
         ("kv=scalar:b=2;layers=0:k=scalar:b=2,raw_first=1", ["raw=1;kv=scalar:b=2;raw=0;layers=0:k=scalar:b=2,raw_first=1"]),
         (

@@ -24,10 +24,10 @@ from kvpack.formats.lazy import numpy
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, OneTier, Stored
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
-from .redis_answers import data, data_list, integer, scanned, stored
+from .redis_answers import data, data_list, integer, scanned, score, stored
 from .redis_client import Client
 from .redis_count import MAX_PAGES, NAMES_AT_ONCE, Count
-from .redis_scripts import ENTRY, PINS
+from .redis_scripts import ENTRY, PINS, USED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ class Redis(OneTier):
     ) -> None:
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, ttl
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
-        self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES)
+        self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = Count(self._client, counters)
 
     def present(self, keys: Sequence[bytes]) -> int:
@@ -332,10 +332,15 @@ class Redis(OneTier):
             commands: list[Command] = []
             for key in part:
                 commands += [(integer, "STRLEN", ENTRY + key), (data(count), "GETRANGE", ENTRY + key, 0, count - 1)]
+                commands.append((score, "ZSCORE", USED, key))
             answers = self._client.ask_all("match", commands)
-            found += [(size or 0, front or b"") for size, front in zip(answers[::2], answers[1::2], strict=True)]
             if not answers:
                 break
+            sizes, fronts, counted = answers[::3], answers[1::3], answers[2::3]
+            found += [(size or 0, front or b"") for size, front in zip(sizes, fronts, strict=True)]
+            gone = [key for key, size, known in zip(part, sizes, counted, strict=True) if size == 0 and known]
+            if gone:
+                self._counters.add("vanished_entries", self._client.call("forget", b"".join(gone)) or 0)
         return [*found, *[(0, b"")] * (len(keys) - len(found))]
 
     def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:

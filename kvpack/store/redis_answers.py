@@ -83,11 +83,17 @@ def progress(answer: Any) -> int:
     return answer
 
 
-def cursor(answer: Any) -> bytes:
-    """The cursor of a scan, as text."""
-    if type(answer) is not bytes or not answer.isdigit() or len(answer) > _CURSOR_DIGITS:
+def page(answer: Any) -> tuple[bytes, int]:
+    """The cursor of a scan, as text, and a number."""
+    found = _listed(answer, "a cursor and a number", 2)
+    if type(found[0]) is not bytes or not found[0].isdigit() or len(found[0]) > _CURSOR_DIGITS:
         raise _wrong(answer, "a cursor")
-    return answer
+    return found[0], integer(found[1])
+
+
+def score(answer: Any) -> bool:
+    """Whether there is a score."""
+    return answer is not None
 
 
 def stored(front_bytes: int) -> Callable[[Any], list[Any]]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import InvalidParameter, MissingPackage
+from kvpack.formats.errors import InvalidParameter, KvpackWarning, MissingPackage
 
 from .breaker import Breaker, Guard
-from .redis_answers import cursor, integer, integers, member_list, numbers, progress, sizes_and_uses
+from .redis_answers import integer, integers, member_list, numbers, page, progress, sizes_and_uses
 from .redis_limits import limited
-from .redis_scripts import DELETE, KEYS, LOOK, PUT, RECOUNT, ROOM, SIZE, SUM, USE
+from .redis_scripts import DELETE, FORGET, KEYS, LOOK, PUT, RECOUNT, ROOM, SIZE, SUM, USE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,31 +22,38 @@ if TYPE_CHECKING:
 
     Command = tuple[Callable[[Any], Any], *tuple[Any, ...]]
 
-_SCRIPTS = {"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "list": LOOK, "size": SIZE, "count": RECOUNT, "sum": SUM}
+_SCRIPTS = {
+    **{"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "forget": FORGET, "list": LOOK},
+    **{"size": SIZE, "count": RECOUNT, "sum": SUM},
+}
 _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "room": integers(4),
     "touch": integer,
     "delete": member_list,
     "list": sizes_and_uses,
     "size": numbers,
-    "count": cursor,
+    "count": page,
+    "forget": integer,
     "sum": progress,
 }
 """The check of each script's answer; that of "put" depends on what is put."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
 """What redis-py says of an answer that begins as those of HTTP, TLS, SSH and memcached do, and none of Redis."""
+_CALLER = 8
+"""The calls between the warning and whoever opens a store."""
 _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
 """Options of a URL that change what answers are."""
 
 
 class Client:
     """The server at ``url``, whose answers have at most ``max_bytes``; ``timeout`` are the seconds that a request may take.
+    ``uses_ttl`` says that entries expire, which servers of some policies evict first.
 
     No method raises for a fault of the server: it is counted. The constructor raises InvalidParameter for an invalid URL and for a
     server of another protocol, and MissingPackage without the package redis.
     """
 
-    def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int) -> None:
+    def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int, *, uses_ttl: bool) -> None:
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -73,7 +81,7 @@ class Client:
         self.close = weakref.finalize(self, self._client.close)
         self._digests = {name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in _SCRIPTS.items()}
         self._no_script = redis.exceptions.NoScriptError
-        self._check_protocol()
+        self._greet(uses_ttl)
 
     def ask(self, operation: str, *command: Any, check: Callable[[Any], Any], otherwise: Any = None) -> Any:
         """The checked answer to one command, or ``otherwise``."""
@@ -123,16 +131,31 @@ class Client:
                 self._counters.fault(operation, error)
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
-    def _check_protocol(self) -> None:
-        """Raise InvalidParameter if the server speaks another protocol. One that does not answer now may answer later."""
+    def _greet(self, uses_ttl: bool) -> None:
+        """Load the scripts, and warn of a server that evicts by itself. One that does not answer now may answer later.
+
+        Raises InvalidParameter if the server speaks another protocol.
+        """
         import redis
 
+        commands = [("PING",), ("INFO", "memory"), *(("SCRIPT LOAD", text) for text in _SCRIPTS.values())]
         try:
-            self._client.ping()
+            with self._client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                memory = pipeline.execute(raise_on_error=False)[1]
+            policy = str(memory.get("maxmemory_policy", ""))
         except redis.InvalidResponse as error:
             if _OTHER_PROTOCOL.search(str(error)):
                 raise InvalidParameter(
                     f"the server at the location is not Redis: it answers with {str(error)!r:.100}; check the host and the port"
                 ) from None
+            return
         except Exception:
             return
+        if policy.startswith("allkeys-") or (uses_ttl and policy.startswith("volatile-")):
+            text = (
+                f"the Redis server has the maxmemory-policy {policy[:40]}: it removes entries by itself, in no order of prefixes, and "
+                "saved tokens may not be found. Set the policy to noeviction, and give the store max_bytes"
+            )
+            warnings.warn(text, KvpackWarning, stacklevel=_CALLER)

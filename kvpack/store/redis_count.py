@@ -79,10 +79,11 @@ class Count:
     def _recount(self, deadline: float) -> bool:
         while self._phase < len(_PHASES):
             answer = self._client.call("count", _PHASES[self._phase], self._cursor, NAMES_AT_ONCE)
-            if answer is None or answer == self._cursor != _BEGIN:
+            if answer is None or answer[0] == self._cursor != _BEGIN:
                 self._phase, self._cursor = 0, _BEGIN
                 return False
-            self._cursor = answer
+            self._cursor, gone = answer
+            self._counters.add("vanished_entries", gone)
             if self._cursor == _BEGIN:
                 self._phase += 1
             elif time.monotonic() > deadline:

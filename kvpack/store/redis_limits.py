@@ -1,4 +1,4 @@
-"""Limits of what a Redis server sends in answer to one request: its bytes, and its time, also where it sends a byte now and then."""
+"""Limits of one request to a Redis server: the bytes of its answer, and the time, also if the server takes a byte now and then."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import time
 from typing import Any
 
 BYTES_A_SECOND = 2**20
-"""An answer may take the timeout, and a second more for so many bytes that have come."""
+"""A request and its answer may take the timeout, and a second more for so many bytes that have gone or come."""
 
 
 def limited(connection: type[Any], max_bytes: int) -> type[Any]:
-    """``connection``, a class of redis-py, whose answers are cut off at ``max_bytes`` and by time."""
+    """``connection``, a class of redis-py, whose requests end in time, and whose answers at ``max_bytes``."""
 
     class Limited(connection):  # type: ignore[misc]
         """A connection that counts from each request on."""
 
         def _connect(self) -> Any:
-            self._answer = _Answer(super()._connect(), self.socket_timeout, max_bytes)
-            return self._answer
+            self._exchange = _Exchange(super()._connect(), self.socket_timeout, max_bytes)
+            return self._exchange
 
         def send_packed_command(self, command: Any, *args: Any, **options: Any) -> Any:
             if self._sock is not None:
-                self._answer.begin()
+                self._exchange.begin()
             return super().send_packed_command(command, *args, **options)
 
     return Limited
 
 
-class _Answer:
-    """A socket, which gives up where an answer takes more than ``seconds`` or has more than ``max_bytes``."""
+class _Exchange:
+    """A socket, which gives up where a request and its answer take more than ``seconds``, or the answer has more than ``max_bytes``.
+
+    Each MiB that has gone or come allows a second more.
+    """
 
     def __init__(self, socket: Any, seconds: float | None, max_bytes: int) -> None:
         self._socket, self._seconds, self._max_bytes = socket, seconds, max_bytes
@@ -36,22 +39,36 @@ class _Answer:
 
     def begin(self) -> None:
         """A request is about to be sent."""
-        self._begun, self._taken = time.monotonic(), 0
+        self._begun, self._sent, self._taken = time.monotonic(), 0, 0
         self._socket.settimeout(self._seconds)
+
+    def sendall(self, data: Any, *flags: Any) -> None:
+        """As a socket's, which would take the timeout for each part of a request. Raises TimeoutError."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            self._limit(f"a request, of which {self._sent} bytes are sent,")
+            count = self._socket.send(view, *flags)
+            self._sent += count
+            view = view[count:]
 
     def recv(self, count: int, *flags: Any) -> bytes:
         """As a socket's. Raises TimeoutError, and OSError for too many bytes."""
         # Without a timeout the client looks whether an idle connection has something to read.
-        if self._seconds is not None and self._socket.gettimeout() != 0:
-            left = self._begun + self._seconds + self._taken / BYTES_A_SECOND - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"an answer of {self._taken} bytes so far took more than {self._seconds} s")
-            self._socket.settimeout(min(left, self._seconds))
+        if self._socket.gettimeout() != 0:
+            self._limit(f"an answer of {self._taken} bytes so far")
         data: bytes = self._socket.recv(count, *flags)
         self._taken += len(data)
         if self._taken > self._max_bytes:
             raise OSError(f"an answer has more than {self._max_bytes} bytes")
         return data
+
+    def _limit(self, what: str) -> None:
+        """Let the next call of the socket wait for what is left of the time. Raises TimeoutError."""
+        if self._seconds is not None:
+            left = self._begun + self._seconds + (self._sent + self._taken) / BYTES_A_SECOND - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{what} took more than {self._seconds} s")
+            self._socket.settimeout(min(left, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
         """As a socket's. Raises as ``recv``."""

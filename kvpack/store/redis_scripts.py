@@ -7,7 +7,8 @@ values of another type, and ``sound`` checks that the rest is consistent; if not
 PREFIX = b"{kvpack}:"
 ENTRY = PREFIX + b"entry:"
 PINS = PREFIX + b"pins"
-KEYS = [PREFIX + b"used", PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting"]
+USED = PREFIX + b"used"
+KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting"]
 
 # KEYS in all: used, sizes, bytes, pins, counted, counting. Members of the sets are keys of 32 bytes.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
@@ -211,6 +212,22 @@ return removed
 """
 )
 
+# ARGV: keys, one after the other. Forgets those of entries that are gone, and returns how many were counted.
+FORGET = (
+    BEGIN
+    + """
+local gone = 0
+for at = 1, #ARGV[1], 32 do
+    local key = string.sub(ARGV[1], at, at + 31)
+    if redis.call('EXISTS', entry(key)) == 0 and redis.call('HEXISTS', KEYS[2], key) == 1 then
+        forget(key)
+        gone = gone + 1
+    end
+end
+return gone
+"""
+)
+
 # ARGV: keys, one after the other. Returns for each the bytes of its entry, 0 for what is none, and its last use or ''; changes nothing.
 LOOK = (
     NAMES
@@ -230,15 +247,16 @@ return found
 SIZE = BEGIN + SOUND + "if not sound() then return {-1} end return {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('GET', KEYS[3]))}"
 
 # ARGV: what to scan ('sizes', then 'used', then 'names' of the server), the cursor, how many in a page. Counts the entries there as they
-# are now, and forgets those that are gone. Returns the next cursor.
+# are now, and forgets those that are gone. Returns the next cursor, and how many were counted and gone.
 RECOUNT = (
     BEGIN
     + """
-local now = microseconds()
+local now, gone = microseconds(), 0
 local function look(key)
     if #key == 32 and redis.call('TYPE', entry(key)).ok == 'string' then
         count(key, redis.call('STRLEN', entry(key)), now)
     else
+        gone = gone + redis.call('HEXISTS', KEYS[2], key)
         forget(key)
     end
 end
@@ -249,14 +267,14 @@ if ARGV[1] == 'names' then
         local key = string.sub(name, first)
         if #key == 32 and redis.call('HEXISTS', KEYS[2], key) == 0 then look(key) end
     end
-    return page[1]
+    return {page[1], gone}
 end
 if ARGV[1] == 'used' then
     local page = redis.call('ZSCAN', KEYS[1], ARGV[2], 'COUNT', ARGV[3])
     for at = 1, #page[2], 2 do
         if redis.call('HEXISTS', KEYS[2], page[2][at]) == 0 then look(page[2][at]) end
     end
-    return page[1]
+    return {page[1], gone}
 end
 local page = redis.call('HSCAN', KEYS[2], ARGV[2], 'COUNT', ARGV[3])
 for at = 1, #page[2], 2 do
@@ -265,7 +283,7 @@ for at = 1, #page[2], 2 do
     local same = found and tostring(found) == page[2][at + 1]
     if not (same and redis.call('ZSCORE', KEYS[1], key)) then look(key) end
 end
-return page[1]
+return {page[1], gone}
 """
 )
 

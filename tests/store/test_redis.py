@@ -6,14 +6,16 @@ import dataclasses
 import gc
 import os
 import signal
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import kvpack
-from kvpack.formats.errors import InvalidParameter
-from kvpack.store import breaker
+from kvpack.formats.errors import InvalidParameter, KvpackWarning
+from kvpack.store import breaker, redis_limits
+from kvpack.store import redis as redis_backend
 
 from redis_server import Server, running  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save  # isort: skip
@@ -123,9 +125,101 @@ def test_what_nobody_uses_goes_in_time(server: Server) -> None:
     for name in client(server).keys("{kvpack}:entry:*"):
         client(server).expire(name, 0)
     assert store.load(ids) == (0, None)
-    assert store.stats()["entries"] == 2
+    stats = store.stats()
+    assert (stats["entries"], stats["bytes"], stats["vanished_entries"]) == (0, 0, 2)
+    save(store, ids)
+    for name in client(server).keys("{kvpack}:entry:*"):
+        client(server).expire(name, 0)
+    assert store.stats()["entries"] == 2, "nobody has looked for them"
     store.collect()
-    assert (store.stats()["entries"], store.stats()["bytes"]) == (0, 0)
+    stats = store.stats()
+    assert (stats["entries"], stats["bytes"], stats["vanished_entries"]) == (0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ttl", "warned"), [("allkeys-lru", None, True), ("volatile-ttl", 60, True), ("volatile-ttl", None, False)]
+)
+def test_a_server_that_evicts_by_itself_is_named_and_what_vanishes_is_counted(
+    server: Server, policy: str, ttl: int | None, warned: bool
+) -> None:
+    redis_client = client(server)
+    redis_client.config_set("maxmemory-policy", policy)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            store = open_store(server, ttl=ttl)
+        assert [str(one.message) for one in told if policy in str(one.message)] == [str(one.message) for one in told]
+        assert len(told) == warned
+        if warned:
+            assert told[0].category is KvpackWarning
+            assert told[0].filename == __file__
+    finally:
+        redis_client.config_set("maxmemory-policy", "noeviction")
+    ids = prompt(6)
+    save(store, ids)
+    # As a policy of the server does: entries go, and nobody is told.
+    for key in store.keys(ids)[1:4]:
+        redis_client.delete(b"{kvpack}:entry:" + key)
+    assert store.match(ids) == CHUNK
+    stats = store.stats()
+    assert (stats["entries"], stats["vanished_entries"]) == (3, 3)
+    assert stats["bytes"] == sum(redis_client.strlen(name) for name in redis_client.keys("{kvpack}:entry:*"))
+    assert store.match(ids) == CHUNK
+    assert store.counters()["vanished_entries"] == 3, "each is counted once"
+
+
+def test_what_is_no_entry_is_not_fetched(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ids = open_store(server), prompt(3)
+    whole = save(store, ids)
+    name = b"{kvpack}:entry:" + store.keys(ids)[1]
+    client(server).set(name, bytes(30 * 2**20))
+    taken = [0]
+    recv = redis_limits._Exchange.recv
+
+    def counted(exchange: Any, *arguments: Any) -> bytes:
+        data: bytes = recv(exchange, *arguments)
+        taken[0] += len(data)
+        return data
+
+    monkeypatch.setattr(redis_limits._Exchange, "recv", counted)
+    assert store.load(ids)[0] == CHUNK
+    assert store.counters()["damaged_entries"] == 1
+    assert taken[0] < 2**20
+    assert store.save(ids, whole) == 3 * CHUNK
+    assert same(store.load(ids)[1], whole)
+
+
+def test_a_page_fetches_no_more_than_a_row(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even of a value that begins as a row does."""
+    geometry = kvpack.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
+    values = torch.randn(4, 2, 1, 1, 16, 32).bfloat16()
+    pages = kvpack.PageBuffer(geometry, values[:, 0], values[:, 1])
+    keys = [b"a", b"b", b"c", b"d"]
+    with kvpack.PageStore(server.url, IDENTITY, geometry, timeout=5) as store:
+        assert store.put(keys, pages, range(4)) == [True] * 4
+        client(server).append(b"{kvpack}:entry:" + store._names(keys)[2], bytes(30 * 2**20))
+        taken = [0]
+        recv = redis_limits._Exchange.recv
+
+        def counted(exchange: Any, *arguments: Any) -> bytes:
+            data: bytes = recv(exchange, *arguments)
+            taken[0] += len(data)
+            return data
+
+        monkeypatch.setattr(redis_limits._Exchange, "recv", counted)
+        assert store.get_into(keys, pages, range(4)) == [True, True, False, True]
+        assert taken[0] < 2**20
+        assert store.counters()["damaged_entries"] == 1
+        assert store.put(keys, pages, range(4)) == [True] * 4
+        assert store.get_into(keys, pages, range(4)) == [True] * 4
+
+
+def test_a_large_entry_is_fetched_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_backend, "_BYTES_AT_ONCE", 1000)
+    store, ids = open_store(server), prompt(3)
+    whole = save(store, ids)
+    assert same(store.load(ids)[1], whole)
+    assert same(open_store(server).load(ids)[1], whole)
 
 
 def test_delete(server: Server) -> None:

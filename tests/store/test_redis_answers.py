@@ -14,7 +14,20 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import redis as redis_backend
 from kvpack.store import redis_limits
 from kvpack.store.keys import KEY_BYTES
-from kvpack.store.redis_answers import NotRedis, data, data_list, integer, integers, member_list, numbers, scanned, sizes_and_uses, stored
+from kvpack.store.redis_answers import (
+    NotRedis,
+    data,
+    data_list,
+    integer,
+    integers,
+    member_list,
+    numbers,
+    page,
+    progress,
+    scanned,
+    sizes_and_uses,
+    stored,
+)
 
 from store_caches import CHUNK, IDENTITY, cache, prompt  # isort: skip
 
@@ -186,6 +199,27 @@ def test_a_server_that_sends_a_byte_now_and_then_costs_the_timeout(serve: Callab
     assert store.counters()["faults"] == {"match TimeoutError": 1}
 
 
+def test_a_server_that_takes_a_byte_now_and_then_costs_the_timeout(serve: Callable[..., str]) -> None:
+    """A put of many parts, none of which takes longer than the timeout."""
+    taken = [0]
+
+    def sip(request: bytes, connection: socket.socket) -> None:
+        if b"EVALSHA" not in request:
+            connection.sendall(b"+OK\r\n" * (request.count(b"\r\n*") + 1))
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        while data := connection.recv(1000):
+            taken[0] += len(data)
+            time.sleep(0.05)
+
+    store = kvpack.Store(serve(sip), IDENTITY, chunk=CHUNK, timeout=0.3)
+    parts = {number: [memoryview(bytes(5000))] for number in range(64)}
+    begun = time.monotonic()
+    assert store._backend.put_all([bytes([number]) * 32 for number in range(64)], parts, 0) == [False] * 64
+    assert time.monotonic() - begun < 3
+    assert store.counters()["faults"] == {"put TimeoutError": 1}
+
+
 def test_an_endless_answer_is_cut_off(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [0]
 
@@ -220,7 +254,7 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
             time.sleep(0.02)
             return bytes(count)
 
-    found = redis_limits._Answer(Slow(), 0.05, 2**30)
+    found = redis_limits._Exchange(Slow(), 0.05, 2**30)
     for _ in range(20):
         assert len(found.recv(2**19)) == 2**19
     found.begin()
@@ -239,6 +273,8 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
         (data_list, [[], [b"a"]], [[1], None, b"a", [None]]),
         (member_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),
         (sizes_and_uses, [[], [5, b"1.5"], [5, b""], [5, b"inf"]], [[5], [5, b"x"], [b"1", b"1"], [5, None], [5, b"1" * 65], 4]),
+        (page, [[b"0", 0], [b"18446744073709551615", 5]], [[b"", 0], [b"x", 0], [b"1" * 21, 0], [1, 0], [b"0", -1], [b"0"], None]),
+        (progress, [-1, 0, 1], [2, -2, True, b"1", None]),
         (numbers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
         (
             stored(5),

@@ -59,11 +59,13 @@ def write_file(
     unfinished: str | None = None,
     begin: Callable[[int], None] | None = None,
     complete: Callable[[int], None] | None = None,
+    rename: Callable[[str, str], None] | None = None,
 ) -> int:
     """Replace ``path`` with the bytes of ``pieces`` and return their number, as ``replace_file`` does.
 
     ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and
-    ``complete(descriptor)`` after the last, before the rename: an exception from either ends the writing.
+    ``complete(descriptor)`` after the last, before the rename, which ``rename(unfinished, path)`` does where it is given: an exception
+    from any of them ends the writing.
     """
 
     # A file system may write the bytes of a file that replaces another before the rename, unless its blocks were reserved.
@@ -79,10 +81,17 @@ def write_file(
             complete(descriptor)
         return total
 
-    return replace_file(path, write, durable=durable, unfinished=unfinished)
+    return replace_file(path, write, durable=durable, unfinished=unfinished, rename=rename)
 
 
-def replace_file(path: str | os.PathLike[str], write: Callable[[int], int], *, durable: bool = False, unfinished: str | None = None) -> int:
+def replace_file(
+    path: str | os.PathLike[str],
+    write: Callable[[int], int],
+    *,
+    durable: bool = False,
+    unfinished: str | None = None,
+    rename: Callable[[str, str], None] | None = None,
+) -> int:
     """Replace ``path`` with the file that ``write(descriptor)`` makes of a new empty one, and return what it returns.
 
     The bytes go to a new file of mode 0600, which is locked until it is renamed over ``path``, so that ``sweep`` can recognize the
@@ -123,7 +132,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[int], int], *, d
             held = os.dup(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, target)
+        (rename or os.replace)(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

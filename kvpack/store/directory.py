@@ -22,6 +22,7 @@ from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .folder import Folder
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .fronts import kind_of
+from .index import ENTRIES, Index
 from .pins import Pins
 from .reading import read_beginning, read_whole
 from .sizes import Sizes
@@ -62,7 +63,8 @@ class Directory(OneTier):
         self._pins = Pins(self._folder, counters)
         self._sizes = Sizes(self._folder)
         self._usage = Usage(os.path.join(self._folder.root, "usage"), self.trust.own)
-        self._evictor = Evictor(self._folder, self._pins, self._usage, counters, max_bytes, min_free)
+        self._index = Index(self._folder)
+        self._evictor = Evictor(self._folder, self._index, self._pins, self._usage, counters, max_bytes, min_free)
         if not looking and self.trust.may_write:
             self._evictor.sweep()
 
@@ -125,6 +127,9 @@ class Directory(OneTier):
         def complete(descriptor: int) -> None:
             os.utime(descriptor, ns=(used, used))
 
+        def rename(unfinished: str, path: str) -> None:
+            self._index.add(key, size, used, lambda: os.replace(unfinished, path))
+
         try:
             if not self.trust.may_write:
                 raise Untrusted(f"{self._folder.root} belongs to user {self.trust.owner}: others read it")
@@ -137,7 +142,7 @@ class Directory(OneTier):
             self._clear(path)
             try:
                 unfinished, durable = self._folder.unfinished_folder, self._folder.durable
-                write_file(path, pieces, durable=durable, unfinished=unfinished, begin=begin, complete=complete)
+                write_file(path, pieces, durable=durable, unfinished=unfinished, begin=begin, complete=complete, rename=rename)
             except BaseException:
                 if not os.path.lexists(path):
                     with contextlib.suppress(OSError):
@@ -171,16 +176,12 @@ class Directory(OneTier):
                 return
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        removed = {}
         # A count from now on may no longer include the removed entries.
         counted = self._counted()
-        for key in reversed(keys):
-            size = self._folder.remove(self._folder.path(key))
-            if size is not None:
-                removed[key] = self._folder.cost(size)
+        removed = self._index.remove(list(reversed(keys)), lambda key: self._folder.remove(self._folder.path(key)))
         if removed:
             try:
-                self._usage.give_back(sum(removed.values()), counted)
+                self._usage.give_back(sum(map(self._folder.cost, removed.values())), counted)
             except OSError as error:
                 self._counters.fault("count", error)
         return {*removed}
@@ -195,7 +196,12 @@ class Directory(OneTier):
             yield Stored(key, status.st_size, status.st_mtime_ns)
 
     def size(self) -> tuple[int, int]:
-        return self._sizes.total()
+        if self._index.refresh() and (totals := self._index.totals()) is not None:
+            return totals.entries, totals.size
+        entries, size = self._sizes.total()
+        if entries >= ENTRIES and self.trust.may_write:
+            self._index.build()
+        return entries, size
 
     def pin(self, keys: Sequence[bytes]) -> bool:
         return self._pins.add(keys)
@@ -217,7 +223,8 @@ class Directory(OneTier):
         self._evictor.collect()
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Release the index; the next call opens it again."""
+        self._index.close()
 
     def _read(self, key: bytes, *, lazily: bool = False) -> Data:
         """An entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part.

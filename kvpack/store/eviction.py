@@ -8,16 +8,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.file.atomic import lock_now, sweep
 from kvpack.formats.errors import KvpackError
+
+from .index import ENTRIES
+from .oldest import least_recently_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from .counters import Counters
     from .folder import Folder
+    from .index import Index
     from .pins import Pins
     from .usage import Count, Usage
 
@@ -33,6 +38,12 @@ FUTURE_NS = 3600 * 10**9
 
 _BEYOND = 64
 """A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
+_MOST_BEYOND = 256
+"""The most that it removes more where it need not list what is there."""
+_PAGE = 64
+"""Entries that are removed before others may change the index."""
+_LOST = 32
+"""Where more than this part of a budget is counted and not there, what dead writers took is counted anew."""
 
 
 class NoRoom(Exception):
@@ -67,8 +78,10 @@ class Reservation:
 class Evictor:
     """Makes room in a directory. Any number of processes may request room; one at a time removes entries."""
 
-    def __init__(self, folder: Folder, pins: Pins, usage: Usage, counters: Counters, max_bytes: int | None, min_free: int) -> None:
-        self.folder, self._pins, self.usage, self._counters = folder, pins, usage, counters
+    def __init__(
+        self, folder: Folder, index: Index, pins: Pins, usage: Usage, counters: Counters, max_bytes: int | None, min_free: int
+    ) -> None:
+        self.folder, self._index, self._pins, self.usage, self._counters = folder, index, pins, usage, counters
         self._max_bytes, self._min_free = max_bytes, min_free
 
     def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
@@ -102,7 +115,7 @@ class Evictor:
         try:
             if os.path.isdir(self.folder.root):
                 self.folder.make_folders()
-                self._try_round(0, set())
+                self._try_round(0, set(), anew=True)
         except (OSError, KvpackError) as error:
             self._counters.fault("collect", error)
 
@@ -117,16 +130,23 @@ class Evictor:
         disk = os.statvfs(self.folder.root)
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
-    def _try_round(self, size: int, kept: set[bytes]) -> Round | None:
-        """Sweep, count, and evict until ``size`` more bytes fit; None when another process is evicting."""
+    def _try_round(self, size: int, kept: set[bytes], *, anew: bool = False) -> Round | None:
+        """Sweep, count, and evict until ``size`` more bytes fit; None when another process is evicting.
+
+        Where there is an index, the count is believed, unless it is to be made ``anew`` or has lost touch with what is there.
+        """
         with self._locked() as held:
             if not held:
                 return None
             self.sweep()
             before = self.usage.read()
             budget = self._max_bytes if before is None or self._max_bytes is None else before.largest(self._max_bytes)
-            found, total = self._evict(size, kept, budget)
+            if before is not None and not anew and (found := self._evict_indexed(size, kept, budget, before)) is not None:
+                return found
+            found, total, entries = self._evict(size, kept, budget)
             self.usage.replace(total, before)
+            if entries >= ENTRIES:
+                self._index.build()
         return found
 
     @contextlib.contextmanager
@@ -149,34 +169,82 @@ class Evictor:
             os.unlink(path)
             return os.open(path, flags, 0o600)
 
-    def _evict(self, size: int, kept: set[bytes], budget: int | None) -> tuple[Round, int]:
-        """Evict until ``size`` more bytes fit into ``budget``, except ``kept``; also returns the bytes of all that stays."""
+    def _evict(self, size: int, kept: set[bytes], budget: int | None) -> tuple[Round, int, int]:
+        """Evict until ``size`` more bytes fit into ``budget``, except ``kept``; also returns the bytes and the entries that stay."""
         # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
-        cost = self.folder.cost
-        pending = [cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
+        pending, cost = self._pending(), self.folder.cost
         latest = time.time_ns() + FUTURE_NS
         entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, key) for key, status in self.folder.scan()]
         total = sum(pending) + sum(cost(size) for *_, size, _ in entries) + self.folder.overhead()
-        excess = self._missing_on_disk(size)
-        if budget is not None:
-            excess = max(excess, total + size - budget)
+        excess = self._excess(total, size, budget)
         if excess <= 0:
-            return Round(False, len(pending)), total
+            return Round(False, len(pending)), total, len(entries)
+        order = ((key, size) for *_, size, key in sorted(entries))
+        freed = self._remove(order, excess, kept, len(entries) // _BEYOND)
+        return Round(freed < excess, len(pending)), total - freed, len(entries)
+
+    def _evict_indexed(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
+        """As ``_evict``, by the index and the count ``before``; None where these do not tell what is there."""
+        if not self._index.refresh():
+            return None
+        self._index.check_next()
+        pending, overhead, totals = self._pending(), self.folder.overhead(), self._index.totals()
+        if totals is None:
+            return None
+        there = sum(pending) + overhead + totals.cost
+        if before.total - there > max(budget or 0, there) // _LOST:
+            return None
+        known = self._index.exchange_note("overhead", overhead)
+        grown = max(0, overhead - (known or overhead))
+        if grown:
+            self.usage.give_back(-grown, before)
+        excess = self._excess(max(before.total + grown, there), size, budget)
+        if excess <= 0:
+            return Round(False, len(pending))
+        latest = time.time_ns() + FUTURE_NS
+        order = least_recently_used(self._index, self.folder, latest)
+        with contextlib.closing(order):
+            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MOST_BEYOND))
+        self.usage.give_back(freed, before)
+        return Round(freed < excess, len(pending))
+
+    def _pending(self) -> list[int]:
+        """What each unfinished file will take on the disk."""
+        return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
+
+    def _excess(self, total: int, size: int, budget: int | None) -> int:
+        excess = self._missing_on_disk(size)
+        return excess if budget is None else max(excess, total + size - budget)
+
+    def _remove(self, order: Iterator[tuple[bytes, int]], excess: int, kept: set[bytes], beyond: int) -> int:
+        """Remove entries, by key and size, in ``order``, until ``excess`` bytes are freed, and ``beyond`` entries more; the bytes.
+
+        Those of ``kept`` stay, and so do the pinned ones.
+        """
         kept = kept | self._pins.keys()
-        beyond = len(entries) // _BEYOND
-        for *_, key in sorted(entries):
-            if excess <= 0:
-                if beyond <= 0:
-                    break
-                beyond -= 1
-            if key in kept:
-                continue
-            removed = self.folder.remove(self.folder.path(key))
-            if removed is not None:
-                total, excess = total - cost(removed), excess - cost(removed)
-                self._counters.add("evicted_entries")
-                self._counters.add("evicted_bytes", removed)
-        return Round(excess > 0, len(pending)), total
+        going = ((key, size) for key, size in order if key not in kept)
+        freed = 0
+        while freed < excess and (page := self._page(going, excess - freed)):
+            freed += self._freed(page)
+        while freed >= excess and beyond > 0 and (page := [key for key, _ in islice(going, min(beyond, _PAGE))]):
+            freed += self._freed(page)
+            beyond -= len(page)
+        return freed
+
+    def _page(self, going: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
+        """The next keys, of as many entries as take the ``missing`` bytes, or a page of them."""
+        page: list[bytes] = []
+        while missing > 0 and len(page) < _PAGE and (found := next(going, None)) is not None:
+            page.append(found[0])
+            missing -= self.folder.cost(found[1])
+        return page
+
+    def _freed(self, keys: list[bytes]) -> int:
+        """Remove entries, and return what they took on the disk."""
+        removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
+        self._counters.add("evicted_entries", len(removed))
+        self._counters.add("evicted_bytes", sum(removed.values()))
+        return sum(map(self.folder.cost, removed.values()))
 
     def sweep(self) -> None:
         """Remove unfinished files whose writer is gone: nobody holds the lock, or without locks, the file is old."""

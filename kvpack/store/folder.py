@@ -4,6 +4,7 @@
 <root>/unfinished/       files being written, locked by their writers
 <root>/pins/             one file per pinned chain: its keys
 <root>/usage, lock       the counts of usage.py, and the evictor's lock
+<root>/index.db          what index.py knows of the entries
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
-BESIDE = ("usage", "lock")
+INDEX = ("index.db", "index.db-shm", "index.db-wal")
+"""The files of the index (index.py)."""
+BESIDE = ("usage", "lock", *INDEX)
 """Files of the store that are no entries."""
 _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
@@ -101,6 +104,19 @@ class Folder:
         for name, status in regular_files(os.path.join(self.root, folder), self._counters):
             if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
                 yield bytes.fromhex(name), status
+
+    def entries_of(self, folder: int) -> Iterator[tuple[bytes, os.stat_result]]:
+        """``entries`` of the folder of the keys whose first byte is ``folder``."""
+        return self.entries(ENTRY_FOLDERS[folder])
+
+    def names(self, folder: int) -> list[bytes]:
+        """The keys of the entries in such a folder. Raises OSError."""
+        try:
+            with os.scandir(self.leaves[folder]) as found:
+                names = [entry.name for entry in found if entry.is_file(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        return [bytes.fromhex(name) for name in names if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == folder]
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
         """(path, status) of every unfinished file."""

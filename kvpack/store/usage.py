@@ -106,7 +106,7 @@ class Usage:
             late = 0 if count is None or before is None else max(0, count.taken - before.taken)
             # One that this run of the machine may not trust still tells the budget and the other machines.
             known = count or _read(descriptor, any_run=True) or Count(b"", 0, 0)
-            runs = (_run(), *(run for run in known.runs if run != _run()))[:_MOST_RUNS]
+            runs = (run_of_machine(), *(run for run in known.runs if run != run_of_machine()))[:_MOST_RUNS]
             _write(descriptor, known._replace(generation=os.urandom(8), total=total + late, taken=known.taken if count else 0, runs=runs))
 
     def forget_budgets(self) -> None:
@@ -160,7 +160,7 @@ def _read(descriptor: int, *, any_run: bool = False) -> Count | None:
         return None
     magic, generation, total, taken, limit, until = _FIELDS.unpack(body[: _FIELDS.size])
     runs = tuple(body[at : at + _ID_BYTES] for at in range(_FIELDS.size, len(body), _ID_BYTES))
-    return Count(generation, total, taken, limit, until, runs) if magic == _MAGIC and (any_run or _run() in runs) else None
+    return Count(generation, total, taken, limit, until, runs) if magic == _MAGIC and (any_run or run_of_machine() in runs) else None
 
 
 def _write(descriptor: int, count: Count) -> Count:
@@ -176,7 +176,7 @@ def _write(descriptor: int, count: Count) -> Count:
 
 
 @functools.cache
-def _run() -> bytes:
+def run_of_machine() -> bytes:
     """Identifies this run of the machine: after a power loss a count may be older than the files that it counts."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:

@@ -157,7 +157,7 @@ def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path:
     early = (tmp_path / "usage").read_bytes()
     save(store, prompt(3, seed=1))
     (tmp_path / "usage").write_bytes(early)
-    monkeypatch.setattr(usage, "_run", lambda: b"this run")
+    monkeypatch.setattr(usage, "run_of_machine", lambda: b"this run")
     save(store, prompt(1, seed=2))
     assert store._backend._usage.read().total == held(tmp_path)
 

@@ -95,15 +95,15 @@ def test_machines_on_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytes
     """Each counts the folder once after it was started, and never again because another has put."""
     rounds: list[bytes] = []
     real = Evictor._try_round
-    monkeypatch.setattr(Evictor, "_try_round", lambda self, *given: rounds.append(usage._run()) or real(self, *given))
+    monkeypatch.setattr(Evictor, "_try_round", lambda self, *given: rounds.append(usage.run_of_machine()) or real(self, *given))
     stores = [open_store(tmp_path, max_bytes=10**8) for _ in range(3)]
     for turn in range(4):
         for number, store in enumerate(stores):
-            monkeypatch.setattr(usage, "_run", lambda number=number: b"run %04d" % number)
+            monkeypatch.setattr(usage, "run_of_machine", lambda number=number: b"run %04d" % number)
             save(store, prompt(2, seed=10 * turn + number))
     assert rounds == [b"run %04d" % number for number in range(3)]
     # One that was started again may have lost what it wrote last.
-    monkeypatch.setattr(usage, "_run", lambda: b"run 0009")
+    monkeypatch.setattr(usage, "run_of_machine", lambda: b"run 0009")
     save(stores[0], prompt(2, seed=99))
     assert rounds[3:] == [b"run 0009"]
     assert on_disk(tmp_path) <= stores[0]._backend._usage.read().total
@@ -113,7 +113,7 @@ def test_the_count_remembers_some_machines(tmp_path: Path, monkeypatch: pytest.M
     store = open_store(tmp_path, max_bytes=10**8)
     sizes = set()
     for number in range(40):
-        monkeypatch.setattr(usage, "_run", lambda number=number: b"run %04d" % number)
+        monkeypatch.setattr(usage, "run_of_machine", lambda number=number: b"run %04d" % number)
         save(store, prompt(1, seed=number))
         sizes.add(os.stat(tmp_path / "usage").st_size)
     assert max(sizes) == 56 + 32 * 8

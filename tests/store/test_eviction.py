@@ -24,6 +24,21 @@ if TYPE_CHECKING:
     import kvpack
 
 
+@pytest.fixture(autouse=True, params=["listed", "indexed"])
+def _index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose entries are few is listed; a large one has an index from early on."""
+    if request.param == "listed":
+        return
+    real = directory.Directory.put
+
+    def put(self: directory.Directory, *given: Any) -> bool:
+        stored = real(self, *given)
+        self._index.build()
+        return stored
+
+    monkeypatch.setattr(directory.Directory, "put", put)
+
+
 @pytest.fixture(scope="module")
 def entry_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
     """Bytes of each entry of these tests: all are of one shape, and positions below 128 have one length."""
@@ -294,6 +309,8 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_by
         return
     if mutant == "newest first":
         monkeypatch.setattr(eviction, "sorted", lambda entries: sorted(entries, reverse=True), raising=False)
+        order = eviction.least_recently_used
+        monkeypatch.setattr(eviction, "least_recently_used", lambda *given: (one for one in [*order(*given)][::-1]))
         failing: Any = test_what_was_used_longest_ago_goes_first
     else:
         monkeypatch.setattr(eviction.Evictor, "_fits", lambda self, total, size: True)

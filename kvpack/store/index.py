@@ -1,0 +1,388 @@
+"""An index of a folder's entries, in SQLite: a hint, so that what asks for all entries costs what has changed (spec/store.md, Folder).
+
+Whoever puts or removes an entry changes its row in the same transaction, and notes the time of the entry's folder there. A folder
+whose time is another was changed by somebody who knows no index, or by one who was killed: its entries are listed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import stat
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpack.file.atomic import is_on_one_host
+from kvpack.runtime.locks import Lock
+
+from .backend import Stored
+from .folder import INDEX
+from .trust import OTHERS_WRITE
+from .usage import run_of_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from .folder import Folder
+
+ENTRIES = 4096
+"""A folder of fewer entries has no index: it is listed as fast."""
+_VERSION = 1
+_WAIT_MS = 50
+"""How long a writer waits for another; without the index it goes on as one who knows none."""
+_WAL_PAGES = 128
+_WAL_BYTES = 2**20
+_FIRST_BYTES = 8
+"""The bytes of a key that are its row's number, so that the rows of a folder, which its first byte names, are together."""
+_SCHEMA = """
+CREATE TABLE folders (folder INTEGER PRIMARY KEY, node INTEGER, changed INTEGER, entries INTEGER, bytes INTEGER, cost INTEGER);
+CREATE TABLE entries (id INTEGER PRIMARY KEY, rest BLOB NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL, about INTEGER);
+CREATE INDEX by_use ON entries (used);
+CREATE TABLE abouts (about INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
+CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+"""
+
+Row = tuple[int, bytes, int, int]
+"""Number, the rest of the key, bytes, last use: as old as it was when it was noted."""
+
+
+class Totals(NamedTuple):
+    """Entries, their bytes, and what they take on the disk."""
+
+    entries: int
+    size: int
+    cost: int
+
+
+class Index:
+    """The index of ``folder``, where there is one or ``build`` makes one. Safe to use from any thread, and after a fork.
+
+    No method raises for a fault of SQLite or the system: it answers None, and the caller lists the folder.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder, self._path = folder, os.path.join(folder.root, INDEX[0])
+        self._lock = Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._node = self._pid = 0
+        self._inherited: list[sqlite3.Connection] = []
+
+    def build(self) -> None:
+        """Make the index, unless there is one; a folder of another user, or on a network, gets none."""
+        if not self._folder.trust.private:
+            return
+        with contextlib.suppress(OSError):
+            if not is_on_one_host(self._folder.root):
+                return
+            with contextlib.suppress(FileExistsError):
+                # As private as the entries, and so are the files that SQLite puts beside it.
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            with self._guarded(), self._transaction(new=True) as connection:
+                if connection is not None and not connection.execute("PRAGMA user_version").fetchone()[0]:
+                    for statement in filter(str.strip, _SCHEMA.split(";")):
+                        connection.execute(statement)
+                    connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))
+                    self._set_note(connection, "run", _run())
+                    connection.execute(f"PRAGMA user_version = {_VERSION}")
+        self.refresh()
+
+    @property
+    def there(self) -> bool:
+        """Whether there is an index to ask."""
+        found = False
+        with self._guarded():
+            found = self._opened() is not None
+        return found
+
+    def close(self) -> None:
+        """Release the connection; the next call opens another."""
+        with self._lock:
+            self._forget()
+
+    def add(self, key: bytes, size: int, used_ns: int, rename: Callable[[], None]) -> None:
+        """Call ``rename``, which gives an entry its name, and note it; what ``rename`` raises is raised."""
+        done = False
+
+        def once() -> None:
+            nonlocal done
+            if not done:
+                done = True
+                rename()
+
+        with self._guarded(), self._transaction() as connection:
+            if connection is not None:
+                with self._changing(connection, key[0]):
+                    once()
+                    self._replace(connection, key, size, used_ns)
+        once()
+
+    def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
+        """Call ``unlink`` for each of ``keys``, which returns the bytes of an entry that it removed, and note what is gone."""
+        removed: dict[bytes, int] = {}
+        done = 0
+        with self._guarded(), self._transaction() as connection:
+            for key in keys if connection is not None else ():
+                assert connection is not None
+                with self._changing(connection, key[0]):
+                    done += 1
+                    size = unlink(key)
+                    if size is not None:
+                        removed[key] = size
+                    self._drop(connection, key)
+        for key in keys[done:]:
+            size = unlink(key)
+            if size is not None:
+                removed[key] = size
+        return removed
+
+    def refresh(self) -> bool:
+        """List the folders again that were changed by others; return whether the index tells what is there."""
+        known = False
+        with self._guarded():
+            stale = self._stale()
+            for folder in stale or ():
+                with self._transaction() as connection:
+                    if connection is None:
+                        return False
+                    self._list(connection, folder)
+            known = stale is not None
+        return known
+
+    def check_next(self) -> None:
+        """Compare one folder's names with its rows, another one at each call: two changes of one moment leave one time."""
+        with self._guarded(), contextlib.suppress(OSError), self._transaction() as connection:
+            if connection is None:
+                return
+            folder = self._note(connection, "next") % 256
+            self._set_note(connection, "next", folder + 1)
+            rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
+            if rows != {_number(key) for key in self._folder.names(folder)}:
+                self._list(connection, folder)
+
+    def totals(self) -> Totals | None:
+        """What the folder holds, by the index as it is."""
+        with self._guarded():
+            connection = self._opened()
+            if connection is not None:
+                return Totals(*connection.execute("SELECT SUM(entries), SUM(bytes), SUM(cost) FROM folders").fetchone())
+        return None
+
+    def oldest(self, count: int, after: tuple[int, int], before: int) -> list[Row]:
+        """``count`` rows whose last use and number follow ``after``, the least recently used first, up to the time ``before``."""
+        asked = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
+        with self._guarded():
+            connection = self._opened()
+            if connection is not None:
+                return connection.execute(asked, (*after, before, count)).fetchall()
+        return []
+
+    def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
+        """Note when rows, by number, were last used: (time, number)."""
+        with self._guarded(), self._transaction() as connection:
+            if connection is not None:
+                connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
+
+    def exchange_note(self, name: str, value: int) -> int | None:
+        """Set a number to be remembered, and return what it was."""
+        with self._guarded(), self._transaction() as connection:
+            if connection is not None:
+                old = self._note(connection, name)
+                self._set_note(connection, name, value)
+                return old
+        return None
+
+    def abouts(self) -> list[tuple[str | None, int, int]] | None:
+        """(text, entries, bytes) for every text that ``describe`` was given, None for entries that nobody has described."""
+        asked = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
+        with self._guarded():
+            connection = self._opened()
+            if connection is not None:
+                return connection.execute(asked).fetchall()
+        return None
+
+    def undescribed(self) -> list[Stored]:
+        """The entries that nobody has described."""
+        asked = "SELECT id, rest, size, used FROM entries WHERE about IS NULL"
+        with self._guarded():
+            connection = self._opened()
+            if connection is not None:
+                return [Stored(key_of(number, rest), size, used) for number, rest, size, used in connection.execute(asked)]
+        return []
+
+    def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
+        """Keep what entries are, by key: an entry never changes."""
+        with self._guarded(), self._transaction() as connection:
+            if connection is None:
+                return
+            connection.executemany("INSERT OR IGNORE INTO abouts (text) VALUES (?)", [(text,) for text in {text for _, text in texts}])
+            known = dict(connection.execute("SELECT text, about FROM abouts"))
+            connection.executemany("UPDATE entries SET about = ? WHERE id = ?", [(known[text], _number(key)) for key, text in texts])
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """One thread at a time; a fault of SQLite ends the block, and what is no sound index is removed."""
+        with self._lock:
+            try:
+                yield
+            except sqlite3.OperationalError:
+                # It is busy, or the disk is full.
+                return
+            except sqlite3.Error:
+                self._discard()
+
+    def _discard(self) -> None:
+        self._forget()
+        # The log first: with another index it would be taken for that one's.
+        for name in reversed(INDEX):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._folder.root, name))
+
+    def _opened(self, *, new: bool = False) -> sqlite3.Connection | None:
+        """The connection to the file that now has the index's name. Raises sqlite3.Error."""
+        try:
+            status = os.stat(self._path, follow_symlinks=False)
+            if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
+                return self._connection
+            self._forget()
+            own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
+            # The folder is asked, not the file: closing any descriptor of the file would end SQLite's locks on it.
+            if not self._folder.trust.private or not own or not is_on_one_host(self._folder.root):
+                return None
+        except OSError:
+            self._forget()
+            return None
+        connection = sqlite3.connect(self._path, timeout=_WAIT_MS / 1000, isolation_level=None, check_same_thread=False)
+        self._connection, self._node, self._pid = connection, status.st_ino, os.getpid()
+        connection.execute("PRAGMA journal_mode = WAL")
+        # What a loss of power leaves of it is not used: see the note of the machine's run.
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+        connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found == _VERSION and self._note(connection, "run") != _run():
+            self._discard()
+            return None
+        if found not in (_VERSION, 0 if new else _VERSION):
+            self._forget()
+            return None
+        return connection
+
+    def _forget(self) -> None:
+        if self._connection is None:
+            return
+        if self._pid == os.getpid():
+            self._connection.close()
+        else:
+            # The parent's: closing it here would end the parent's locks.
+            self._inherited.append(self._connection)
+        self._connection = None
+
+    @contextlib.contextmanager
+    def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
+        """A transaction of the only writer; None where it is not to be had in time. Raises sqlite3.Error."""
+        connection = self._opened(new=new)
+        if connection is not None:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                connection = None
+        if connection is None:
+            yield None
+            return
+        try:
+            yield connection
+            connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _changing(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
+        """Change a folder and its rows: it goes on to be known if it was as it was known before."""
+        known = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
+        same = known == self._state(folder)
+        yield
+        state = self._state(folder) if same else (0, 0)
+        connection.execute("UPDATE folders SET node = ?, changed = ? WHERE folder = ?", (*state, folder))
+
+    def _state(self, folder: int) -> tuple[int, int]:
+        """The inode of an entries' folder, and when it was last changed."""
+        try:
+            status = os.stat(self._folder.leaves[folder])
+        except OSError:
+            return 0, 0
+        return status.st_ino, status.st_mtime_ns
+
+    def _stale(self) -> list[int] | None:
+        """The folders that are not as they are known."""
+        connection = self._opened()
+        if connection is None:
+            return None
+        return [
+            folder
+            for folder, *known in connection.execute("SELECT folder, node, changed FROM folders ORDER BY folder").fetchall()
+            if tuple(known) != self._state(folder)
+        ]
+
+    def _list(self, connection: sqlite3.Connection, folder: int) -> None:
+        """Make a folder's rows those of its entries. Raises OSError and sqlite3.Error."""
+        before = self._state(folder)
+        there = {_number(key): (key[_FIRST_BYTES:], status) for key, status in self._folder.entries_of(folder)}
+        rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
+        connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows - set(there)])
+        connection.executemany(
+            "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+            "about = CASE WHEN (rest, size) = (excluded.rest, excluded.size) THEN about END, "
+            "rest = excluded.rest, size = excluded.size, used = excluded.used",
+            [(number, rest, status.st_size, status.st_mtime_ns) for number, (rest, status) in there.items()],
+        )
+        sizes = [status.st_size for _, status in there.values()]
+        state = before if before == self._state(folder) else (0, 0)
+        totals = len(sizes), sum(sizes), sum(map(self._folder.cost, sizes))
+        connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *state, *totals))
+
+    def _replace(self, connection: sqlite3.Connection, key: bytes, size: int, used_ns: int) -> None:
+        self._drop(connection, key)
+        connection.execute(
+            "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?)", (_number(key), key[_FIRST_BYTES:], size, used_ns)
+        )
+        self._count(connection, key[0], 1, size, self._folder.cost(size))
+
+    def _drop(self, connection: sqlite3.Connection, key: bytes) -> None:
+        found = connection.execute("SELECT size FROM entries WHERE id = ?", (_number(key),)).fetchone()
+        if found is not None:
+            connection.execute("DELETE FROM entries WHERE id = ?", (_number(key),))
+            self._count(connection, key[0], -1, -found[0], -self._folder.cost(found[0]))
+
+    def _count(self, connection: sqlite3.Connection, folder: int, *changes: int) -> None:
+        asked = "UPDATE folders SET entries = entries + ?, bytes = bytes + ?, cost = cost + ? WHERE folder = ?"
+        connection.execute(asked, (*changes, folder))
+
+    def _note(self, connection: sqlite3.Connection, name: str) -> int:
+        found = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+        return 0 if found is None else int(found[0])
+
+    def _set_note(self, connection: sqlite3.Connection, name: str, value: int) -> None:
+        connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
+
+
+def key_of(number: int, rest: bytes) -> bytes:
+    """The key of a row."""
+    return (number + 2**63).to_bytes(_FIRST_BYTES, "big") + rest
+
+
+def _run() -> int:
+    """This run of the machine as one of SQLite's integers."""
+    return int.from_bytes(run_of_machine(), "big", signed=True)
+
+
+def _number(key: bytes) -> int:
+    """The number of a key's row: SQLite's integers are signed."""
+    return int.from_bytes(key[:_FIRST_BYTES], "big") - 2**63
+
+
+def _numbers_of(folder: int) -> tuple[int, int]:
+    """The first and the last number of a folder's rows."""
+    first = (folder << 56) - 2**63
+    return first, first + 2**56 - 1

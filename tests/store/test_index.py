@@ -1,0 +1,258 @@
+"""The index of a folder is a hint: whatever happened to it or to the folder, what it tells is what is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvpack.store import directory, eviction, index, oldest, usage
+from kvpack.store.counters import Counters
+from kvpack.store.directory import Directory
+
+from faulty_os import FaultyOs  # isort: skip
+from store_stress import FORK  # isort: skip
+
+HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpack":"'
+
+
+def key(number: int) -> bytes:
+    """Keys of few folders, so that each has several."""
+    return bytes([number % 7, number // 256, number % 256]) + bytes(29)
+
+
+def put(backend: Directory, number: int, size: int = 100, used_ns: int | None = None) -> bool:
+    return backend.put([key(number)], [memoryview(HEAD + bytes(size))], time.time_ns() if used_ns is None else used_ns)
+
+
+def truth(folder: Path) -> tuple[int, int]:
+    sizes = [path.stat().st_size for path in folder.glob("?/?/*")]
+    return len(sizes), sum(sizes)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (directory, eviction):
+        monkeypatch.setattr(module, "ENTRIES", 1)
+
+
+def opened(folder: Path, **options: Any) -> Directory:
+    return Directory(folder, Counters(), **options)
+
+
+def indexed(folder: Path, **options: Any) -> Directory:
+    """A folder with an index that knows all of it."""
+    backend = opened(folder, **options)
+    for number in range(20):
+        assert put(backend, number)
+    assert backend.size() == truth(folder)
+    assert backend._index.there
+    assert backend._index._stale() == []
+    return backend
+
+
+def unaware(backend: Directory, number: int) -> None:
+    """Put as a kvpack without an index does."""
+    other = opened(Path(backend._folder.root))
+    other._index.add = lambda key, size, used_ns, rename: rename()  # type: ignore[method-assign]
+    put(other, number)
+
+
+def test_what_its_users_do_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = indexed(tmp_path)
+    monkeypatch.setattr(index.Index, "_list", lambda *given: pytest.fail("a folder was listed"))
+    put(backend, 20)
+    backend.delete([key(3), key(99)])
+    assert backend.size() == truth(tmp_path) == (20, 20 * (100 + len(HEAD)))
+    assert opened(tmp_path).size() == truth(tmp_path)
+
+
+CHANGES = {
+    "rm": lambda backend: next(iter(Path(backend._folder.root).glob("?/?/*"))).unlink(),
+    "cp": lambda backend: shutil.copy(backend._folder.path(key(1)), backend._folder.path(bytes([1, 9]) + bytes(30))),
+    "an older kvpack": lambda backend: unaware(backend, 50),
+    "an older kvpack, then this": lambda backend: (unaware(backend, 50), put(backend, 57)),
+    "a folder moved away": lambda backend: os.rename(f"{backend._folder.root}/0/1", f"{backend._folder.root}/away"),
+    "a cut file": lambda backend: (Path(backend._folder.path(key(1))).unlink(), Path(backend._folder.path(key(1))).write_bytes(b"cut")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_others_do_is_seen(change: str, tmp_path: Path) -> None:
+    backend = indexed(tmp_path)
+    CHANGES[change](backend)
+    for one in (backend, opened(tmp_path)):
+        assert one.size() == truth(tmp_path)
+
+
+def test_a_change_that_no_time_tells_is_found_later(tmp_path: Path) -> None:
+    backend = indexed(tmp_path)
+    leaf = tmp_path / "0" / "1"
+    changed = leaf.stat()
+    next(iter(leaf.iterdir())).unlink()
+    os.utime(leaf, ns=(changed.st_atime_ns, changed.st_mtime_ns))
+    assert backend.size() != truth(tmp_path)
+    for _ in range(256):
+        backend._index.check_next()
+    assert backend.size() == truth(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["removed", "junk", "empty", "cut", "of another version", "of another run"])
+def test_an_index_in_any_state_is_no_fault(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed(tmp_path).close()
+    file = tmp_path / "index.db"
+    if damage == "removed":
+        file.unlink()
+    elif damage == "of another version":
+        backend = opened(tmp_path)
+        with backend._index._transaction() as connection:
+            connection.execute("PRAGMA user_version = 99")
+        backend.close()
+    elif damage == "of another run":
+        monkeypatch.setattr(index, "run_of_machine", lambda: bytes(8))
+    else:
+        file.write_bytes({"junk": b"junk" * 5000, "empty": b"", "cut": file.read_bytes()[:5000]}[damage])
+    backend = opened(tmp_path, max_bytes=20 * (100 + len(HEAD)))
+    for number in range(20, 30):
+        assert put(backend, number)
+        assert backend.size() == truth(tmp_path)
+        assert opened(tmp_path).size() == truth(tmp_path)
+    assert backend._counters.as_dict()["faults"] == {}
+    assert truth(tmp_path)[1] <= 20 * (100 + len(HEAD))
+    assert backend._index.there == (damage != "of another version")
+
+
+def test_a_copy_of_the_folder_is_listed_again(tmp_path: Path) -> None:
+    backend = indexed(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    next(iter((tmp_path / "b").glob("?/?/*"))).unlink()
+    assert opened(tmp_path / "b").size() == truth(tmp_path / "b")
+    assert backend.size() == truth(tmp_path / "a")
+
+
+@pytest.mark.parametrize("death", ["before", "after"])
+@pytest.mark.parametrize("operation", ["replace", "unlink"])
+def test_a_kill_while_it_changes_leaves_it_behind_but_not_wrong(
+    operation: str, death: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = indexed(tmp_path)
+
+    def die() -> None:
+        one = opened(tmp_path)
+        FaultyOs((operation,), 1, death=death).install(monkeypatch)
+        put(one, 40)
+        one.delete([key(2)])
+
+    child = FORK.Process(target=die)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -9
+    for one in (backend, opened(tmp_path)):
+        assert one.size() == truth(tmp_path)
+
+
+def test_a_fork_has_a_connection_of_its_own(tmp_path: Path) -> None:
+    backend = indexed(tmp_path)
+    child = FORK.Process(target=lambda: (put(backend, 30), os._exit(0 if backend.size() == truth(tmp_path) else 1)))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    put(backend, 31)
+    assert backend.size() == truth(tmp_path) == (22, 22 * (100 + len(HEAD)))
+
+
+def test_a_locked_index_stalls_nobody(tmp_path: Path) -> None:
+    backend, other = indexed(tmp_path), opened(tmp_path)
+    with other._index._transaction():
+        begun = time.monotonic()
+        assert put(backend, 30)
+        assert time.monotonic() - begun < 1
+        assert backend.size() == truth(tmp_path)
+    assert backend.size() == truth(tmp_path)
+
+
+def test_entries_come_by_their_last_use_although_rows_are_older(tmp_path: Path) -> None:
+    backend = opened(tmp_path)
+    for number in range(30):
+        put(backend, number, used_ns=10_000 + 10 * number)
+    uses = [(7, 2 * 10**18), (3, 50_000), (0, 10_155), (8, 10_165)]
+    for number, used in uses:
+        os.utime(backend._folder.path(key(number)), ns=(used, used))
+        # A row knows the first of them, and not the others.
+        assert number != 7 or backend.size()[0] == 30
+    files = {path.stat().st_mtime_ns: path.name for path in tmp_path.glob("?/?/*")}
+    latest = 10**18
+    expected = [name for used, name in sorted(files.items(), key=lambda item: (item[0] <= latest, item[0]))]
+    assert len(expected) == 30
+    assert [name.hex() for name, _ in oldest.least_recently_used(backend._index, backend._folder, latest)] == expected
+    # What was looked at is noted, so that it costs nothing the next time.
+    times = sorted(path.stat().st_mtime_ns for path in tmp_path.glob("?/?/*"))
+    assert [row[3] for row in backend._index.oldest(99, (-1, -1), 2**62)] == times
+
+
+def test_what_dead_writers_took_is_found_again(tmp_path: Path) -> None:
+    size = 100 + len(HEAD)
+    backend = indexed(tmp_path, max_bytes=40 * size)
+    lost = backend._usage
+    assert lost.take(10 * size, lambda total: True, lambda: None) is not None
+    for number in range(20, 60):
+        assert put(backend, number)
+    assert 30 < truth(tmp_path)[0] <= 40
+    assert lost.read().total == truth(tmp_path)[1]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Two users with an index, one without, and somebody who removes files: sizes are right and the budget holds."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = Path(os.path.join(os.environ["KVPACK_TEST_FOLDER"], os.urandom(8).hex()))
+        self.size = 100 + len(HEAD)
+        self.users = [opened(self.folder, max_bytes=30 * self.size) for _ in range(2)]
+
+    @rule(user=st.integers(0, 1), number=st.integers(0, 60))
+    def put(self, user: int, number: int) -> None:
+        assert put(self.users[user], number)
+
+    @rule(user=st.integers(0, 1), number=st.integers(0, 60))
+    def touch(self, user: int, number: int) -> None:
+        self.users[user].touch([key(number)], time.time_ns())
+
+    @rule(user=st.integers(0, 1), number=st.integers(0, 60))
+    def delete(self, user: int, number: int) -> None:
+        self.users[user].delete([key(number)])
+
+    @rule(number=st.integers(0, 60))
+    def remove(self, number: int) -> None:
+        Path(self.users[0]._folder.path(key(number))).unlink(missing_ok=True)
+
+    @rule(user=st.integers(0, 1))
+    def collect(self, user: int) -> None:
+        self.users[user].collect()
+
+    @rule(user=st.integers(0, 1))
+    def lose(self, user: int) -> None:
+        for name in index.INDEX:
+            (self.folder / name).unlink(missing_ok=True)
+
+    @invariant()
+    def sizes_are_right(self) -> None:
+        there = truth(self.folder)
+        assert [user.size() for user in self.users] == [there] * 2
+        assert there[1] <= 30 * self.size
+        count = usage.Usage(str(self.folder / "usage"), lambda _: None).read()
+        assert count is None or count.total >= there[1]
+
+
+def test_any_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    monkeypatch.setenv("KVPACK_TEST_FOLDER", str(tmp_path))
+    run_state_machine_as_test(IndexMachine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))

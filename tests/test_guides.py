@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from chat_tokenizers import tokenizer
 
 import kvpack
 from kvpack import formats
+from kvpack.bench import real_model
 from kvpack.cli import parser
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
@@ -20,6 +23,7 @@ from markdown_examples import run_examples  # isort: skip
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "kvpack" / "guides"
 GUIDES = (
+    "resume-a-chat",
     "save-and-continue",
     "share-prefixes",
     "pick-a-recipe",
@@ -44,6 +48,16 @@ RECIPES, COMMANDS = ((FOLDER / f"{guide}.md").read_text(encoding="utf-8") for gu
 EXAMPLES = [guide for guide in GUIDES if "\n```python" in (FOLDER / f"{guide}.md").read_text(encoding="utf-8")]
 
 
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """Where guides find their model of the hub: a folder of its name, with the demo's model and a tokenizer of bytes."""
+    folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    shutil.copytree(ROOT / "kvpack" / "demo" / "tinylm", folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("chat_model")
 @pytest.mark.parametrize("guide", EXAMPLES)
 def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A guide that reads the conformance vectors finds them as in a clone of the repository.
@@ -56,6 +70,15 @@ def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: p
     finally:
         formats.CODECS.clear()
         formats.CODECS.update(known)
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not (real_model.place() / "config.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
+def test_the_guide_to_chats_runs_with_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "HuggingFaceTB").mkdir()
+    (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model.place())
+    monkeypatch.chdir(tmp_path)
+    run_examples(FOLDER / "resume-a-chat.md")
 
 
 @pytest.mark.parametrize("guide", [*GUIDES, "README"])

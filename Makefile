@@ -4,7 +4,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: real-model demo test check lint types unit scenarios docs fuzz roundtrip gpu-test gpu-sanitize damage guards cpu-sanitize store-matrix versions zoo engines code-size
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix versions zoo engines code-size
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -34,11 +34,21 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --nump
 
 unit: $(INSTALLED)
 	$(PYTEST) -m "not scenario"
-	TRITON_INTERPRET=1 $(PYTEST) $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not scenario" $(KERNEL_TESTS)
 
-# The tests marked scenario, which .ci/run runs after the others: whole programs, stores under faults, readers without guards, every model.
+# The tests marked scenario: whole programs, stores under faults, readers without guards, every model, compiled models.
 scenarios: $(INSTALLED)
 	$(PYTEST) -m scenario
+	TRITON_INTERPRET=1 $(PYTEST) -m scenario $(KERNEL_TESTS)
+
+# Both, without collecting all tests twice.
+unit-and-scenarios: $(INSTALLED)
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) $(KERNEL_TESTS)
+
+# What has one process, for `make --jobs 2 one-process unit-and-scenarios`: the tests wait at times.
+one-process: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs 1 types docs sanitized
 
 # What a change needs: the tests of the folders that differ from main, or of what is not committed (tests/support/touched.py).
 # A run without tests, which pytest ends with 5, is none that fails.
@@ -123,14 +133,20 @@ gpu-sanitize: $(INSTALLED)
 	done
 
 # The C kernels under the checkers of memory accesses and undefined behaviour, on any words, strides and lengths. What the checkers add
-# takes a compiler most of six minutes to optimize well, and two to optimize a little.
+# takes a compiler most of six minutes to optimize well, and two to optimize a little (.ci/gcc-o1).
 CHECKED = -fsanitize=address,undefined
 CHECKERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
 
-cpu-sanitize: $(INSTALLED)
+sanitized: $(INSTALLED)
 	rm -rf build/bdist* build/lib* build/sanitized build/temp*
-	CC=gcc CFLAGS="$(CHECKED) -fno-sanitize-recover=all -O1 -g" LDFLAGS="$(CHECKED)" \
+	CC=$(CURDIR)/.ci/gcc-o1 CFLAGS="$(CHECKED) -fno-sanitize-recover=all -g1" LDFLAGS="$(CHECKED)" \
 		$(PIP) install --quiet --no-deps --no-build-isolation --target build/sanitized .
+
+cpu-sanitize: sanitized
+	$(MAKE) --no-print-directory sanitized-tests
+
+# What `make sanitized` has built.
+sanitized-tests:
 	export LD_PRELOAD="$(CHECKERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized OMP_NUM_THREADS=1; \
 	$(BIN)/python -P -c "from kvpack.kernels.cpu import library as l; assert 'sanitized' in l.library()._name" && \
 	$(BIN)/python -P -m pytest --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +84,7 @@ class Environment:
 
     def _pytest(self, arguments: list[str], **variables: str) -> str:
         # A release of another age warns of what it will change; that is no failure here.
-        options = ["--quiet", "--numprocesses", "2", "-p", "no:cacheprovider", "-W", "default"]
+        options = ["--quiet", "-p", "no:cacheprovider", "-W", "default"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         command = [self.python, "-m", "pytest", *options, *arguments]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -137,14 +138,18 @@ def main() -> int:
     arguments = parser.parse_args()
     shutil.rmtree(ENVIRONMENTS, ignore_errors=True)
     names = ["torch", "triton", *sorted(set(ranges()) - {"torch"})]
+    python = ".".join(map(str, sys.version_info[:3]))
     columns, failed = [["", "python", *names, "tests", "kernels"]], False
-    for environment in environments(arguments.whole):
-        if arguments.only in (None, environment.name):
-            environment.install()
-            results = environment.run()
-            failed |= any(result.startswith("FAILED") for result in results)
-            python = ".".join(map(str, sys.version_info[:3]))
-            columns.append([environment.name, python, *environment.versions(names), *results])
+
+    def column(environment: Environment) -> list[str]:
+        environment.install()
+        return [environment.name, python, *environment.versions(names), *environment.run()]
+
+    # Two at a time, each in one process: one is tested while the other's packages are fetched.
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(column, (one for one in environments(arguments.whole) if arguments.only in (None, one.name))):
+            failed |= any(cell.startswith("FAILED") for cell in found)
+            columns.append(found)
             print(table(columns), flush=True)
     shutil.rmtree(ENVIRONMENTS, ignore_errors=True)
     return int(failed)

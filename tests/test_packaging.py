@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import once
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -49,9 +50,8 @@ def _build(source: Path, kind: str, out: Path, **variables: str) -> subprocess.C
     return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **variables})
 
 
-def _built(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources."""
-    out = tmp_path_factory.mktemp("wheel")
+def _built(tmp_path_factory: pytest.TempPathFactory, out: Path, **variables: str) -> zipfile.ZipFile:
+    """A wheel in the folder ``out``, built from a copy of the sources."""
     done = _build(_sources(tmp_path_factory.mktemp("source")), "wheel", out, **variables)
     assert done.returncode == 0, done.stderr
     return zipfile.ZipFile(next(out.glob("*.whl")))
@@ -59,7 +59,8 @@ def _built(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> zipfil
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    return _built(tmp_path_factory)
+    out = once.folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder))
+    return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
 def _below(folder: str) -> list[str]:
@@ -172,7 +173,7 @@ print([issubclass(one.category, KvpackWarning) for one in found], kvpack.backend
 def test_a_wheel_built_without_a_compiler_attends_by_torch_and_says_so_once(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    without = _built(tmp_path_factory, CC="no-such-compiler")
+    without = _built(tmp_path_factory, tmp_path, CC="no-such-compiler")
     assert LIBRARY not in without.namelist()
     assert str(without.filename).endswith("-py3-none-any.whl")
     without.extractall(tmp_path / "site")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import once
 import pytest
 import torch
 import transformers
@@ -33,8 +36,14 @@ pytestmark = pytest.mark.scenario
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> list[Row]:
-    """What ``python tests/support/model_zoo.py`` prints."""
-    return examined(ZOO, tmp_path_factory.mktemp("zoo"), warm_python.python(*warm_python.MODELS))
+    """What ``python tests/support/model_zoo.py`` prints. It takes minutes, so one worker finds it for all."""
+
+    def examine(folder: Path) -> None:
+        rows = examined(ZOO, folder, warm_python.python(*warm_python.MODELS))
+        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
+
+    found = once.folder(tmp_path_factory, "zoo", examine) / "rows.json"
+    return [Row(**row) for row in json.loads(found.read_text(encoding="utf-8"))]
 
 
 def test_nothing_is_wrong(rows: list[Row]) -> None:

@@ -1,0 +1,27 @@
+"""Folders that all workers of a test run share: the first worker to ask fills one, and the others wait for it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+
+def folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
+    """The folder ``name`` of this run, which ``fill`` was called with in one of the workers."""
+    base = factory.getbasetemp()
+    # The folder of a worker is in the folder of the run.
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (run / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (run / name).exists():
+            unfinished = factory.mktemp(name)
+            fill(unfinished)
+            unfinished.rename(run / name)
+    return run / name

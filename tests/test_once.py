@@ -1,0 +1,26 @@
+"""What the workers of a test run share is made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import once
+import pytest
+
+
+def test_a_folder_is_filled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    filled: list[Path] = []
+
+    def fill(folder: Path) -> None:
+        filled.append(folder)
+        (folder / "a").write_text(str(len(filled)), encoding="utf-8")
+
+    found = [once.folder(tmp_path_factory, "filled-once", fill) for _ in range(2)]
+    assert len(filled) == 1
+    assert [(path / "a").read_text(encoding="utf-8") for path in found] == ["1", "1"]
+
+
+def test_a_folder_that_could_not_be_filled_is_tried_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(ZeroDivisionError):
+        once.folder(tmp_path_factory, "tried-again", lambda folder: 1 / 0)
+    assert list(once.folder(tmp_path_factory, "tried-again", lambda folder: None).iterdir()) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
+from zoo_models import model_of
 
 import kvpack
 from kvpack.errors import InvalidDtype, InvalidParameter, LimitExceeded
@@ -108,6 +109,28 @@ def test_a_store_serves_the_beginning_of_a_conversation(model: Any, tmp_path: Pa
         assert other.reused == 0
     with pytest.raises(InvalidParameter, match="the chat has no cache yet"):
         _ = Chat(model, words, store=store).cache
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Mistral"])
+def test_a_store_serves_models_with_states_and_windows(name: str, tmp_path: Path) -> None:
+    """States are stored after the last whole chunk of each prompt; a conversation shorter than a chunk is not stored."""
+    other = model_of(name, vocab_size=264, max_position_embeddings=512)
+    words, identity = tokenizer(), kvpack.Identity.of(other, "raw")
+    with kvpack.Store(tmp_path / "store", identity, chunk=32) as store:
+        first = Chat(other, words, store=store)
+        messages = [{"role": "user", "content": HELLO}]
+        expected = said(other, words, messages)
+        assert first.send(HELLO, **GREEDY) == expected
+        second = Chat(other, words, store=store, messages=first.messages)
+        expected = said(other, words, [*first.messages, {"role": "user", "content": MORE}])
+        assert second.send(MORE, **GREEDY) == expected
+        ends = first.prompt_tokens - 1 if name == "Qwen3-Next" else first.cache.tokens
+        assert second.reused == ends // 32 * 32 > 0
+        assert store.counters()["faults"] == {}
+    with kvpack.Store(tmp_path / "large", identity, chunk=first.prompt_tokens) as store:
+        short = Chat(other, words, store=store)
+        assert short.send(HELLO, **GREEDY) == first.messages[1]["content"]
+        assert store.match(short.cache.token_ids) == (0 if name == "Qwen3-Next" else first.prompt_tokens)
 
 
 def test_without_a_template_texts_are_joined(model: Any, tmp_path: Path) -> None:

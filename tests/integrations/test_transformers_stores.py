@@ -206,8 +206,12 @@ def test_prefill_refuses_what_does_not_follow() -> None:
         kvpack.prefill(model, other, packed)
     with pytest.raises(InvalidShape, match="token_ids has 77 tokens, and the cache holds 77: give those and at least one that follows"):
         kvpack.prefill(model, PROMPT, packed)
-    with pytest.raises(InvalidParameter, match="every is 0, expected the tokens of a pass"):
-        kvpack.prefill(model, PROMPT, "raw", every=0)
+    for wrong in ({"every": 0}, {"chunk": -1}):
+        with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens, from 1"):
+            kvpack.prefill(model, PROMPT, "raw", **wrong)
+    hybrid = model_of("Falcon-H1")
+    with pytest.raises(InvalidParameter, match="every is 40, and a store takes states at the ends of chunks: expected a multiple of 16"):
+        kvpack.prefill(hybrid, PROMPT, "raw", every=40, chunk=CHUNK)
     assert model.config._attn_implementation == attention
 
 

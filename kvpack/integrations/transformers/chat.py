@@ -19,6 +19,7 @@ from kvpack.formats.errors import InvalidDtype, InvalidParameter, LimitExceeded
 
 from .cache import KvpackCache
 from .models import execution_device
+from .prefill import EVERY, fill
 
 if TYPE_CHECKING:
     import os
@@ -189,16 +190,22 @@ class Chat:
         with KvpackCache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
             prompt = torch.tensor([ids], device=execution_device(self.model))
+            chunk = 1 if self._store is None else self._store.chunk
+            if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:
+                # The store resumes the prompt only where a pass has ended.
+                fill(past, self.model, prompt[:, :-1], max(EVERY // chunk, 1) * chunk, chunk)
             given = {"attention_mask": torch.ones_like(prompt), **cache_names.over(self.model, past), **options}
             out = self.model.generate(prompt, **given, return_dict_in_generate=False)  # type: ignore[operator]
             packed = past.packed
+            # A prompt that is shorter than a chunk leaves no states at the end of one.
+            storable = not past.keeps_states or any(not tokens % chunk for tokens in (*past.states_at, packed.tokens))
         if len(out) != 1 or len(packed.token_ids) != 1:
             raise InvalidParameter(
                 f"generate wrote {len(out)} sequences over a cache of {len(packed.token_ids)}, and a chat is one: leave out num_beams and "
                 "num_return_sequences"
             )
         self._cache, written = packed, out[0].tolist()
-        if self._store is not None:
+        if self._store is not None and storable:
             self._store.save(written[:-1], packed)
         return list(written[len(ids) :])
 

@@ -57,23 +57,29 @@ def prefill(
             raise InvalidParameter(f"{name} is {shown(number)}, expected a number of tokens, from 1")
     ids = token_ids_of(token_ids)
     cache = KvpackCache(model, contents, **{"keep_all": True, **options})
-    start = cache.get_seq_length()
-    if ids.shape[1] <= start:
-        raise InvalidShape(f"token_ids has {ids.shape[1]} tokens, and the cache holds {start}: give those and at least one that follows")
-    device, arguments = execution_device(model), _arguments(model, cache)
     try:
+        held = cache.get_seq_length()
+        if ids.shape[1] <= held:
+            raise InvalidShape(f"token_ids has {ids.shape[1]} tokens, and the cache holds {held}: give those and at least one that follows")
         if cache.keeps_states and every % chunk:
             raise InvalidParameter(f"every is {every}, and a store takes states at the ends of chunks: expected a multiple of {chunk}")
-        cache.passes.check_ids(ids, ids.shape[1] - start)
-        with torch.no_grad():
-            for stop in _ends(start, ids.shape[1], every, chunk if cache.keeps_states else None):
-                model(ids[:, start:stop].to(device), **arguments)
-                cache.keep_states()
-                start = stop
+        fill(cache, model, ids, every, chunk)
     except BaseException:
         cache.release()
         raise
     return cache
+
+
+def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: int, chunk: int) -> None:
+    """Compute those of ``ids`` ``[batch, token]`` that ``cache`` does not hold, as ``prefill``. Raises InvalidParameter for other ids."""
+    start = cache.get_seq_length()
+    cache.passes.check_ids(ids, ids.shape[1] - start)
+    device, arguments = execution_device(model), _arguments(model, cache)
+    with torch.no_grad():
+        for stop in _ends(start, ids.shape[1], every, chunk if cache.keeps_states else None):
+            model(ids[:, start:stop].to(device), **arguments)
+            cache.keep_states()
+            start = stop
 
 
 def _ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:

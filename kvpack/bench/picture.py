@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from kvpack.formats.errors import MissingPackage
 from .summary import named
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 STYLES = {
@@ -39,6 +41,10 @@ SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack
 """Text stays text in the SVG, and its ids do not depend on the time."""
 
 _BITS = (0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
+_FEW_BITS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 16, 32)
+
+_NEAR = 1.6
+"""The ratio of bits and of divergences below which two points are so close that a name does not fit between them."""
 
 _SMALLEST = 1e-8
 """A divergence below it is drawn as it: lossless recipes have none, and a logarithmic scale has no zero."""
@@ -73,8 +79,11 @@ def figure(report: dict[str, Any]) -> Any:
     return result
 
 
-def plot(axes: Any, report: dict[str, Any]) -> None:
-    """Draw the recipes, the Pareto front and the forgotten past; the legend beside the axes names every recipe."""
+def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
+    """Draw the recipes, the Pareto front and the forgotten past.
+
+    The legend beside the axes names every recipe; ``narrow`` axes have the names next to the points instead.
+    """
     rows, forgotten = report["recipes"], report["forgotten"]["kl_divergence"]
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -93,19 +102,42 @@ def plot(axes: Any, report: dict[str, Any]) -> None:
         axes.errorbar(x, y, yerr=_bar(row, *axes.get_ylim()), fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.5, zorder=3)
         style = {"color": colour, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(x, y, **style, label=row["recipe"], zorder=4)
-    settings = report["settings"]
-    axes.set_title(
-        f"{named(report)}, {report['precision']}:\n{settings['windows']} x {settings['score']:,} tokens scored, "
-        f"each window {settings['tokens']:,}",
-        fontsize=10,
-        loc="left",
-    )
-    axes.set_xlabel("bits per value, every byte of the file counted (log scale)")
+        if narrow:
+            _name(axes, row["recipe"], x, y, left=_needs_left(row, rows))
+    if narrow:
+        axes.set_title(named(report), fontsize=10, loc="left")
+        _name(axes, "past forgotten", axes.get_xlim()[0], forgotten, left=False)
+    else:
+        settings = report["settings"]
+        axes.set_title(
+            f"{named(report)}, {report['precision']}:\n{settings['windows']} x {settings['score']:,} tokens scored, "
+            f"each window {settings['tokens']:,}",
+            fontsize=10,
+            loc="left",
+        )
+    axes.set_xlabel("bits per value of the whole file" if narrow else "bits per value, every byte of the file counted (log scale)")
     axes.set_ylabel("KL divergence in nats (log scale), with 95 % intervals")
-    _bits_axis(axes, [row["bits_per_value"] for row in rows])
+    _bits_axis(axes, [row["bits_per_value"] for row in rows], _FEW_BITS if narrow else _BITS)
     axes.grid(color="#dddddd", linewidth=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), title="colour: the keys' codec", title_fontsize=8)
+    if not narrow:
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
+        axes.legend(frameon=False, fontsize=8, **beside, title="colour: the keys' codec", title_fontsize=8)
+
+
+def _needs_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the name of a recipe is to the left of its point, because of another point, or the end of the axis, to the right."""
+    x, y = row["bits_per_value"], _drawn(row)
+    others = [(other["bits_per_value"] / x, abs(math.log(_drawn(other) / y))) for other in rows]
+    return _NEAR * x > max(other["bits_per_value"] for other in rows) or any(
+        1 < ratio < _NEAR and apart < math.log(_NEAR) for ratio, apart in others
+    )
+
+
+def _name(axes: Any, name: str, x: float, y: float, *, left: bool) -> None:
+    """Write ``name`` next to a point."""
+    place = {"xytext": (-6 if left else 6, 5), "textcoords": "offset points", "ha": "right" if left else "left", "fontsize": 8}
+    axes.annotate(name, (x, y), **place, zorder=5)
 
 
 def _drawn(row: dict[str, Any]) -> float:
@@ -120,11 +152,11 @@ def _bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[float]
     return [[middle - min(middle, max(low, lowest))], [max(middle, min(high, highest)) - middle]]
 
 
-def _bits_axis(axes: Any, bits: list[float]) -> None:
+def _bits_axis(axes: Any, bits: list[float], ticks: tuple[float, ...]) -> None:
     from matplotlib import ticker
 
     low, high = min(bits) / 1.12, max(bits) * 1.12
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_locator(ticker.FixedLocator([tick for tick in _BITS if low <= tick <= high]))
+    axes.xaxis.set_major_locator(ticker.FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())

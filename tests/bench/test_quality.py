@@ -617,6 +617,22 @@ def test_the_picture_names_every_recipe_and_keeps_intervals_inside(spread: float
     assert all(low * 0.999 <= y <= high * 1.001 for y in ends)
 
 
+def test_narrow_axes_have_the_names_next_to_the_points() -> None:
+    report = cluttered(0.05)
+    for number, row in enumerate(report["recipes"]):
+        row.update(bits_per_value=2.0**number, kl_divergence=10.0**-number)
+    # So close to the next one that the name does not fit between them.
+    report["recipes"][3].update(bits_per_value=15.0, kl_divergence=1.1e-4)
+    figure = picture.library().Figure(figsize=(5.6, 4.2))
+    axes = figure.subplots()
+    picture.plot(axes, report, narrow=True)
+    assert axes.get_legend() is None
+    sides = {text.get_text(): text.get_ha() for text in axes.texts}
+    assert sides.pop("past forgotten") == "left"
+    assert [name for name, side in sides.items() if side == "right"] == ["recipe-3", "recipe-11"]
+    assert len(sides) == 12
+
+
 def test_every_codec_has_a_colour_of_its_own() -> None:
     assert set(picture.STYLES) == set(CODECS)
     colours = [colour for colour, _ in (*picture.STYLES.values(), picture.OTHER)]

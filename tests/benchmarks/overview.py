@@ -36,7 +36,8 @@ RECIPES = (
 LONG_TOKENS, SHORT_TOKENS = 131072, 16384
 """Contexts of 32 query heads, 8 KV heads and dim 128: shape B of the report, and one length of its sweep."""
 
-_SIZE = (13.0, 4.8)
+_SIZE = (5.6, 8.4)
+"""Inches: one below the other, and as narrow as text of 8 points stays legible on a phone."""
 
 
 def run(folder: str) -> str:
@@ -92,10 +93,10 @@ def _figure(quality: dict[str, Any], speeds: list[tuple[str, float, float]], dev
 
     result = picture.library().Figure(figsize=_SIZE, dpi=100, layout="constrained")
     FigureCanvasAgg(result)
-    left, right = result.subplots(1, 2, width_ratios=(1.3, 1))
-    picture.plot(left, quality)
-    _plot_speeds(right, speeds)
-    right.set_title(f"{device}: attention over packed rows", fontsize=10, loc="left")
+    top, bottom = result.subplots(2, 1)
+    picture.plot(top, quality, narrow=True)
+    _plot_speeds(bottom, speeds)
+    bottom.set_title(f"{device}: attention over packed rows", fontsize=10, loc="left")
     return result
 
 
@@ -107,7 +108,7 @@ def _plot_speeds(axes: Any, speeds: list[tuple[str, float, float]]) -> None:
     axes.plot(short, recipes, **dots, zorder=3, label=f"{SHORT_TOKENS:,} tokens")
     axes.axvline(1, color="#000000", linewidth=0.8, zorder=4)
     axes.set_xlim(0, 1.08 * max(long))
-    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
     axes.set_xlabel("speed (1 = the best bf16 attention)")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -177,28 +177,30 @@ def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
 
 def run_stat(arguments: argparse.Namespace) -> int:
     """Print totals and one row per identity."""
+    from kvpack.store.summary import summarize
+
     from .opened import Opened
 
     store = Opened(arguments)
-    catalog = store.catalog()
+    with progress("read", arguments) as callback:
+        summary = summarize(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes)
     entries, size = store.backend.size()
-    pinned, unreadable, closed = len(store.backend.pinned()), len(catalog.unreadable), len(catalog.undecryptable)
-    if store.silent(catalog.count):
+    pinned, unreadable, closed = len(store.backend.pinned()), summary.unreadable, summary.undecryptable
+    if store.silent(summary.count):
         return store.exit_code()
-    identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in catalog.identities()]
+    identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
+    kinds = {kind: count["entries"] for kind, count in summary.kinds.items()}
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
-        total |= {"pages": len(catalog.pages), "bases": len(catalog.bases), "states": len(catalog.states)}
-        print_json({**total, "identities": identities})
+        print_json({**total, **kinds, "identities": identities})
         return store.exit_code()
     print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
-    if catalog.pages:
-        print(f"{len(catalog.pages):,} of them are pages of engines")
-    if catalog.states:
-        size = sum(states.stored.size for states in catalog.states.values())
-        print(f"{len(catalog.states):,} of them are states after chunks, {bytes_text(size)} bytes")
-    if catalog.bases:
-        print(f"{len(catalog.bases):,} of them are bases, {bytes_text(sum(basis.stored.size for basis in catalog.bases.values()))} bytes")
+    if kinds["pages"]:
+        print(f"{kinds['pages']:,} of them are pages of engines")
+    if kinds["states"]:
+        print(f"{kinds['states']:,} of them are states after chunks, {bytes_text(summary.kinds['states']['bytes'])} bytes")
+    if kinds["bases"]:
+        print(f"{kinds['bases']:,} of them are bases, {bytes_text(summary.kinds['bases']['bytes'])} bytes")
     print_table(
         "by model and recipe",
         ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],

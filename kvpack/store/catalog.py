@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from .page_keys import check_page
 from .state_entries import NamedStates, is_states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvpack.file import container
     from kvpack.file.atomic import Progress
@@ -151,19 +150,16 @@ class Catalog:
             raise InvalidParameter(f"key {text!r} is the beginning of {len(keys)} entries' keys, expected one")
         return self.prefix(keys[0])
 
-    def identities(self) -> list[tuple[dict[str, str], str, Counter[str]]]:
-        """(model, recipe, counts of entries, bytes and tokens) of every identity that headers distinguish."""
-        counts: dict[tuple[tuple[tuple[str, str], ...], str], Counter[str]] = {}
-        for entry in self.entries.values():
-            identity = (tuple(sorted(entry.model.items())), entry.recipe)
-            counts.setdefault(identity, Counter()).update(entries=1, bytes=entry.stored.size, tokens=entry.tokens)
-        return [(dict(model), recipe, count) for (model, recipe), count in sorted(counts.items())]
-
 
 def read_catalog(
-    backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
+    backend: Backend,
+    progress: Progress | None = None,
+    cipher: Cipher | None = None,
+    *,
+    max_entry_bytes: int = MAX_ENTRY_BYTES,
+    listed: Sequence[Stored] | None = None,
 ) -> Catalog:
-    """Read the header of every entry of up to ``max_entry_bytes``; ``progress`` counts entries.
+    """Read the header of every entry of up to ``max_entry_bytes``, or of those ``listed``; ``progress`` counts entries.
 
     With ``cipher`` only entries that it decrypts are readable; unencrypted entries are not.
     """
@@ -172,7 +168,7 @@ def read_catalog(
     pages: dict[bytes, Stored] = {}
     bases: dict[bytes, BasisEntry] = {}
     states: dict[bytes, StatesEntry] = {}
-    listed = list(backend.list())
+    listed = list(backend.list()) if listed is None else listed
     for number, stored in enumerate(listed):
         try:
             data = _read(backend, stored, cipher, max_entry_bytes, front=True)

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from .usage import Count
 
 
+_DESCRIBED_AT_ONCE = 2048
+"""Entries whose rows one transaction of the index changes."""
+
+
 class Directory(OneTier):
     """A folder of entries. ``max_bytes`` is a hard budget for their bytes, ``min_free`` the disk space in bytes to leave free.
 
@@ -202,6 +206,27 @@ class Directory(OneTier):
         if entries >= ENTRIES and self.trust.may_write:
             self._index.build()
         return entries, size
+
+    def described(self) -> Sequence[tuple[str, int, int]] | None:
+        """(text, entries, bytes) of the entries that the index describes; None where there is no index that can be believed."""
+        known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
+        return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
+
+    def undescribed(self, also: str | None = None) -> Sequence[Stored]:
+        """The entries that the index does not describe, and those that it says are of the kind ``also``."""
+        found = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
+        return [Stored(one.key, one.size, self._used(one)) for one in found]
+
+    def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
+        """Note what entries are, by key."""
+        for at in range(0, len(texts), _DESCRIBED_AT_ONCE):
+            self._index.describe(texts[at : at + _DESCRIBED_AT_ONCE])
+
+    def _used(self, stored: Stored) -> int:
+        try:
+            return os.stat(self._folder.path(stored.key), follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return stored.used_ns
 
     def pin(self, keys: Sequence[bytes]) -> bool:
         return self._pins.add(keys)

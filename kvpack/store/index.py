@@ -200,13 +200,16 @@ class Index:
                 return connection.execute(asked).fetchall()
         return None
 
-    def undescribed(self) -> list[Stored]:
-        """The entries that nobody has described."""
-        asked = "SELECT id, rest, size, used FROM entries WHERE about IS NULL"
+    def undescribed(self, also: str = "") -> list[Stored]:
+        """The entries that nobody has described, and those whose text is like ``also``."""
+        asked = (
+            "SELECT id, rest, size, used FROM entries "
+            "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"
+        )  # fmt: skip
         with self._guarded():
             connection = self._opened()
             if connection is not None:
-                return [Stored(key_of(number, rest), size, used) for number, rest, size, used in connection.execute(asked)]
+                return [Stored(key_of(number, rest), size, used) for number, rest, size, used in connection.execute(asked, (also,))]
         return []
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:

@@ -9,13 +9,15 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
 from .basis_keys import check_basis
+from .directory import Directory
 from .encryption import in_clear
 from .entries import FEATURE, is_old, open_entry
 from .faults import is_damage
 from .forms import check_size
+from .summary import describe_new
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .backend import Backend, Data, Stored
     from .counters import Counters
@@ -35,7 +37,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
     ``cipher`` does not decrypt.
     """
     going, bases = [], []
-    for stored in backend.list():
+    for stored in _candidates(backend, cipher):
         if 0 < stored.size <= max_entry_bytes:
             kind = _kind(backend, stored, cipher)
             going += [stored] if kind == "old" else []
@@ -48,6 +50,14 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
         if backend.delete([stored.key]):
             counters.add("reclaimed_entries")
             counters.add("reclaimed_bytes", stored.size)
+
+
+def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
+    """Every entry, but those of a folder that its index knows to be chunks, states or pages."""
+    if cipher is None and isinstance(backend, Directory) and backend.described() is not None:
+        describe_new(backend)
+        return backend.undescribed(also="bases")
+    return backend.list()
 
 
 def _kind(backend: Backend, stored: Stored, cipher: Cipher | None) -> str:

@@ -13,11 +13,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import kvpack
 from kvpack.store import directory, eviction, index, oldest, usage
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
+from kvpack.store.encryption import Cipher
+from kvpack.store.summary import summarize
 
 from faulty_os import FaultyOs  # isort: skip
+from store_caches import IDENTITY, KEYS, open_store, prompt, save  # isort: skip
 from store_stress import FORK  # isort: skip
 
 HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpack":"'
@@ -256,3 +260,49 @@ def test_any_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("KVPACK_TEST_FOLDER", str(tmp_path))
     run_state_machine_as_test(IndexMachine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))
+
+
+def _stat(folder: Path) -> dict[str, Any]:
+    summary = summarize(opened(folder))
+    return {"chunks": summary.identities(), "kinds": summary.kinds, "not read": (summary.unreadable, summary.undecryptable)}
+
+
+def test_only_new_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    for seed in range(3):
+        save(store, prompt(3, seed=seed))
+    other = open_store(tmp_path, kvpack.Identity("other", "kivi-4"))
+    save(other, prompt(2))
+    (tmp_path / "0" / "0").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "0" / "0" / ("00" * 32)).write_bytes(HEAD + bytes(100))
+    expected = _stat(tmp_path)
+    assert [(model["name"], recipe, counts["entries"]) for model, recipe, counts in expected["chunks"]] == [
+        ("model", store.identity.recipe, 9),
+        ("other", other.identity.recipe, 2),
+    ]
+    assert expected["not read"] == (1, 0)
+    read: list[bytes] = []
+    real = Directory.peek
+    monkeypatch.setattr(Directory, "peek", lambda self, key, **given: read.append(key) or real(self, key, **given))
+    assert _stat(tmp_path) == expected
+    # What cannot be read is looked at each time: it may be in a while.
+    assert read == [bytes(32)]
+    save(store, prompt(1, seed=9))
+    read.clear()
+    assert _stat(tmp_path)["chunks"][0][2]["entries"] == 10
+    assert len(read) == 2
+    read.clear()
+    store.collect()
+    assert set(read) <= {bytes(32)}
+    for name in index.INDEX:
+        (tmp_path / name).unlink(missing_ok=True)
+    monkeypatch.setattr(directory, "ENTRIES", 100)
+    assert _stat(tmp_path)["chunks"][0][2]["entries"] == 10
+
+
+def test_encrypted_entries_are_not_described(tmp_path: Path) -> None:
+    save(open_store(tmp_path, encryption=KEYS), prompt(3))
+    assert _stat(tmp_path)["not read"] == (3, 3)
+    summary = summarize(opened(tmp_path), cipher=Cipher(KEYS, IDENTITY.tenant))
+    assert summary.identities()[0][2]["entries"] == 3
+    assert opened(tmp_path).described() == []

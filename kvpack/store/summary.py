@@ -1,0 +1,95 @@
+"""What a location holds in numbers, by model and recipe: of a folder with an index, only the headers of new entries are read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .backend import MAX_ENTRY_BYTES
+from .catalog import read_catalog
+from .directory import Directory
+
+if TYPE_CHECKING:
+    from kvpack.file.atomic import Progress
+
+    from .backend import Backend
+    from .catalog import Catalog
+    from .encryption import Cipher
+
+_KINDS = ("pages", "states", "bases")
+
+
+@dataclass
+class Summary:
+    """Counts of entries, bytes and tokens by model and recipe, those of what is no chunk by kind, and entries that were not read."""
+
+    chunks: dict[tuple[tuple[tuple[str, str], ...], str], Counter[str]] = field(default_factory=dict)
+    kinds: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in _KINDS})
+    unreadable: int = 0
+    undecryptable: int = 0
+
+    @property
+    def count(self) -> int:
+        """The number of entries, readable or not."""
+        counts = [*self.chunks.values(), *self.kinds.values()]
+        return self.unreadable + sum(count["entries"] for count in counts)
+
+    def identities(self) -> list[tuple[dict[str, str], str, Counter[str]]]:
+        """(model, recipe, counts of entries, bytes and tokens) of every identity that headers distinguish."""
+        return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
+
+    def add(self, about: dict[str, Any], entries: int, size: int) -> None:
+        """Count entries that are alike, by what they are."""
+        if about["kind"] != "chunk":
+            self.kinds[about["kind"]].update(entries=entries, bytes=size)
+            return
+        identity = (tuple(sorted(about["model"].items())), about["recipe"])
+        self.chunks.setdefault(identity, Counter()).update(entries=entries, bytes=size, tokens=entries * about["tokens"])
+
+
+def summarize(
+    backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
+) -> Summary:
+    """The numbers of ``read_catalog``, and its arguments."""
+    summary = Summary()
+    # What an index holds does not depend on keys and limits.
+    indexed = isinstance(backend, Directory) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES
+    if isinstance(backend, Directory) and indexed and (known := backend.described()) is not None:
+        for text, entries, size in known:
+            summary.add(json.loads(text), entries, size)
+        catalog = _describe(backend, progress)
+    else:
+        catalog = read_catalog(backend, progress, cipher, max_entry_bytes=max_entry_bytes)
+    for about, _, size in _abouts(catalog):
+        summary.add(about, 1, size)
+    summary.unreadable, summary.undecryptable = len(catalog.unreadable), len(catalog.undecryptable)
+    return summary
+
+
+def describe_new(backend: Backend) -> None:
+    """Read the headers of the entries of a folder that its index does not describe yet, and note what they are."""
+    if isinstance(backend, Directory) and backend.described() is not None:
+        _describe(backend, None)
+
+
+def _describe(backend: Directory, progress: Progress | None) -> Catalog:
+    catalog = read_catalog(backend, progress, listed=backend.undescribed())
+    backend.describe([(key, json.dumps(about, sort_keys=True)) for about, key, _ in _abouts(catalog)])
+    return catalog
+
+
+def _abouts(catalog: Catalog) -> list[tuple[dict[str, Any], bytes, int]]:
+    """What each readable entry is, with its key and bytes."""
+    found: list[tuple[dict[str, Any], bytes, int]] = []
+    for entry in catalog.entries.values():
+        about = {"kind": "chunk", "model": dict(entry.model), "recipe": entry.recipe, "tokens": entry.tokens}
+        found.append((about, entry.stored.key, entry.stored.size))
+    for kind, stored in (
+        *(("pages", page) for page in catalog.pages.values()),
+        *(("states", states.stored) for states in catalog.states.values()),
+        *(("bases", basis.stored) for basis in catalog.bases.values()),
+    ):
+        found.append(({"kind": kind}, stored.key, stored.size))
+    return found

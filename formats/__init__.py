@@ -27,6 +27,7 @@ from .scalar import Scalar
 from .side_car import ResidualSketch
 from .side_cars import WithSideCars
 from .transform import Transform
+from .trellis import Trellis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from .side_car import SideCar
 
 CODECS: dict[str, type[CodecFamily]] = {
-    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt, Transform)
+    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt, Transform, Trellis)
 }
 """Codec families by id."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-CODECS = ("raw", "lossless", "group", "minifloat", "scalar", "octahedral", "angle", "polar", "quaternion", "klt", "transform")
+CODECS = ("raw", "lossless", "group", "minifloat", "scalar", "octahedral", "angle", "polar", "quaternion", "klt", "transform", "trellis")
 _SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -23,6 +23,7 @@ from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar
 from kvpack.formats.transform import Transform
+from kvpack.formats.trellis import Trellis
 
 from .decode import group as decode_group
 from .decode import lossless as decode_lossless
@@ -52,6 +53,7 @@ from .loaders import quaternion as quaternion_tiles
 from .loaders import quaternion_dense as quaternion_dense_tiles
 from .loaders import raw as raw_tiles
 from .loaders import scalar as scalar_tiles
+from .loaders import trellis as trellis_tiles
 from .loaders.tiles import DUAL_WIDTH, Tiles
 
 if TYPE_CHECKING:
@@ -156,5 +158,6 @@ CODECS: dict[type[Codec], CodecKernels] = {
         has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bits),
     ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
+    Trellis: CodecKernels(trellis_tiles.tiles, has_rules=done),
     Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=done),
 }

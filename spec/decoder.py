@@ -1724,6 +1724,45 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
     return Codec("scalar", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
 
 
+# codecs/trellis.md ---------------------------------------------------------------------------------------------------
+
+
+def trellis(entry: Mapping[str, Any]) -> Codec:
+    rule = "codecs/trellis.md, Parameters and ranges"
+    dim, bits, state_bits, norm, rotation_kind, seed, table_bytes = take_parameters(
+        entry,
+        {
+            "dim": range(1, MAX_DIM + 1),
+            "bits": range(1, 5),
+            "state_bits": (8, 10),
+            "norm": HALF_OR_SINGLE,
+            "rotation_kind": ROTATION_KINDS,
+            "seed": int,
+            "table": bytes,
+        },
+    )
+    check_rotation(rotation_kind, dim)
+    length = dim * bits
+    require(length % 16 == 0, rule, f"{dim} channels of {bits} bits are {length} bits, no multiple of 16")
+    require(len(table_bytes) == 2 << state_bits, rule, f"table has {len(table_bytes)} bytes, not {2 << state_bits}")
+    table = numbers(table_bytes, "F16")
+    require(all(-1 <= value <= 1 for value in table), rule, "a value of table is not in [-1, 1]")
+    codes = {"codes": Columns(length // 16, (65536,), 1, (65536,))}
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        string = sum(word << 16 * place for place, word in enumerate(digits["codes"][0]))
+        # Twice in a row, no window crosses the end.
+        string |= string << length
+        windows = [string >> (bits * (c + 1) - state_bits) % length & (1 << state_bits) - 1 for c in range(dim)]
+        return [f32(table[window] * row["norm"][0]) for window in windows]
+
+    def tolerance(digits: Digits, row: Numbers) -> list[float]:
+        return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
+
+    stored = NumberStream("norm", HALF_OR_SINGLE[norm], ())
+    return Codec("trellis", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+
+
 # codecs/polar.md -----------------------------------------------------------------------------------------------------
 
 
@@ -1821,6 +1860,7 @@ CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
     "scalar": scalar,
     "polar": polar,
     "transform": transform,
+    "trellis": trellis,
 }
 
 
@@ -2025,9 +2065,7 @@ HIDDEN_RECORD = 20
 OFFSETS = "container.md, Position offsets"
 POSITION_OFFSETS = "position-offsets"
 RAW_POSITIONS = "raw-positions"
-REQUIRED_FEATURES = {
-    name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, RAW_POSITIONS)
-}
+REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, RAW_POSITIONS)}
 LIMITS = "container.md, Limits"
 
 

@@ -32,6 +32,7 @@ from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar, signed_values
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.trellis import Trellis, values_of
 
 from . import library, rotations
 
@@ -323,6 +324,14 @@ def _lossless(codec: Lossless) -> Described | None:
     return _finished(result, codec, ["frequencies", "states", PLACES, "words"], [])
 
 
+def _trellis(codec: Trellis) -> Described | None:
+    result = _struct(codec, {"norm": (1, NORMS[codec.norm])})
+    if result is None:
+        return None
+    result.index_bits, result.digit_bits = codec.state_bits, codec.bits
+    return _finished(result, codec, ["norm"], [values_of(codec.table, "cpu")])
+
+
 def _completed(codec: WithSideCars) -> Described | None:
     """``described``, for a codec with at most one side-car of each kind that stores something in the coded frame."""
     plain = described(codec.codec)
@@ -371,6 +380,7 @@ FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
     Minifloat: _minifloat,
     Klt: _klt,
     Lossless: _lossless,
+    Trellis: _trellis,
 }
 """How each family is described; a new codec is one row."""
 

@@ -8,6 +8,7 @@ typedef struct {
     uint16_t *words; /* as in Loaded */
     float *numbers;  /* as in Loaded */
     float *spare;    /* two tiles */
+    void *space;     /* trellis: search_bytes */
 } Encoded;
 
 /* Where a digit whose base is a power of two goes: into words at `low`, from bit `shift` on, and into those of the next plane. */

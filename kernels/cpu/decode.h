@@ -11,6 +11,7 @@ static void decode_tile(const Codec *codec, const Loaded *in, float *spare, floa
         case MINIFLOAT: minifloat_decode(codec, in, tile); break;
         case KLT: klt_decode(codec, in, tile); break;
         case LOSSLESS: lossless_decode(codec, in, tile); break;
+        case TRELLIS: trellis_decode(codec, in, tile); break;
         case QUATERNION: quaternion_decode(codec, in, spare, tile); break;
     }
     put_side_cars(codec, in, spare, tile);

@@ -19,6 +19,7 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
+from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 from kvpack.runtime.threads import checked_threads
 
@@ -63,7 +64,7 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
         return stored and packing.symbols % packing.width == 0 and packing.column_bytes <= 4 and codec.dim <= codecs.MOST_DIM
     if type(codec) is Quaternion and codec.secondary > MOST_SECONDARY:
         return False
-    return type(codec) in (Scalar, Octahedral, Quaternion, Angle) and codecs.described(codec) is not None
+    return type(codec) in (Scalar, Octahedral, Quaternion, Angle, Trellis) and codecs.described(codec) is not None
 
 
 def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int = 0) -> dict[str, torch.Tensor] | None:
@@ -91,7 +92,7 @@ def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tu
     call = library.Encode(*shape, codecs.pointer(described), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
     if isinstance(codec, Group):
         call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
-    elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle):
+    elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle | Trellis):
         call.unbiased = codec.norm_rule == "unbiased"
     call.candidates = candidates
     for number, table in enumerate(bounds):

@@ -13,7 +13,7 @@ enum { HEAD_RUN = 5 };
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
-enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT, LOSSLESS };
+enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT, LOSSLESS, TRELLIS };
 enum { F16, BF16, F32, U8 };
 
 /* One array [batch, kv_head, row, ...] whose rows are contiguous; strides are in bytes. A segment holds one per stored stream. */
@@ -82,6 +82,7 @@ typedef struct {
     /* octahedral, angle, quaternion: whether one stream holds both digits of a symbol */
     int64_t direct;
     /* octahedral: the bits of a direction and of the index digit, and whether that holds the norm's bits or the sign digit does.
+       trellis: the bits of a window, and of a value.
        octahedral, angle: the codes of a norm */
     int64_t index_bits, digit_bits, norm_with_index, norm_levels;
     /* angle, quaternion: whether two streams hold factors of the first digit. angle: the kind of norm. quaternion: the largest radius */

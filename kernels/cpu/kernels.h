@@ -18,6 +18,7 @@
 #include "lossless.h"
 #include "raw.h"
 #include "scalar.h"
+#include "trellis.h"
 
 /* Up to here no product is contracted with a sum: values are those of formats/, bit for bit wherever no sum decides. */
 #include "rotation.h"
@@ -49,6 +50,7 @@
 #include "encode_octahedral.h"
 #include "encode_quaternion.h"
 #include "encode_scalar.h"
+#include "encode_trellis.h"
 
 #include "encode.h"
 #include "norms.h"
@@ -113,7 +115,7 @@ static int64_t encode_bytes(const Encode *call) {
     const Codec *codec = call->codec;
     int64_t of_groups = larger_of(codec->size + 4, 6 * TOKENS_OF_GROUPS) * (codec->dim + LANES);
     int64_t tile = HALF_TILE * ((codec->dim + 3) + 1 + codec->numbers + 2 * codec->dim) + HALF_TILE * codec->columns / 2;
-    return 4 * larger_of(of_groups, tile) + (int64_t)sizeof(Encoded) + 128;
+    return 4 * larger_of(of_groups, tile) + search_bytes(codec) + (int64_t)sizeof(Encoded) + 128;
 }
 
 static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory) {
@@ -124,6 +126,7 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     out->norm = out->tile + (codec->dim + 3) * HALF_TILE;
     out->numbers = out->norm + HALF_TILE;
     out->words = (uint16_t *)(out->numbers + codec->numbers * HALF_TILE);
+    out->space = aligned((char *)(out->words + HALF_TILE * codec->columns));
     return encode_item(call, batch, head, start, stop, out);
 }
 

@@ -17,7 +17,7 @@ INTERFACE = 25
 """The number of interface.h that the structures below mirror."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
-FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless")
+FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless", "trellis")
 DTYPES = ("F16", "BF16", "F32", "U8")
 
 

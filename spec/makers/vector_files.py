@@ -25,6 +25,7 @@ import limit_vectors  # isort: skip
 import lossless_vectors  # isort: skip
 import transform_corner_vectors  # isort: skip
 import transform_vectors  # isort: skip
+import trellis_vectors  # isort: skip
 import metadata_vectors  # isort: skip
 import misreading_vectors  # isort: skip
 import offset_vectors  # isort: skip
@@ -65,6 +66,7 @@ MODULES = (
     transform_corner_vectors,
     misreading_vectors,
     offset_vectors,
+    trellis_vectors,
 )
 for module in MODULES:
     module.add_all()

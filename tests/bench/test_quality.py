@@ -412,9 +412,7 @@ def test_a_model_reads_kvpacks_own_texts_and_is_told_apart_by_them(tmp_path: Pat
     assert "20 tokens that the uncompressed model generated" in shown
 
 
-def test_a_device_must_be_there_and_an_offset_be_finite(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_must_be_there_and_an_offset_be_finite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "quality", "--model", "demo", "--device", "cuda"]) == 2
     assert "--device is cuda, and PyTorch finds no CUDA device" in capsys.readouterr().err

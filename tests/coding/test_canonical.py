@@ -152,6 +152,7 @@ WORDS = {
     "octahedral": ("b=2", "b=3", "b_dir=4", "b_norm=2", "rounding=scalar", "rounding=local3x3", "channel_scale=fp16", "outliers=3"),
     "polar": ("b=3", "b=3.3.2", "rotation=none", "rotation=signed-hadamard"),
     "klt": ("bits=2", "bits=2.50", "raw_first=4", "raw_low_norm=0.6", "gain=fp16", "gain=none", "rows=fp16", "widths=heads"),
+    "trellis": ("b=2", "b=3", "states=256", "states=1024", "norm_rule=norm"),
     "transform": ("bits=0.6", "bits=1", "chunk=256"),
 }  # fmt: skip
 

@@ -105,7 +105,9 @@ def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys:
         (["--prompt", "a", "--out", "{file}"], 2, "is an input of this command"),
         (["--prompt", "a", "--model", "/nowhere"], 3, "has no config.json"),
         pytest.param(
-            ["--prompt", "a", "--device", "cuda"], 2, "PyTorch finds no CUDA device",
+            ["--prompt", "a", "--device", "cuda"],
+            2,
+            "PyTorch finds no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],

@@ -724,11 +724,11 @@ def test_the_connector_tells_the_tier_of_a_store_of_the_model(connector: Any, on
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"placement": "tier"}, "placement is 'tier', expected \"primary\" or \"store\""),
-        ({"location": "/cache"}, "the primary tier holds the rows: write \"placement\": \"store\" too"),
-        ({"placement": "store"}, "\"store\" needs location"),
-        ({"secondary_tiers": [{"type": "kvpack"}]}, "write \"placement\": \"store\" and location"),
-        (STORE | {"secondary_tiers": [{"type": "kvpack"}]}, "write \"placement\": \"store\" and location"),
+        ({"placement": "tier"}, 'placement is \'tier\', expected "primary" or "store"'),
+        ({"location": "/cache"}, 'the primary tier holds the rows: write "placement": "store" too'),
+        ({"placement": "store"}, '"store" needs location'),
+        ({"secondary_tiers": [{"type": "kvpack"}]}, 'write "placement": "store" and location'),
+        (STORE | {"secondary_tiers": [{"type": "kvpack"}]}, 'write "placement": "store" and location'),
     ],
     ids=["no placement", "rows in a store", "no location", "a tier below rows", "a second tier"],
 )
@@ -740,9 +740,7 @@ def test_placements_are_checked(options: dict[str, Any], message: str, connector
 
 
 @pytest.mark.parametrize("groups", [[LATENTS], [STATES], [ATTENTION, STATES]], ids=["latents of as many bytes", "states", "groups"])
-def test_a_store_takes_one_group_of_attention(
-    groups: list[Group], connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_takes_one_group_of_attention(groups: list[Group], connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tier sees bytes alone, which several shapes have."""
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: groups)
     kinds = ", ".join(group.kind for group in groups)

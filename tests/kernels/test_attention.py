@@ -41,6 +41,8 @@ KEYS = {
     "4 bits, outliers": "minifloat:element=e2m1,outliers=3",
     "scalar 3": "scalar:b=3",
     "scalar 2 and 3": "scalar:b=2,high=3",
+    "trellis 2": "trellis:b=2,states=256",
+    "trellis 3": "trellis:b=3,states=1024",
     "octahedral 2": "octahedral:b=2,arrangement=direct",
     "octahedral 4": "octahedral:b=4,arrangement=direct",
     "dense octahedral 2": "octahedral:b=2",
@@ -68,6 +70,8 @@ VALUES = {
     "nvfp4": "minifloat:element=e2m1,scales=e4m3",
     "scalar 2": "scalar:b=2,norm=fp32",
     "scalar 4": "scalar:b=4",
+    "trellis 1": "trellis:b=1,states=1024,norm=fp32",
+    "trellis 4": "trellis:b=4,states=256",
     "octahedral 3": "octahedral:b=3,arrangement=direct",
     "dense octahedral 2": "octahedral:b=2",
     "dense octahedral 3": "octahedral:b=3",
@@ -101,7 +105,7 @@ def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
     [
         name
         for name in KEYS
-        if name in {"group 4", "scalar 3", "octahedral 4", "angle", "quaternion", "raw", "fp8", "mxfp8", "nvfp4"}
+        if name in {"group 4", "scalar 3", "trellis 2", "trellis 3", "octahedral 4", "angle", "quaternion", "raw", "fp8", "mxfp8", "nvfp4"}
         or name.startswith("dense")
     ],
 )

@@ -28,6 +28,7 @@ KERNELS = {
     "int-4-med3": {"attend_split"},
     "klt=63211000:53100000": {"attend_split", "decode_tiles", "_encode"},
     "transform=0.6:layer": {"_decode", "_multiply"},
+    "kv=trellis:b=3": {"attend_split", "decode_tiles"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }
 """Recipes whose loaders, side-cars, tables and launches differ, and some kernels of each."""

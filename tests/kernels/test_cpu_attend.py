@@ -122,6 +122,8 @@ RECIPES = (
     "turboquant-3",
     "turboquant-2.5",
     "polarquant-3",
+    "k=trellis:b=2,states=256;v=trellis:b=3",
+    "kv=trellis:b=1,states=256,channel_scale=fp16,norm=fp32",
     "turboangle-k8v4",
     "kv=angle:n=48,norm=log4",
     "hqmq-s24-r3",

@@ -42,6 +42,10 @@ CLOSE = [
     ("scalar", 256, "b=2,high=3,share=32"),
     ("scalar", 80, "b=5,high=8"),
     ("scalar", 128, "b=2,norm_rule=norm"),
+    ("trellis", 128, "b=2"),
+    ("trellis", 64, "b=1,states=256,norm=fp32"),
+    ("trellis", 80, "b=3,states=256,norm_rule=norm"),
+    ("trellis", 64, "b=4,rotation=none"),
     ("octahedral", 128, "b=2"),
     ("octahedral", 128, "b=3"),
     ("octahedral", 128, "b=4"),
@@ -195,7 +199,7 @@ def test_codes_and_scales_are_those_of_formats(codec_id: str, dim: int, words: s
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("family", ["scalar", "octahedral", "angle", "quaternion"])
+@pytest.mark.parametrize("family", ["scalar", "octahedral", "angle", "quaternion", "trellis"])
 @given(data=st.data())
 @settings(max_examples=40)
 def test_any_codec_is_encoded_as_well_as_by_formats(family: str, data: st.DataObject) -> None:
@@ -204,7 +208,9 @@ def test_any_codec_is_encoded_as_well_as_by_formats(family: str, data: st.DataOb
         codec = create(family, dim, side, **words)
     except InvalidParameter:
         reject()
-    x = contents(data.draw(st.sampled_from(CONTENTS)), (1, 2, data.draw(st.integers(0, 200)), dim), data.draw(st.integers(0, 2**32 - 1)))
+    # The search of formats/ for paths is slow.
+    tokens = data.draw(st.integers(0, 40 if family == "trellis" else 200))
+    x = contents(data.draw(st.sampled_from(CONTENTS)), (1, 2, tokens, dim), data.draw(st.integers(0, 2**32 - 1)))
     x = x.to(data.draw(st.sampled_from(DTYPES)))
     if not cpu_encode.supports(codec, x):
         assert codec.secondary > cpu_encode.MOST_SECONDARY  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvpack.formats.raw import Raw
     from kvpack.formats.scalar import Scalar
     from kvpack.formats.transform import Transform
+    from kvpack.formats.trellis import Trellis
 
 ROTATION_TOLERANCE = 2.0**-18
 """The largest error of a rotation in binary32, relative to the norm (spec/README.md, Rotation)."""
@@ -208,6 +209,28 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
     allowed = nearest + (streams["norm"].double()[..., None] - norm).abs() + ROTATION_TOLERANCE * norm + 2.0**-120
     _check_errors(codec.decode_frame(streams) - u, allowed)
     whole = allowed.square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
+    _check_errors((decoded - x).double().norm(dim=-1), whole)
+
+
+@of_any_rule
+def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
+    """The worst path that chooses each channel's nearest value, and whose last windows are held to the first, plus the norm's rounding."""
+    u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
+    norm = u.norm(dim=-1, keepdim=True)
+    table = torch.frombuffer(bytearray(codec.table), dtype=torch.float16).double().view(1 << codec.bits, -1)
+    unit = u / norm.clamp(min=2.0**-126)
+    held = -(-(codec.state_bits - codec.bits) // codec.bits)
+    squares = torch.stack(
+        [(channel[..., None, None] - table).square().amin(-2).amax(-1) for channel in unit[..., :-held].unbind(-1)], -1
+    ).sum(-1)
+    squares = squares + torch.maximum(unit[..., -held:] - table.min(), table.max() - unit[..., -held:]).square().sum(-1)
+    # The search gives the lowest bits of a cost away at every channel.
+    path = (squares * (1 + codec.dim * 2.0**-18)).sqrt()
+    longest = math.sqrt(codec.dim) * float(table.abs().max())
+    rounding = (streams["norm"].double() - norm[..., 0]).abs() * longest
+    allowed = path * norm[..., 0] + rounding + ROTATION_TOLERANCE * norm[..., 0] + 2.0**-116
+    _check_errors((codec.decode_frame(streams) - u).norm(dim=-1), allowed)
+    whole = allowed + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
     _check_errors((decoded - x).double().norm(dim=-1), whole)
 
 

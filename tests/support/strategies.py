@@ -20,6 +20,7 @@ from error_bounds import (
     check_raw,
     check_scalar,
     check_transform,
+    check_trellis,
 )  # isort: skip
 from hypothesis import reject
 from hypothesis import strategies as st
@@ -190,6 +191,9 @@ CASES: dict[str, Case] = {
             ),
         ),
         check_scalar,
+    ),
+    "trellis": Case(
+        st.fixed_dictionaries({"b": _integers(1, 4), "states": st.sampled_from(("256", "1024"))}, optional=_SCALAR), check_trellis
     ),
     "angle": Case(
         st.fixed_dictionaries(

@@ -1,0 +1,216 @@
+"""trellis: rotated coordinates as paths through a trellis, one norm per token (spec/codecs/trellis.md).
+
+The bits of a token are one circular string. Each channel takes its value from a table by a window of the string that ends with the
+channel's own bits, so that neighboring channels share most of their windows, and any token is decoded alone. The encoder finds the
+string whose values are nearest to the token (Viterbi). Sources: QTIP (Tseng et al. 2024, arXiv 2406.11235), Sec. 3.1 and 3.2;
+trellis-coded quantization, Marcellin and Fischer 1990.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from .base import MAX_DIM, NORMS, Layout, check_choice, check_range, encoded_by_rows, stored_norm
+from .columns import Columns
+from .errors import InvalidParameter
+from .family import CodecFamily
+from .lazy import torch
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .rotation import KINDS, Rotation
+from .tables import kept_on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+
+MAX_BITS = 4
+STATE_BITS = (8, 10)
+"""Bits of a window: a table has 2 to this power entries."""
+
+WORD_BITS = 16
+
+_TABLES = Path(__file__).with_name("trellis_tables.bin")
+"""Trained tables of variance 1, binary16: for each of ``STATE_BITS``, those of 1 to ``MAX_BITS`` bits per value."""
+
+_SMALLEST_NORMAL = 2.0**-126
+_CPU_ROWS, _DEVICE_ROWS = 64, 4096
+"""Rows that are encoded together: the costs of all states of so many fit a core's cache, or fill a device."""
+
+
+@dataclass(frozen=True)
+class Trellis(CodecFamily):
+    """``bits`` per value, sign included, and windows of ``state_bits`` bits.
+
+    ``table`` holds the value of each window within a unit vector, little-endian binary16. ``norm_rule`` steers the encoder and is not
+    stored.
+    """
+
+    id: ClassVar[str] = "trellis"
+
+    dim: int
+    bits: int
+    state_bits: int
+    norm: str
+    rotation_kind: str
+    seed: int
+    table: bytes
+    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+
+    def __post_init__(self) -> None:
+        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        check_range(self.id, "bits", self.bits, 1, MAX_BITS)
+        _check_string(self.dim, self.bits)
+        check_choice(self.id, "state_bits", str(self.state_bits), tuple(map(str, STATE_BITS)))
+        check_choice(self.id, "norm", self.norm, tuple(NORMS))
+        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
+        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        _check_table(self.table, 1 << self.state_bits)
+        _ = self.rotation
+
+    @classmethod
+    def create(cls, dim: int, side: str, options: Options) -> Self:
+        bits = options.integer("b", None, 1, MAX_BITS)
+        states = int(options.choice("states", "1024", tuple(str(1 << bits) for bits in STATE_BITS)))
+        norm = options.choice("norm", "fp16", tuple(NORMS))
+        rotation = options.choice("rotation", "signed-hadamard", KINDS)
+        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        rule = norm_rule_of(options)
+        options.finish()
+        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        _check_string(dim, bits)
+        state_bits = states.bit_length() - 1
+        return cls(dim, bits, state_bits, norm, rotation, seed, unit_table(dim, bits, state_bits), rule)
+
+    @property
+    def nominal_bits(self) -> float:
+        return self.bits
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rotation_kind, self.dim, self.seed)
+
+    def packings(self) -> dict[str, Columns]:
+        # A word is a symbol: any word is valid.
+        return {"codes": Columns(self.dim * self.bits // WORD_BITS, (1 << WORD_BITS,), 1)}
+
+    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return {"norm": Layout(NORMS[self.norm], (batch, heads, tokens))}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        streams = encoded_by_rows(x, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS, self._encode_rows)
+        return streams | {"norm": stored_norm(streams["norm"], NORMS[self.norm], "norm of a token")}
+
+    def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The streams of rows ``[row, dim]``, with float32 norms."""
+        # In binary64 no square overflows or underflows.
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
+        unit = self.rotation.forward(rows) * norm.clamp(min=_SMALLEST_NORMAL).reciprocal_()
+        states = nearest_path(unit, values_of(self.table, unit.device), self.bits)
+        factor = norm[:, 0]
+        if self.norm_rule == "unbiased":
+            decoded = values_of(self.table, unit.device)[states]
+            # A subnormal norm leaves ``unit`` shorter than 1.
+            product = (unit * decoded).sum(-1) / (factor / factor.clamp(min=_SMALLEST_NORMAL))
+            factor = unbiased_factor(factor, product, decoded.square().sum(-1), NORMS[self.norm])
+        symbols = states >> self.state_bits - self.bits
+        return self.pack_digits(_words(symbols, self.bits)) | {"norm": factor}
+
+    def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        values = values_of(self.table, digits[0].device)[self.windows(digits[0])]
+        return values.mul_(streams["norm"].to(torch.float32)[..., None])
+
+    def windows(self, words: torch.Tensor) -> torch.Tensor:
+        """The window of each channel, int64 ``[..., dim]``, of ``words``, integers ``[..., word]``."""
+        first = _first_bits(self.dim, self.bits, self.state_bits, words.device)
+        word, shift = first >> 4, first & WORD_BITS - 1
+        following = (word + 1) % words.shape[-1]
+        both = words[..., word].to(torch.int64) | words[..., following].to(torch.int64) << WORD_BITS
+        return both >> shift & (1 << self.state_bits) - 1
+
+
+def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
+    """The windows, int64 ``[row, dim]``, of a circular string of ``bits`` per channel whose values are near to ``x`` ``[row, dim]``.
+
+    ``table`` float32 ``[2^window bits]``. A first search, over the row turned by half, finds what the windows across the ends share;
+    the second is held to it (QTIP, Sec. 3.2).
+    """
+    half = x.shape[-1] // 2
+    turned = viterbi(x.roll(-half, -1), table, bits, None)
+    return viterbi(x, table, bits, turned[:, x.shape[-1] - 1 - half] >> bits)
+
+
+def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tensor | None) -> torch.Tensor:
+    """The path of least squared error; the low bits of its first window and the high ones of its last are ``shared`` where given."""
+    rows, dim = x.shape
+    states, symbols = table.numel(), 1 << bits
+    kept = states // symbols
+    # Rows are the last axis, so that every operation runs along contiguous memory.
+    by_channel = x.T.contiguous()
+    by_symbol = table.view(symbols, kept, 1)
+    window = torch.arange(states, device=x.device)[:, None]
+    last_symbol = torch.arange(symbols, dtype=torch.int32, device=x.device)[:, None]
+    cost = (by_channel[0] - table[:, None]).square_()
+    if shared is not None:
+        cost.masked_fill_((window & kept - 1) != shared, torch.inf)
+    back = torch.empty(dim, kept, rows, dtype=torch.uint8, device=x.device)
+    for channel in range(1, dim):
+        # The lowest bits of a window leave it. Costs are not negative, so their order is that of their bits, of which the lowest give way
+        # to the symbol: one minimum then finds both.
+        marked = cost.view(torch.int32).view(kept, symbols, rows).bitwise_and_(-symbols).bitwise_or_(last_symbol).amin(1)
+        back[channel] = marked & symbols - 1
+        cost = (by_channel[channel] - by_symbol).square_().add_(marked.view(torch.float32)).view(states, rows)
+    if shared is not None:
+        cost.masked_fill_((window >> bits) != shared, torch.inf)
+    path = torch.empty(dim, rows, dtype=torch.int64, device=x.device)
+    path[-1] = cost.argmin(0)
+    for channel in range(dim - 1, 0, -1):
+        low = path[channel] & kept - 1
+        path[channel - 1] = low << bits | back[channel].gather(0, low[None])[0]
+    return path.T.contiguous()
+
+
+def _words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
+    """The string of ``symbols``, integers ``[row, dim]``, as words, int32 ``[row, word]``."""
+    string = symbols[..., None] >> torch.arange(bits, device=symbols.device) & 1
+    weights = 1 << torch.arange(WORD_BITS, device=symbols.device)
+    return (string.view(len(symbols), symbols.shape[-1] * bits // WORD_BITS, WORD_BITS) * weights).sum(-1).to(torch.int32)
+
+
+def _check_string(dim: int, bits: int) -> None:
+    if dim * bits % WORD_BITS:
+        raise InvalidParameter(f"codec trellis: {dim} channels of {bits} bits, expected a multiple of {WORD_BITS} bits per token")
+
+
+def _check_table(table: bytes, entries: int) -> None:
+    if len(table) != 2 * entries:
+        raise InvalidParameter(f"codec trellis: table has {len(table)} bytes, {entries} binary16 values need {2 * entries}")
+    values = struct.unpack(f"<{entries}e", table)
+    if not all(-1 <= value <= 1 for value in values):
+        index = next(index for index, value in enumerate(values) if not -1 <= value <= 1)
+        raise InvalidParameter(f"codec trellis: entry {index} of table is {values[index]}, expected -1 to 1")
+
+
+@cache
+def unit_table(dim: int, bits: int, state_bits: int) -> bytes:
+    """The trained table for unit vectors of ``dim`` coordinates, little-endian binary16."""
+    data, entries = _TABLES.read_bytes(), 1 << state_bits
+    before = sum(MAX_BITS << smaller for smaller in STATE_BITS if smaller < state_bits) + (bits - 1) * entries
+    values = struct.unpack_from(f"<{entries}e", data, 2 * before)
+    return struct.pack(f"<{entries}e", *(max(-1.0, min(1.0, value * dim**-0.5)) for value in values))
+
+
+@kept_on_device
+def values_of(table: bytes) -> torch.Tensor:
+    """The value of each window within a unit vector, float32 ``[2^state_bits]``."""
+    return torch.tensor(struct.unpack(f"<{len(table) // 2}e", table), dtype=torch.float32)
+
+
+@kept_on_device
+def _first_bits(dim: int, bits: int, state_bits: int) -> torch.Tensor:
+    """The first bit of each channel's window, int64 ``[dim]``."""
+    return (bits * torch.arange(1, dim + 1) - state_bits) % (dim * bits)

@@ -1,0 +1,186 @@
+"""trellis as tiles (spec/codecs/trellis.md): values from a table, by windows of bits that lie in a word and the one after it.
+
+A column of a tile is one word of a token's string; each step takes one window that begins in it. Where rows have fewer words than the
+matrix units' step, the windows of a word are spread over several columns, and where 16 is no multiple of the bits of a value, windows
+begin at other bits in each word: ``Shifts`` says by how many bits each column is shifted down first.
+"""
+
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.formats.trellis import WORD_BITS, values_of
+from kvpack.kernels.tables.shared_table import look_up_bits
+from kvpack.kernels.words.streams import Stream
+from kvpack.kernels.words.tile_layout import of_columns, of_tokens
+from kvpack.kernels.words.tile_packing import tile_fields, tile_width
+from kvpack.kernels.words.token_factors import load_factors, read_factors
+
+from .tiles import Tiles
+
+if TYPE_CHECKING:
+    from kvpack.formats.trellis import Trellis
+
+
+class Constants(NamedTuple):
+    """What the functions below know of a codec and its tiles.
+
+    ``words`` of a row are the columns of a tile of ``width``; windows of ``window_bits`` begin every ``bits``. ``shifted``: whether columns
+    are shifted down by numbers of their own, int16, which lie behind ``entries`` entries of the table.
+    """
+
+    words: int
+    width: int
+    bits: int
+    window_bits: int
+    shifted: bool
+    entries: int
+    norm_bits: int
+
+
+def tiles(codec: Trellis) -> Tiles:
+    """The loader of ``codec``."""
+    (packing,) = codec.packings().values()
+    width = tile_width(packing)
+    shifts, steps, used = _shifts(codec, packing.width, width, tile_fields(packing))
+    values = values_of(codec.table, "cpu").to(torch.float16)
+    behind = torch.tensor(shifts, dtype=torch.int16, device="cpu").view(torch.float16).view(-1, 2)
+    norm_bits = 16 if codec.norm == "fp16" else 32
+    constants = Constants(packing.width, width, codec.bits, codec.state_bits, any(shifts), len(values), norm_bits)
+    columns = [(column % packing.width, shift if column < used else WORD_BITS) for column, shift in enumerate(shifts)]
+    return Tiles(
+        load,
+        decode,
+        factor,
+        constants,
+        steps,
+        tuple(tuple(_channel(codec, word, shift + step * codec.bits) for word, shift in columns) for step in range(steps)),
+        (Stream("codes.0", WORD_BITS, packing.width), Stream("norm", norm_bits, 1)),
+        torch.cat([torch.stack([values, values], -1), behind]),
+        entries=len(values),
+        load_columns=load_columns,
+    )
+
+
+def _shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[list[int], int, int]:
+    """The bit of its word at which the first window of each column begins, the windows of a column, and the columns in use."""
+    firsts = [(-WORD_BITS * (column % words) - codec.state_bits) % codec.bits for column in range(width)]
+    if side_by_side == 1 or WORD_BITS % codec.bits:
+        return firsts, -(-WORD_BITS // codec.bits), words
+    windows = WORD_BITS // codec.bits
+    steps = max(1, windows // side_by_side)
+    copies = min(side_by_side, windows)
+    return [first + column // words % copies * steps * codec.bits for column, first in enumerate(firsts)], steps, copies * words
+
+
+def _channel(codec: Trellis, word: int, bit: int) -> int:
+    """The channel whose window begins at ``bit`` of ``word``; -1 beyond the word."""
+    if bit >= WORD_BITS:
+        return -1
+    after = (WORD_BITS * word + bit + codec.state_bits) % (codec.dim * codec.bits)
+    return (after // codec.bits - 1) % codec.dim
+
+
+@triton.jit
+def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    """The shift of each column, int16 ``[1, column]``."""
+    begin = table.to(tl.pointer_type(tl.int16)) + 2 * CONSTANTS.entries
+    return (tl.load(begin + tl.arange(0, CONSTANTS.width))[None, :],)
+
+
+@triton.jit
+def load(
+    pointers: tl.tuple,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The words and those after them, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    words = _load_words(pointers[0], first, token, valid, CONSTANTS.words, CONSTANTS.width, 0, MASKED, TRANSPOSED)
+    following = _load_words(pointers[0], first, token, valid, CONSTANTS.words, CONSTANTS.width, 1, MASKED, TRANSPOSED)
+    return (words, following) + load_factors(pointers[1], first, token, valid, CONSTANTS.norm_bits, 0, MASKED, FAST)
+
+
+@triton.jit
+def _load_words(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+) -> tl.tensor:
+    """The words ``AHEAD`` after those of each column, around the end of a row; zeros in columns beyond, unless rows repeat."""
+    column = of_columns(tl.arange(0, WIDTH)[None, :], TRANSPOSED)
+    address = pointer + first * WORDS + (of_tokens(token, TRANSPOSED) * WORDS + (column + AHEAD) % WORDS)
+    if MASKED:
+        words = tl.load(address, of_tokens(valid, TRANSPOSED), 0)
+    else:
+        words = tl.load(address)
+    return words
+
+
+@triton.jit
+def decode(
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
+    table: tl.tensor,
+    STEP: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """The value of window ``STEP`` of each column within a unit vector, one binary16 tile laid out like the words."""
+    planes = (loaded[0], loaded[1])
+    if CONSTANTS.shifted:
+        planes = _shifted_down(loaded[0], loaded[1], of_columns(column_fields[0], TRANSPOSED), FAST)
+    found = look_up_bits(planes, table, STEP * CONSTANTS.bits, CONSTANTS.window_bits, 2, 0, SHARED, FAST)
+    return (found[0],)
+
+
+@triton.constexpr_function
+def _shifting() -> str:
+    """Both 32-bit strings of a register's two columns, each shifted by its own number, and put back as words and those after them."""
+    return """{ .reg .b32 p, q, s, t;
+        and.b32 s, $4, 0xFFFF; shr.b32 t, $4, 16;
+        prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $2, $3, 0x7632;
+        shr.b32 p, p, s; shr.b32 q, q, t;
+        prmt.b32 $0, p, q, 0x5410; prmt.b32 $1, p, q, 0x7632; }"""
+
+
+@triton.jit
+def _shifted_down(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+    """The strings of 32 bits of each column, ``shift`` bits down, as int16 tiles of their low and high halves."""
+    if FAST:
+        types: tl.constexpr = (tl.int16, tl.int16)
+        halves = tl.inline_asm_elementwise(_shifting(), "=r,=r,r,r,r", [words, following, shift], dtype=types, is_pure=True, pack=2)
+    else:
+        string = (
+            words.to(tl.uint16, bitcast=True).to(tl.uint32) | (following.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+        ) >> shift.to(tl.uint32)
+        halves = (string.to(tl.uint16).to(tl.int16, bitcast=True), (string >> 16).to(tl.uint16).to(tl.int16, bitcast=True))
+    return halves
+
+
+@triton.jit
+def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """The norm, float32 ``[warp, token]``."""
+    return read_factors(loaded, 2, CONSTANTS.norm_bits, 0, FAST)

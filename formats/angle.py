@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from .base import MAX_DIM, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
 from .columns import Columns, default_fields, factors_of_two, is_power_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
-from .family import CodecFamily
+from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .rotation import KINDS, Rotation
@@ -49,44 +49,41 @@ class Angle(CodecFamily):
 
     id: ClassVar[str] = "angle"
 
-    dim: int
-    bins: int
-    norm: str
-    norm_bits: int
-    arrangement: str
-    range: str
-    rotation_kind: str
-    seed: int
+    dim: int = field(metadata=ranged(2, MAX_DIM))
+    bins: int = field(metadata=ranged(2, MAX_BINS))
+    norm: str = field(metadata=among(NORMS))
+    norm_bits: int = field(metadata=ranged(0, 8))
+    arrangement: str = field(metadata=among(ARRANGEMENTS))
+    range: str = field(metadata=among(RANGES))
+    rotation_kind: str = field(metadata=among(KINDS))
+    seed: int = field(metadata=SEED)
     fields: Fields
-    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 2, MAX_DIM)
+        super().__post_init__()
         if self.dim % 2:
             raise InvalidParameter(f"codec {self.id}: dim is {self.dim}, expected an even number: channels are coded in pairs")
-        check_range(self.id, "bins", self.bins, 2, MAX_BINS)
-        check_choice(self.id, "norm", self.norm, NORMS)
-        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
-        check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS if self.norm != "fp32" else ("dense",))
-        check_choice(self.id, "range", self.range, RANGES if self.norm != "fp32" else ("fp16",))
+        if self.norm == "fp32":
+            check_choice(self.id, "arrangement", self.arrangement, ("dense",))
+            check_choice(self.id, "range", self.range, ("fp16",))
         check_range(self.id, "norm_bits", self.norm_bits, *((1, 8) if self.norm != "fp32" else (0, 0)))
-        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         check_fields(self.id, self.fields, tuple(_streams(self.dim, self.bins, self.norm_bits, self.arrangement)))
         self.packings()
         _ = self.rotation
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        bins = options.integer("n", None, 2, MAX_BINS)
+        bins = cls.option(options, "bins", None, "n")
         word = options.choice("norm", "linear8", _NORM_WORDS)
         norm, norm_bits = (word, 0) if word == "fp32" else (word[:-1], int(word[-1]))
-        arrangement = options.choice("arrangement", "dense", ARRANGEMENTS)
-        range_dtype = options.choice("range", "fp16", RANGES)
-        rotation = options.choice("rotation", "signed-hadamard", KINDS)
-        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        arrangement = cls.option(options, "arrangement", "dense")
+        range_dtype = cls.option(options, "range", "fp16")
+        rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
+        seed = cls.option(options, "seed", 0)
         rule = norm_rule_of(options)
         options.finish()
-        check_range(cls.id, "dim", dim, 2, MAX_DIM)
+        cls.check_value("dim", dim)
         streams = _streams(dim, bins, norm_bits, arrangement)
         fields = tuple((name, 1 if arrangement == "direct" else default_fields(dim // 2, bases)) for name, (bases, _) in streams.items())
         return cls(dim, bins, norm, norm_bits, arrangement, range_dtype, rotation, seed, fields, rule)

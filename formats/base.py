@@ -381,10 +381,10 @@ def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:
         raise InvalidParameter(f"codec {codec}: {name} is {value}, expected {low} to {high}")
 
 
-def check_choice(codec: str, name: str, value: str, known: tuple[str, ...]) -> None:
+def check_choice(codec: str, name: str, value: str | int, known: tuple[str, ...] | tuple[int, ...]) -> None:
     """Raise InvalidParameter unless ``value`` is one of ``known``."""
     if value not in known:
-        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, expected one of {', '.join(known)}")
+        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, expected one of {', '.join(map(str, known))}")
 
 
 def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:

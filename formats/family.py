@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
-from .base import Codec, Fields
+from .base import Codec, Fields, check_choice, check_range
 from .errors import InvalidParameter
+from .tables import TABLES_KEPT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from .options import Options
+
+OPTIONAL = {"optional": True}
+"""Metadata of a parameter that is stored unless it has its default."""
+STEERING = {"stored": False}
+"""Metadata of a parameter that only steers the encoder and is never stored."""
+
+
+def ranged(low: int, high: int) -> dict[str, Any]:
+    """Metadata of an integer parameter from ``low`` to ``high``."""
+    return {"range": (low, high)}
+
+
+def among(known: Iterable[Any]) -> dict[str, Any]:
+    """Metadata of a parameter that is one of the texts or integers ``known``."""
+    return {"known": tuple(known)}
+
+
+SEED = ranged(0, 2**64 - 1)
 
 
 class CodecFamily(Codec):
@@ -20,10 +40,34 @@ class CodecFamily(Codec):
 
     Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so
     equality, repr and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``.
-    A field with ``metadata={"stored": False}`` and a default only steers the encoder and is never stored.
-    A field with ``metadata={"optional": True}`` is stored unless it has its default, so that files written before the field
-    existed keep their bytes.
+    A field's metadata declares its values, once for recipes and headers: ``ranged(low, high)`` or ``among(known)``. With ``STEERING``
+    and a default it only steers the encoder and is never stored. With ``OPTIONAL`` it is stored unless it has its default, so that files
+    written before the field existed keep their bytes.
     """
+
+    def __post_init__(self) -> None:
+        """Raise InvalidParameter for a parameter out of its declared values; a codec adds what depends on several of them."""
+        ranges, choices = _declared_checks(type(self))
+        for name, low, high in ranges:
+            if not low <= (value := getattr(self, name)) <= high:
+                check_range(self.id, name, value, low, high)
+        for name, known in choices:
+            if (value := getattr(self, name)) not in known:
+                check_choice(self.id, name, value, known)
+
+    @classmethod
+    def check_value(cls, name: str, value: int) -> None:
+        """Raise InvalidParameter unless ``value`` is in the range that the parameter ``name`` is declared to have."""
+        check_range(cls.id, name, value, *_declared(cls)[name]["range"])
+
+    @classmethod
+    def option(cls, options: Options, name: str, default: Any, word: str | None = None, *, omitted: str | None = "") -> Any:
+        """The parameter ``name`` by a recipe's ``word``, which has the same name unless it is given (``Options`` describes ``omitted``)."""
+        values, word = _declared(cls)[name], word or name
+        if "range" in values:
+            return options.integer(word, default, *values["range"], omitted=omitted)
+        text = options.choice(word, str(default), tuple(map(str, values["known"])), omitted=omitted)
+        return next(value for value in values["known"] if str(value) == text)
 
     @classmethod
     @abstractmethod
@@ -70,6 +114,20 @@ class CodecFamily(Codec):
 
 def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
+    """The metadata of every parameter whose values are declared."""
+    fields = dataclasses.fields(codec)  # type: ignore[arg-type]
+    return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
+    """The ranges and the choices of ``_declared``: files have thousands of codecs."""
+    ranges = [(name, *values["range"]) for name, values in _declared(codec).items() if "range" in values]
+    return ranges, [(name, values["known"]) for name, values in _declared(codec).items() if "known" in values]
 
 
 def _type_name(field: dataclasses.Field[Any]) -> str:

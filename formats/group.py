@@ -11,10 +11,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from . import scale_range
-from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, stored_norm
+from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, stored_norm
 from .columns import Columns, default_fields
-from .errors import InvalidParameter
-from .family import CodecFamily
+from .family import OPTIONAL, SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .rotation import KINDS, Rotation
@@ -48,43 +47,34 @@ class Group(CodecFamily):
 
     id: ClassVar[str] = "group"
 
-    dim: int
-    bits: int
-    axis: str
-    size: int
-    rotation_kind: str
-    seed: int
-    token_scale: str
+    dim: int = field(metadata=ranged(1, MAX_DIM))
+    bits: int = field(metadata=ranged(1, 8))
+    axis: str = field(metadata=among(AXES))
+    size: int = field(metadata=among(SIZES))
+    rotation_kind: str = field(metadata=among(KINDS))
+    seed: int = field(metadata=SEED)
+    token_scale: str = field(metadata=among(TOKEN_SCALES))
     fields: Fields
-    scale_dtype: str = field(default="fp16", metadata={"optional": True})
-    centre: str = field(default="middle", compare=False, metadata={"stored": False})
-    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+    scale_dtype: str = field(default="fp16", metadata=among(SCALE_DTYPES) | OPTIONAL)
+    centre: str = field(default="middle", compare=False, metadata=among(CENTRES) | STEERING)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
-        check_range(self.id, "bits", self.bits, 1, 8)
-        check_choice(self.id, "axis", self.axis, AXES)
-        check_choice(self.id, "token_scale", self.token_scale, TOKEN_SCALES)
-        check_choice(self.id, "scale_dtype", self.scale_dtype, SCALE_DTYPES)
-        check_choice(self.id, "centre", self.centre, CENTRES)
-        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
-        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
-        if self.size not in SIZES:
-            raise InvalidParameter(f"codec {self.id}: size is {self.size}, expected one of {', '.join(map(str, SIZES))}")
+        super().__post_init__()
         check_fields(self.id, self.fields, ("codes",))
         self.packings()
         _ = self.rotation
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        bits = options.integer("b", None, 1, 8)
-        size = int(options.choice("g", "32", tuple(map(str, SIZES))))
-        axis = options.choice("axis", "token" if side == "k" else "channel", AXES)
-        rotation = options.choice("rotation", "none", KINDS)
-        seed = options.integer("seed", 0, 0, 2**64 - 1)
-        token_scale = options.choice("token_scale", "none", TOKEN_SCALES)
-        scale_dtype = options.choice("scales", "fp16", SCALE_DTYPES)
-        centre = options.choice("centre", "middle", CENTRES)
+        bits = cls.option(options, "bits", None, "b")
+        size = cls.option(options, "size", 32, "g")
+        axis = cls.option(options, "axis", "token" if side == "k" else "channel")
+        rotation = cls.option(options, "rotation_kind", "none", "rotation")
+        seed = cls.option(options, "seed", 0)
+        token_scale = cls.option(options, "token_scale", "none")
+        scale_dtype = cls.option(options, "scale_dtype", "fp16", "scales")
+        centre = cls.option(options, "centre", "middle")
         rule = norm_rule_of(options)
         options.finish()
         fields = (("codes", default_fields(dim, (2**bits,))),)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range
+from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_fields
 from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, InvalidShape, OutOfRange
-from .family import CodecFamily
+from .family import CodecFamily, among, ranged
 from .lazy import functional, numpy, torch
 from .products import product
 from .tables import TABLES_KEPT
@@ -65,24 +65,20 @@ class Klt(CodecFamily):
     id: ClassVar[str] = "klt"
     takes_side_cars: ClassVar[bool] = False
 
-    dim: int
+    dim: int = field(metadata=ranged(1, MAX_DIM))
     basis: bytes
-    layer: int
-    side: str
-    rows: str
+    layer: int = field(metadata=ranged(0, MAX_LAYER))
+    side: str = field(metadata=among(SIDES))
+    rows: str = field(metadata=among(ROWS))
     widths: bytes
-    gain: str
+    gain: str = field(metadata=among(GAINS))
     fields: Fields
     source: BasisRows | None = field(default=None, compare=False, repr=False, metadata={"stored": False, "steers": False})
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        super().__post_init__()
         if len(self.basis) != DIGEST_BYTES:
             raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
-        check_range(self.id, "layer", self.layer, 0, MAX_LAYER)
-        check_choice(self.id, "side", self.side, SIDES)
-        check_choice(self.id, "rows", self.rows, tuple(ROWS))
-        check_choice(self.id, "gain", self.gain, tuple(GAINS))
         if dict(self.fields).keys() == {CODES}:
             _check_head_widths(self.widths, self.dim)
             if dict(self.fields)[CODES] != HEAD_RUN_COLUMNS:
@@ -95,12 +91,12 @@ class Klt(CodecFamily):
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
         own = options.choice("widths", WIDTHS[0], WIDTHS) == "heads"
-        gain = options.choice("gain", default_gain(dim, own), tuple(GAINS), omitted=None if own else "fp16")
-        rows = options.choice("rows", "basis", tuple(ROWS))
+        gain = cls.option(options, "gain", default_gain(dim, own), omitted=None if own else "fp16")
+        rows = cls.option(options, "rows", "basis")
         for name in ("bits", "basis"):
             options.text(name)
         options.finish()
-        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        cls.check_value("dim", dim)
         found = options.calibrated
         if found is None:
             return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * runs_of(dim)), gain, rows, None)

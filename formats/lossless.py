@@ -6,15 +6,15 @@ KV cache too, in fields of fixed width; entropy-coded exponents of weights are t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from . import rans
-from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range
+from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
-from .family import CodecFamily
+from .family import CodecFamily, among, ranged
 from .lazy import numpy, torch
 from .rans_checks import check_ends, check_states
 from .raw import rounded
@@ -60,16 +60,13 @@ class Lossless(CodecFamily):
 
     id: ClassVar[str] = "lossless"
 
-    dim: int
-    dtype: str
-    chunk: int
+    dim: int = field(metadata=ranged(1, MAX_DIM))
+    dtype: str = field(metadata=among(FORMS))
+    chunk: int = field(metadata=among(CHUNKS))
     fields: Fields
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
-        check_choice(self.id, "dtype", self.dtype, tuple(FORMS))
-        if self.chunk not in CHUNKS:
-            raise InvalidParameter(f"codec {self.id}: chunk is {self.chunk}, expected one of {', '.join(map(str, CHUNKS))}")
+        super().__post_init__()
         if self.chunk * self.dim > rans.MOST_SYMBOLS:
             raise InvalidParameter(
                 f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
@@ -80,9 +77,9 @@ class Lossless(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        dtype = options.choice("dtype", "bf16", tuple(FORMS), omitted=None)
+        dtype = cls.option(options, "dtype", "bf16", omitted=None)
         largest = max(chunk for chunk in CHUNKS if chunk * dim <= rans.MOST_SYMBOLS or chunk == CHUNKS[0])
-        chunk = int(options.choice("chunk", str(largest), tuple(map(str, CHUNKS)), omitted=None))
+        chunk = cls.option(options, "chunk", largest, omitted=None)
         options.finish()
         return cls(dim, dtype, chunk, (("signed_fractions", default_fields(dim, (2 << FORMS[dtype].fraction_bits,))),))
 

@@ -6,14 +6,14 @@ Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
-from .family import CodecFamily
+from .family import CodecFamily, among, ranged
 from .lazy import functional, numpy, torch
 from .tables import TABLES_KEPT, kept_on_device
 from .value_blocks import first_place, value_blocks
@@ -80,16 +80,14 @@ class Minifloat(CodecFamily):
 
     id: ClassVar[str] = "minifloat"
 
-    dim: int
-    element: str
-    granularity: str
-    scale_dtype: str
+    dim: int = field(metadata=ranged(1, MAX_DIM))
+    element: str = field(metadata=among(ELEMENTS))
+    granularity: str = field(metadata=among(GRANULARITIES))
+    scale_dtype: str = field(metadata=among((*NORMS, *BLOCKS)))
     fields: Fields
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
-        check_choice(self.id, "element", self.element, tuple(ELEMENTS))
-        check_choice(self.id, "granularity", self.granularity, GRANULARITIES)
+        super().__post_init__()
         check_choice(self.id, "scale_dtype", self.scale_dtype, tuple(BLOCKS if self.granularity == "block" else NORMS))
         if self.granularity == "block" and self.scale_dtype == "e4m3" and self.element != "e2m1":
             raise InvalidParameter(f"codec {self.id}: scale_dtype is e4m3 and element {self.element}, expected e2m1 (nvfp4)")
@@ -98,15 +96,15 @@ class Minifloat(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        element = options.choice("element", "e4m3", tuple(ELEMENTS))
-        scale_dtype = options.choice("scales", "fp32", (*NORMS, *BLOCKS))
+        element = cls.option(options, "element", "e4m3")
+        scale_dtype = cls.option(options, "scale_dtype", "fp32", "scales")
         in_blocks = scale_dtype in BLOCKS
-        granularity = options.choice("per", "block" if in_blocks else "tensor", GRANULARITIES)
+        granularity = cls.option(options, "granularity", "block" if in_blocks else "tensor", "per")
         options.finish()
         if in_blocks != (granularity == "block"):
             expected = "scales=e8m0 and scales=e4m3 are per block, scales=fp32 and scales=fp16 per tensor, head or token"
             raise InvalidParameter(f"codec {cls.id}: scales is {scale_dtype} and per is {granularity}; {expected}")
-        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        cls.check_value("dim", dim)
         return cls(dim, element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[element].bits,))),))
 
     @property

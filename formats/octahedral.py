@@ -11,10 +11,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, encoded_by_rows, stored_norm
 from .columns import Columns, default_fields, over_rows
 from .errors import InvalidParameter, InvalidPayload
-from .family import CodecFamily
+from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
@@ -58,28 +58,21 @@ class Octahedral(CodecFamily):
 
     id: ClassVar[str] = "octahedral"
 
-    dim: int
-    b_dir: int
-    b_norm: int
-    arrangement: str
-    norm: str
-    rotation_kind: str
-    seed: int
+    dim: int = field(metadata=ranged(SMALLEST_DIM, MAX_DIM))
+    b_dir: int = field(metadata=ranged(1, 8))
+    b_norm: int = field(metadata=ranged(0, 8))
+    arrangement: str = field(metadata=among(ARRANGEMENTS))
+    norm: str = field(metadata=among(NORMS))
+    rotation_kind: str = field(metadata=among(KINDS))
+    seed: int = field(metadata=SEED)
     direction_table: bytes
     norm_table: bytes
     fields: Fields
-    rounding: str = field(default="local3x3", compare=False, metadata={"stored": False})
-    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+    rounding: str = field(default="local3x3", compare=False, metadata=among(ROUNDINGS) | STEERING)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, SMALLEST_DIM, MAX_DIM)
-        check_range(self.id, "b_dir", self.b_dir, 1, 8)
-        check_range(self.id, "b_norm", self.b_norm, 0, 8)
-        check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
-        check_choice(self.id, "norm", self.norm, tuple(NORMS))
-        check_choice(self.id, "rounding", self.rounding, ROUNDINGS)
-        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
-        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
+        super().__post_init__()
         _check_table("direction_table", self.direction_table, 2 ** (self.b_dir - 1))
         _check_table("norm_table", self.norm_table, 2**self.b_norm)
         check_fields(self.id, self.fields, tuple(_bases(self.b_dir, self.b_norm, self.arrangement)))
@@ -88,19 +81,19 @@ class Octahedral(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        b_dir, b_norm = options.integer("b_dir", 0, 1, 8), options.integer("b_norm", -1, 0, 8)
+        b_dir, b_norm = cls.option(options, "b_dir", 0), cls.option(options, "b_norm", -1)
         b = options.integer("b", 0 if b_dir and b_norm >= 0 else None, 1, 7)
         b_dir, b_norm = b_dir or b + 1, b_norm if b_norm >= 0 else b - 1
         split = None if b_dir - b_norm == 2 else (str(b_dir), str(b_norm))
         options.respell({"b": None if split else str(b_dir - 1), **dict(zip(("b_dir", "b_norm"), split or (None, None), strict=True))})
-        arrangement = options.choice("arrangement", "dense", ARRANGEMENTS)
-        norm = options.choice("norm", "fp16", tuple(NORMS))
-        rotation = options.choice("rotation", "signed-hadamard", KINDS)
-        seed = options.integer("seed", 0, 0, 2**64 - 1)
-        rounding = options.choice("rounding", "local3x3", ROUNDINGS)
+        arrangement = cls.option(options, "arrangement", "dense")
+        norm = cls.option(options, "norm", "fp16")
+        rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
+        seed = cls.option(options, "seed", 0)
+        rounding = cls.option(options, "rounding", "local3x3")
         rule = norm_rule_of(options)
         options.finish()
-        check_range(cls.id, "dim", dim, SMALLEST_DIM, MAX_DIM)
+        cls.check_value("dim", dim)
         tables = direction_table(2 ** (b_dir - 1)), triplet_norm_table(dim, 2**b_norm)
         fields = _default_fields(dim, b_dir, b_norm, arrangement)
         return cls(dim, b_dir, b_norm, arrangement, norm, rotation, seed, *tables, fields, rounding, rule)

@@ -12,10 +12,10 @@ from itertools import groupby, islice, pairwise
 from math import pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, encoded_in_blocks, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
-from .family import CodecFamily
+from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, torch
 from .lloyd_max import polar_angle_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
@@ -60,20 +60,18 @@ class Polar(CodecFamily):
 
     id: ClassVar[str] = "polar"
 
-    dim: int
+    dim: int = field(metadata=ranged(2, MAX_DIM))
     bits: str
-    norm: str
-    rotation_kind: str
-    seed: int
+    norm: str = field(metadata=among(NORMS))
+    rotation_kind: str = field(metadata=among(KINDS))
+    seed: int = field(metadata=SEED)
     angle_table: bytes
     fields: Fields
-    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_dim(self.dim)
-        check_choice(self.id, "norm", self.norm, tuple(NORMS))
-        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
-        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_tables(self.levels, self.angle_table)
         check_fields(self.id, self.fields, tuple(_streams(self.levels)))
         self.packings()
@@ -82,9 +80,9 @@ class Polar(CodecFamily):
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
         words = options.integers("b", 1, MAX_BITS)
-        norm = options.choice("norm", "fp16", tuple(NORMS))
-        rotation = options.choice("rotation", "signed-hadamard", KINDS)
-        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        norm = cls.option(options, "norm", "fp16")
+        rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
+        seed = cls.option(options, "seed", 0)
         rule = norm_rule_of(options)
         options.finish()
         _check_dim(dim)
@@ -169,7 +167,7 @@ class Polar(CodecFamily):
 
 
 def _check_dim(dim: int) -> None:
-    check_range("polar", "dim", dim, 2, MAX_DIM)
+    Polar.check_value("dim", dim)
     if dim % 2:
         raise InvalidParameter(f"codec polar: dim is {dim}, expected an even number: channels are coded in pairs")
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, encoded_in_blocks, stored_norm
 from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
 from .errors import InvalidParameter
-from .family import CodecFamily
+from .family import SEED, STEERING, CodecFamily, among, ranged
 from .generator import unit_quaternions
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
@@ -50,26 +50,19 @@ class Quaternion(CodecFamily):
 
     id: ClassVar[str] = "quaternion"
 
-    dim: int
-    secondary: int
-    radius_bits: int
-    arrangement: str
-    norm: str
-    rotation_kind: str
-    seed: int
-    rotation_seed: int
+    dim: int = field(metadata=ranged(1, MAX_DIM))
+    secondary: int = field(metadata=ranged(1, MAX_SECONDARY))
+    radius_bits: int = field(metadata=ranged(1, 8))
+    arrangement: str = field(metadata=among(ARRANGEMENTS))
+    norm: str = field(metadata=among(NORMS))
+    rotation_kind: str = field(metadata=among(KINDS))
+    seed: int = field(metadata=SEED)
+    rotation_seed: int = field(metadata=SEED)
     fields: Fields
-    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
-        check_range(self.id, "secondary", self.secondary, 1, MAX_SECONDARY)
-        check_range(self.id, "radius_bits", self.radius_bits, 1, 8)
-        check_choice(self.id, "arrangement", self.arrangement, ARRANGEMENTS)
-        check_choice(self.id, "norm", self.norm, NORMS)
-        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
-        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
-        check_range(self.id, "rotation_seed", self.rotation_seed, 0, 2**64 - 1)
+        super().__post_init__()
         bases = _stream_bases(self.dim, self.secondary, self.radius_bits, self.arrangement)
         check_fields(self.id, self.fields, tuple(bases))
         self.packings()
@@ -77,16 +70,16 @@ class Quaternion(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        secondary = options.integer("s", None, 1, MAX_SECONDARY)
-        radius_bits = options.integer("r", None, 1, 8)
-        arrangement = options.choice("arrangement", "dense", ARRANGEMENTS)
-        norm = options.choice("norm", "fp16", NORMS)
-        rotation = options.choice("rotation", "none", KINDS)
-        seed = options.integer("seed", DEFAULT_SEED, 0, 2**64 - 1)
-        rotation_seed = options.integer("rotation_seed", 0, 0, 2**64 - 1)
+        secondary = cls.option(options, "secondary", None, "s")
+        radius_bits = cls.option(options, "radius_bits", None, "r")
+        arrangement = cls.option(options, "arrangement", "dense")
+        norm = cls.option(options, "norm", "fp16")
+        rotation = cls.option(options, "rotation_kind", "none", "rotation")
+        seed = cls.option(options, "seed", DEFAULT_SEED)
+        rotation_seed = cls.option(options, "rotation_seed", 0)
         rule = norm_rule_of(options)
         options.finish()
-        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        cls.check_value("dim", dim)
         bases = _stream_bases(dim, secondary, radius_bits, arrangement)
         fields = tuple((name, 1 if arrangement == "direct" else default_fields(-(-dim // 4), base)) for name, base in bases.items())
         return cls(dim, secondary, radius_bits, arrangement, norm, rotation, seed, rotation_seed, fields, rule)

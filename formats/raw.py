@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Layout, check_choice, check_range
+from .base import MAX_DIM, Layout
 from .errors import OutOfRange
-from .family import CodecFamily
+from .family import CodecFamily, among, ranged
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -29,16 +29,12 @@ class Raw(CodecFamily):
 
     id: ClassVar[str] = "raw"
 
-    dim: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
-        check_choice(self.id, "dtype", self.dtype, tuple(DTYPES))
+    dim: int = field(metadata=ranged(1, MAX_DIM))
+    dtype: str = field(metadata=among(DTYPES))
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        dtype = options.choice("dtype", "bf16", tuple(DTYPES), omitted=None)
+        dtype = cls.option(options, "dtype", "bf16", omitted=None)
         options.finish()
         return cls(dim, dtype)
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, check_choice, check_fields, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, check_range, encoded_by_rows, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
-from .family import CodecFamily
+from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
 from .lloyd_max import coordinate_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
@@ -54,27 +54,23 @@ class Scalar(CodecFamily):
 
     id: ClassVar[str] = "scalar"
 
-    dim: int
-    bits: int
+    dim: int = field(metadata=ranged(SMALLEST_DIM, MAX_DIM))
+    bits: int = field(metadata=ranged(1, 8))
     bits_high: int
     high_channels: bytes
-    norm: str
-    rotation_kind: str
-    seed: int
+    norm: str = field(metadata=among(NORMS))
+    rotation_kind: str = field(metadata=among(KINDS))
+    seed: int = field(metadata=SEED)
     magnitude_table: bytes
     high_magnitude_table: bytes
     fields: Fields
-    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, SMALLEST_DIM, MAX_DIM)
-        check_range(self.id, "bits", self.bits, 1, 8)
+        super().__post_init__()
         if self.bits_high:
             check_range(self.id, "bits_high", self.bits_high, self.bits + 1, 8)
         _check_high_channels(self.high_channels, self.dim, self.bits_high)
-        check_choice(self.id, "norm", self.norm, tuple(NORMS))
-        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
-        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_table("magnitude_table", self.magnitude_table, 2 ** (self.bits - 1))
         _check_table("high_magnitude_table", self.high_magnitude_table, 2 ** (self.bits_high - 1) if self.bits_high else 0)
         check_fields(self.id, self.fields, ("codes", "codes_high") if self.bits_high else ("codes",))
@@ -83,15 +79,15 @@ class Scalar(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        bits = options.integer("b", None, 1, 8)
+        bits = cls.option(options, "bits", None, "b")
         high = options.integer("high", 0, bits + 1, 8)
         share = options.integer("share", 0, 1, MAX_DIM)
-        norm = options.choice("norm", "fp16", tuple(NORMS))
-        rotation = options.choice("rotation", "signed-hadamard", KINDS)
-        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        norm = cls.option(options, "norm", "fp16")
+        rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
+        seed = cls.option(options, "seed", 0)
         rule = norm_rule_of(options)
         options.finish()
-        check_range(cls.id, "dim", dim, SMALLEST_DIM, MAX_DIM)
+        cls.check_value("dim", dim)
         if share and not high:
             raise InvalidParameter(f"codec {cls.id}: share is {share}, which needs high=<bits> too")
         table, fields = coordinate_table(dim, 2 ** (bits - 1)), ("codes", default_fields(dim, (2**bits,)))

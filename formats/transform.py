@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
-from .base import MAX_DIM, Layout, Run, RunEncoder, check_choice, check_range
+from .base import MAX_DIM, Layout, Run, RunEncoder
 from .basis import DIGEST_BYTES, not_given
 from .errors import InvalidParameter, InvalidPayload, InvalidShape, OutOfRange
-from .family import CodecFamily
+from .family import CodecFamily, among, ranged
 from .frames import LARGEST_LEVEL, SCALES_PER_OCTAVE
 from .lazy import numpy, torch
 from .products import product
@@ -59,25 +59,19 @@ class Transform(CodecFamily):
     id: ClassVar[str] = "transform"
     takes_side_cars: ClassVar[bool] = False
 
-    dim: int
+    dim: int = field(metadata=ranged(1, MAX_DIM))
     basis: bytes
-    layer: int
-    side: str
-    scope: str
-    step: int
-    chunk: int
+    layer: int = field(metadata=ranged(0, MAX_LAYER))
+    side: str = field(metadata=among(SIDES))
+    scope: str = field(metadata=among(SCOPES))
+    step: int = field(metadata=ranged(0, MAX_STEP))
+    chunk: int = field(metadata=among(CHUNKS))
     source: Frames | None = field(default=None, compare=False, repr=False, metadata={"stored": False, "steers": False})
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        super().__post_init__()
         if len(self.basis) != DIGEST_BYTES:
             raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
-        check_range(self.id, "layer", self.layer, 0, MAX_LAYER)
-        check_choice(self.id, "side", self.side, SIDES)
-        check_choice(self.id, "scope", self.scope, SCOPES)
-        check_range(self.id, "step", self.step, 0, MAX_STEP)
-        if self.chunk not in CHUNKS:
-            raise InvalidParameter(f"codec {self.id}: chunk is {self.chunk}, expected one of {', '.join(map(str, CHUNKS))}")
         if self.chunk * self.dim > rans.MOST_SYMBOLS:
             raise InvalidParameter(
                 f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
@@ -86,8 +80,8 @@ class Transform(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        check_range(cls.id, "dim", dim, 1, MAX_DIM)
-        chunk = int(options.choice("chunk", str(default_chunk(dim)), tuple(map(str, CHUNKS)), omitted=None))
+        cls.check_value("dim", dim)
+        chunk = cls.option(options, "chunk", default_chunk(dim), omitted=None)
         for name in ("bits", "basis"):
             options.text(name)
         options.finish()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from kvpack.formats.base import MAX_DIM, Fields, Layout, check_fields, check_range, stored_norm
+from kvpack.formats.base import MAX_DIM, Fields, Layout, check_fields, stored_norm
 from kvpack.formats.columns import Columns, default_fields
-from kvpack.formats.family import CodecFamily
+from kvpack.formats.family import CodecFamily, ranged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,11 +25,11 @@ class Largest(CodecFamily):
 
     id: ClassVar[str] = "largest"
 
-    dim: int
+    dim: int = field(metadata=ranged(1, MAX_DIM))
     fields: Fields
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
+        super().__post_init__()
         check_fields(self.id, self.fields, ("codes",))
         self.packings()
 

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Layout, check_choice, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, NORMS, Layout, encoded_by_rows, stored_norm
 from .columns import Columns
 from .errors import InvalidParameter
-from .family import CodecFamily
+from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .rotation import KINDS, Rotation
@@ -52,36 +52,31 @@ class Trellis(CodecFamily):
 
     id: ClassVar[str] = "trellis"
 
-    dim: int
-    bits: int
-    state_bits: int
-    norm: str
-    rotation_kind: str
-    seed: int
+    dim: int = field(metadata=ranged(1, MAX_DIM))
+    bits: int = field(metadata=ranged(1, MAX_BITS))
+    state_bits: int = field(metadata=among(STATE_BITS))
+    norm: str = field(metadata=among(NORMS))
+    rotation_kind: str = field(metadata=among(KINDS))
+    seed: int = field(metadata=SEED)
     table: bytes
-    norm_rule: str = field(default="unbiased", compare=False, metadata={"stored": False})
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
 
     def __post_init__(self) -> None:
-        check_range(self.id, "dim", self.dim, 1, MAX_DIM)
-        check_range(self.id, "bits", self.bits, 1, MAX_BITS)
+        super().__post_init__()
         _check_string(self.dim, self.bits)
-        check_choice(self.id, "state_bits", str(self.state_bits), tuple(map(str, STATE_BITS)))
-        check_choice(self.id, "norm", self.norm, tuple(NORMS))
-        check_choice(self.id, "norm_rule", self.norm_rule, NORM_RULES)
-        check_range(self.id, "seed", self.seed, 0, 2**64 - 1)
         _check_table(self.table, 1 << self.state_bits)
         _ = self.rotation
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        bits = options.integer("b", None, 1, MAX_BITS)
+        bits = cls.option(options, "bits", None, "b")
         states = int(options.choice("states", "1024", tuple(str(1 << bits) for bits in STATE_BITS)))
-        norm = options.choice("norm", "fp16", tuple(NORMS))
-        rotation = options.choice("rotation", "signed-hadamard", KINDS)
-        seed = options.integer("seed", 0, 0, 2**64 - 1)
+        norm = cls.option(options, "norm", "fp16")
+        rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
+        seed = cls.option(options, "seed", 0)
         rule = norm_rule_of(options)
         options.finish()
-        check_range(cls.id, "dim", dim, 1, MAX_DIM)
+        cls.check_value("dim", dim)
         _check_string(dim, bits)
         state_bits = states.bit_length() - 1
         return cls(dim, bits, state_bits, norm, rotation, seed, unit_table(dim, bits, state_bits), rule)

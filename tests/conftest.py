@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+import shutil
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from interpreter import INTERPRETED
 
 from kvpack.coding import triton_version
 
-if TYPE_CHECKING:
-    import pytest
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "kvpack" / "demo" / "tinylm"
 
 settings.register_profile("kvpack", deadline=None)
 settings.load_profile("kvpack")
@@ -28,6 +29,17 @@ if INTERPRETED and triton_version.supported():
     quick_interpreter.compare_types_once()
     quick_interpreter.broadcast_shapes_once()
     quick_interpreter.look_for_overflow_where_it_is_told()
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """Where examples find their model of the hub: a folder of its name, with the demo's model and a tokenizer of bytes."""
+    from chat_tokenizers import tokenizer  # not at the top: it imports transformers
+
+    folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    shutil.copytree(DEMO_MODEL, folder)
+    tokenizer().save_pretrained(folder)
+    return folder
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from chat_tokenizers import tokenizer
 
 import kvpack
 from kvpack import formats
@@ -46,15 +44,6 @@ def test_the_index_names_every_guide() -> None:
 
 RECIPES, COMMANDS = ((FOLDER / f"{guide}.md").read_text(encoding="utf-8") for guide in ("codecs-and-recipes", "command-line"))
 EXAMPLES = [guide for guide in GUIDES if "\n```python" in (FOLDER / f"{guide}.md").read_text(encoding="utf-8")]
-
-
-@pytest.fixture
-def chat_model(tmp_path: Path) -> Path:
-    """Where guides find their model of the hub: a folder of its name, with the demo's model and a tokenizer of bytes."""
-    folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
-    shutil.copytree(ROOT / "kvpack" / "demo" / "tinylm", folder)
-    tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.usefixtures("chat_model")

@@ -285,14 +285,23 @@ def _add_store(kinds: Any) -> None:
     )
     store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     store.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
+    store.add_argument("--location", metavar="STORE", help="fill a folder or a server with --entries small entries, and measure there")
+    store.add_argument("--row", action="append", metavar="ROW", help="with --location: measure only this; may be repeated (default: all)")
     add_json(store)
     store.set_defaults(run=run_store)
 
 
 def run_store(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
-    from kvpack.bench import store, store_tables
+    from kvpack.bench import store, store_scale, store_tables
 
+    if arguments.location is not None:
+        (entries,) = arguments.entries or [store_scale.ENTRIES]
+        rows = arguments.row or store_scale.ROWS
+        with progress("put entries", arguments) as callback:
+            scale = store_scale.run(arguments.location, entries, arguments.recipe, rows, callback)
+        print_report(scale, store_scale.show, arguments)
+        return 0
     with progress("bench store", arguments) as callback:
         report = store.run(
             arguments.recipe,

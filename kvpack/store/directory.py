@@ -17,6 +17,7 @@ from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import map_file
 
+from .abouts import about_pieces
 from .backend import OneTier, Stored
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .folder import Folder
@@ -132,7 +133,7 @@ class Directory(OneTier):
             os.utime(descriptor, ns=(used, used))
 
         def rename(unfinished: str, path: str) -> None:
-            self._index.add(key, size, used, lambda: os.replace(unfinished, path))
+            self._index.add(key, size, used, about_pieces(pieces), lambda: os.replace(unfinished, path))
 
         try:
             if not self.trust.may_write:
@@ -227,6 +228,11 @@ class Directory(OneTier):
             return os.stat(self._folder.path(stored.key), follow_symlinks=False).st_mtime_ns
         except OSError:
             return stored.used_ns
+
+    def taken(self) -> int:
+        """The bytes that the folder takes on the disk, as budgets count them; 0 where nobody has counted them yet."""
+        count = self._counted()
+        return 0 if count is None else count.total
 
     def pin(self, keys: Sequence[bytes]) -> bool:
         return self._pins.add(keys)

@@ -66,6 +66,8 @@ class Index:
         self._connection: sqlite3.Connection | None = None
         self._node = self._pid = 0
         self._inherited: list[sqlite3.Connection] = []
+        # The numbers of texts, as far as they were committed.
+        self._known: dict[str, int] = {}
 
     def build(self) -> None:
         """Make the index, unless there is one; a folder of another user, or on a network, gets none."""
@@ -99,9 +101,12 @@ class Index:
         with self._lock:
             self._forget()
 
-    def add(self, key: bytes, size: int, used_ns: int, rename: Callable[[], None]) -> None:
-        """Call ``rename``, which gives an entry its name, and note it; what ``rename`` raises is raised."""
-        done = False
+    def add(self, key: bytes, size: int, used_ns: int, about: str | None, rename: Callable[[], None]) -> None:
+        """Call ``rename``, which gives an entry its name, and note it with a text that says what it is, if that is known.
+
+        What ``rename`` raises is raised.
+        """
+        done, number = False, None
 
         def once() -> None:
             nonlocal done
@@ -111,9 +116,12 @@ class Index:
 
         with self._guarded(), self._transaction() as connection:
             if connection is not None:
+                number = None if about is None else self._known.get(about) or self._about(connection, about)
                 with self._changing(connection, key[0]):
                     once()
-                    self._replace(connection, key, size, used_ns)
+                    self._replace(connection, key, size, used_ns, number)
+        if done and about is not None and number is not None:
+            self._known[about] = number
         once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
@@ -217,8 +225,7 @@ class Index:
         with self._guarded(), self._transaction() as connection:
             if connection is None:
                 return
-            connection.executemany("INSERT OR IGNORE INTO abouts (text) VALUES (?)", [(text,) for text in {text for _, text in texts}])
-            known = dict(connection.execute("SELECT text, about FROM abouts"))
+            known = {text: self._about(connection, text) for text in {text for _, text in texts}}
             connection.executemany("UPDATE entries SET about = ? WHERE id = ?", [(known[text], _number(key)) for key, text in texts])
 
     @contextlib.contextmanager
@@ -279,6 +286,7 @@ class Index:
             # The parent's: closing it here would end the parent's locks.
             self._inherited.append(self._connection)
         self._connection = None
+        self._known = {}
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
@@ -345,12 +353,14 @@ class Index:
         totals = len(sizes), sum(sizes), sum(map(self._folder.cost, sizes))
         connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *state, *totals))
 
-    def _replace(self, connection: sqlite3.Connection, key: bytes, size: int, used_ns: int) -> None:
+    def _replace(self, connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None) -> None:
         self._drop(connection, key)
-        connection.execute(
-            "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?)", (_number(key), key[_FIRST_BYTES:], size, used_ns)
-        )
+        connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (_number(key), key[_FIRST_BYTES:], size, used_ns, about))
         self._count(connection, key[0], 1, size, self._folder.cost(size))
+
+    def _about(self, connection: sqlite3.Connection, text: str) -> int:
+        connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
+        return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
 
     def _drop(self, connection: sqlite3.Connection, key: bytes) -> None:
         found = connection.execute("SELECT size FROM entries WHERE id = ?", (_number(key),)).fetchone()

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .abouts import about_chunk, about_kind
 from .backend import MAX_ENTRY_BYTES
 from .catalog import read_catalog
 from .directory import Directory
@@ -63,7 +64,7 @@ def summarize(
     else:
         catalog = read_catalog(backend, progress, cipher, max_entry_bytes=max_entry_bytes)
     for about, _, size in _abouts(catalog):
-        summary.add(about, 1, size)
+        summary.add(json.loads(about), 1, size)
     summary.unreadable, summary.undecryptable = len(catalog.unreadable), len(catalog.undecryptable)
     return summary
 
@@ -76,20 +77,19 @@ def describe_new(backend: Backend) -> None:
 
 def _describe(backend: Directory, progress: Progress | None) -> Catalog:
     catalog = read_catalog(backend, progress, listed=backend.undescribed())
-    backend.describe([(key, json.dumps(about, sort_keys=True)) for about, key, _ in _abouts(catalog)])
+    backend.describe([(key, about) for about, key, _ in _abouts(catalog)])
     return catalog
 
 
-def _abouts(catalog: Catalog) -> list[tuple[dict[str, Any], bytes, int]]:
+def _abouts(catalog: Catalog) -> list[tuple[str, bytes, int]]:
     """What each readable entry is, with its key and bytes."""
-    found: list[tuple[dict[str, Any], bytes, int]] = []
+    found: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
-        about = {"kind": "chunk", "model": dict(entry.model), "recipe": entry.recipe, "tokens": entry.tokens}
-        found.append((about, entry.stored.key, entry.stored.size))
+        found.append((about_chunk(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))
     for kind, stored in (
         *(("pages", page) for page in catalog.pages.values()),
         *(("states", states.stored) for states in catalog.states.values()),
         *(("bases", basis.stored) for basis in catalog.bases.values()),
     ):
-        found.append(({"kind": kind}, stored.key, stored.size))
+        found.append((about_kind(kind), stored.key, stored.size))
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvpack import cli
-from kvpack.bench import store, store_tables
+from kvpack.bench import store, store_scale, store_tables
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -54,3 +54,28 @@ def test_numbers_that_measure_nothing_are_refused(name: str) -> None:
         store.run(**{name: 0})
     with pytest.raises(InvalidParameter, match="--entries is -1"):
         store.run(entries=[-1])
+
+
+def test_a_location_is_filled_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LOOKED", 2), ("SAVES", 4), ("PROCESSES", 2)):
+        monkeypatch.setattr(store_scale, name, value)
+    rows = [word for row in ("match", "load", "stats", "save", "processes", "collect", "stat") for word in ("--row", row)]
+    words = ["bench", "store", "--location", str(tmp_path), "--entries", "300", "--json"]
+    assert cli.main([*words, *rows]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["put"] == report["entries"] == 300
+    assert set(report["rows"]) >= {"match 100 chunks", "load 10 chunks", "stats", "collect", "kvpack store stat"}
+    assert all(value > 0 for value in report["rows"].values())
+    # They stay, and a second run goes on from there.
+    assert cli.main([*words, "--row", "match"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["put"] < 300
+    store_scale.show(report)
+    assert "at most 50 ms" in capsys.readouterr().out
+
+
+def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="--row is 'x', expected one of match"):
+        store_scale.run(str(tmp_path), 200, rows=["x"])
+    with pytest.raises(InvalidParameter, match="--entries is 10"):
+        store_scale.run(str(tmp_path), 10)

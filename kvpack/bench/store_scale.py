@@ -1,0 +1,217 @@
+"""kvpack bench store --location: what a store of many entries costs, at a location that keeps them.
+
+Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location that holds fewer than asked for is
+filled first. What is measured then stores some more, under the location's present size as its budget.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.output import print_table
+from kvpack.store import Identity, Store
+from kvpack.store.counters import Counters
+from kvpack.store.directory import Directory
+from kvpack.store.entries import to_pieces
+from kvpack.store.eviction import Evictor
+from kvpack.store.forms import PLAIN
+from kvpack.store.keys import chained, token_bytes
+from kvpack.store.locations import open_backend
+from kvpack.store.options import LocationOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.coding.encoding import Progress
+
+CHUNK, CHUNKS, DIM = 16, 100, 64
+ENTRIES = 10_000
+LOOKED = 20
+"""Prefixes that are matched and loaded."""
+SAVES = 60
+"""Saves of 10 chunks at the budget, of each process."""
+PROCESSES = 8
+ROWS = ("match", "load", "stats", "save", "processes", "collect", "stat", "ls", "verify", "gc")
+COMMANDS = ("stat", "ls", "verify", "gc")
+TARGETS = {
+    "match 100 chunks": (5.0, "ms"),
+    "stats": (50.0, "ms"),
+    "a round, CPU": (50.0, "ms"),
+    "kvpack store stat": (2000.0, "ms"),
+    f"save with {PROCESSES} processes, CPU, of one": (1.25, "x"),
+}
+
+
+def run(
+    location: str, entries: int, recipe: str = "octopus-3", rows: Sequence[str] = ROWS, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Fill ``location`` up to ``entries``, and measure ``rows`` there; returns JSON values. ``progress`` counts entries that are put.
+
+    Raises InvalidParameter for fewer entries than two prefixes have, and for rows that there are not.
+    """
+    if entries < 2 * CHUNKS:
+        raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
+    if unknown := set(rows) - set(ROWS):
+        raise InvalidParameter(f"--row is {sorted(unknown)[0]!r}, expected one of {', '.join(ROWS)}")
+    scale = _Scale(location, recipe)
+    filled = scale.fill(entries, progress)
+    found: dict[str, float] = {}
+    for name in rows:
+        found |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
+    return {"location": location, "recipe": recipe, "entries": entries, "put": filled, "rows": found}
+
+
+class _Scale:
+    def __init__(self, location: str, recipe: str) -> None:
+        self._location, self._identity = location, Identity("bench", recipe, weights="scale")
+        x = torch.randn(1, 1, CHUNK, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        self._one = kvpack.pack([(x, x)], recipe)
+        self._ten = kvpack.concat([self._chunk(number) for number in range(10)])
+        self._new = 10**9 + time.time_ns() % 10**9
+
+    def fill(self, entries: int, progress: Progress | None) -> int:
+        """Put what is missing to ``entries``, and return how many these were."""
+        backend = open_backend(self._location, Counters(), PLAIN, LocationOptions())
+        there, put = backend.size()[0], 0
+        for number in range(there // CHUNKS, -(-entries // CHUNKS)):
+            keys: list[bytes] = []
+            for at, (key, parent, ids, _) in enumerate(chained(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)):
+                keys.append(key)
+                put += backend.put(keys, to_pieces(self._named(at), key, parent, ids), time.time_ns())
+            if progress:
+                progress(put, entries - there)
+        backend.close()
+        return put
+
+    def match(self) -> dict[str, float]:
+        """Prefixes of 10 and of 100 chunks, of which each is looked up once."""
+        with self._store() as store:
+            return {f"match {count} chunks": self._looked(store.match, count) for count in (10, 100)}
+
+    def load(self) -> dict[str, float]:
+        with self._store() as store:
+            return {f"load {count} chunks": self._looked(lambda ids: store.load(ids)[0], count) for count in (10, 100)}
+
+    def stats(self) -> dict[str, float]:
+        with self._store() as store:
+            return {"stats, first": _ms(store.stats), "stats": statistics.median(_ms(store.stats) for _ in range(5))}
+
+    def save(self) -> dict[str, float]:
+        """10 chunks at the budget: on the clock, and the CPU of the rounds that make room, of a folder."""
+        rounds: list[float] = []
+        real = Evictor._try_round
+
+        def timed(*given: Any, **more: Any) -> Any:
+            begun = time.process_time()
+            found = real(*given, **more)
+            rounds.append(1000 * (time.process_time() - begun))
+            return found
+
+        Evictor._try_round = timed  # type: ignore[method-assign]
+        try:
+            taken = self._saves(0)
+        finally:
+            Evictor._try_round = real  # type: ignore[method-assign]
+        found = {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
+        return found | ({"a round, CPU": statistics.median(rounds)} if rounds else {})
+
+    def processes(self) -> dict[str, float]:
+        """The CPU of a save at the budget with several processes, of that with one."""
+        one, many = (self._cpu_of(count) for count in (1, PROCESSES))
+        return {"save 10 at the budget, CPU": one, f"save with {PROCESSES} processes, CPU, of one": many / one}
+
+    def collect(self) -> dict[str, float]:
+        with self._store() as store:
+            return {"collect": _ms(store.collect)}
+
+    def command(self, name: str) -> dict[str, float]:
+        """A command of its own process, as an operator runs it."""
+        words = [sys.executable, "-m", "kvpack", "store", name, self._location]
+        begun = time.perf_counter()
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        return {f"kvpack store {name}": 1000 * (time.perf_counter() - begun)}
+
+    def _store(self, **options: Any) -> Store:
+        return Store(self._location, self._identity, chunk=CHUNK, **options)
+
+    def _chunk(self, number: int) -> kvpack.Cache:
+        return replace(self._one, start=CHUNK * number)
+
+    def _named(self, number: int) -> kvpack.Cache:
+        return replace(self._chunk(number), model=self._identity.header_model, recipe=self._identity.recipe)
+
+    def _looked(self, look: Callable[[Any], int], count: int) -> float:
+        prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKED)]
+        taken = [_ms(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
+        if not taken:
+            raise InvalidParameter(f"{self._location}: no prefix of {count} chunks is there, expected those that a bench has put")
+        return statistics.median(taken)
+
+    def _budget(self) -> int:
+        """What the location takes now."""
+        with closing(open_backend(self._location, Counters(), PLAIN, LocationOptions())) as backend:
+            return backend.taken() if isinstance(backend, Directory) else backend.size()[1]
+
+    def _saves(self, worker: int, budget: int | None = None) -> list[float]:
+        taken = []
+        with self._store(max_bytes=self._budget() if budget is None else budget) as store:
+            for turn in range(SAVES):
+                ids = _ids(self._new + worker * 10**6 + turn)[: 10 * CHUNK]
+                taken.append(_ms(partial(store.save, ids, self._ten)))
+        self._new += SAVES
+        return taken
+
+    def _cpu_of(self, processes: int) -> float:
+        context = multiprocessing.get_context("fork")
+        results, budget = context.Queue(), self._budget()
+
+        def work(worker: int) -> None:
+            torch.set_num_threads(1)
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            self._saves(worker, budget)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            results.put((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / SAVES)
+
+        workers = [context.Process(target=work, args=(number,)) for number in range(processes)]
+        for worker in workers:
+            worker.start()
+        found: list[float] = [results.get() for _ in workers]
+        for worker in workers:
+            worker.join()
+        self._new += SAVES * processes
+        return 1000 * sum(found) / processes
+
+
+def _ids(number: int) -> list[int]:
+    """The token ids of a prefix."""
+    return [number % 2**31, number // 2**31, *range(CHUNK * CHUNKS - 2)]
+
+
+def _ms(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - begun)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the rows next to their targets."""
+    rows = []
+    for name, value in report["rows"].items():
+        target, unit = TARGETS.get(name, (None, "ms"))
+        met = "" if target is None else "met" if value <= target else "missed"
+        rows.append([name, f"{value:,.2f} {unit}", "" if target is None else f"at most {target:g} {unit}", met])
+    title = f"{report['entries']:,} entries of {CHUNK} tokens, {report['put']:,} of them put now"
+    print_table(title, ["what", "measured", "target", ""], rows)

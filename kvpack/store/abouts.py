@@ -1,0 +1,45 @@
+"""The texts by which an index says what entries are (spec/store.md, Index)."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from kvpack.file.row import begins_row
+from kvpack.formats.errors import KvpackError
+
+from .entries import FEATURE, Named
+from .forms import FRONT_BYTES
+from .keys import ID_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def about_kind(kind: str) -> str:
+    """The text of entries that are no chunks: pages, states or bases."""
+    return json.dumps({"kind": kind})
+
+
+@lru_cache
+def about_chunk(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> str:
+    """The text of chunks."""
+    return json.dumps({"kind": "chunk", "model": dict(model), "recipe": recipe, "tokens": tokens}, sort_keys=True)
+
+
+def about_pieces(pieces: Sequence[memoryview]) -> str | None:
+    """The text of an entry that this process has made of ``pieces``; None where these do not tell, as of an encrypted one."""
+    if begins_row(bytes(pieces[0][:FRONT_BYTES])):
+        return about_kind("pages")
+    if len(pieces) < 2:
+        return None
+    try:
+        # Of a file, the text and then the header (container.py): its checks are for those whom its writer does not trust.
+        header: Any = msgpack.unpackb(pieces[1])
+        feature = header["ignorable"][FEATURE]
+        return about_chunk(tuple(header["model"].items()), header["recipe"], len(Named.of(feature, "").ids) // ID_BYTES)
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException, KvpackError):
+        return None

@@ -360,6 +360,8 @@ def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyP
         pairs[layer][0][:, :, tokens] /= 16
     gradients = [tuple(torch.randn(2, 1, 2, 200, 8, generator=generator)) for _ in range(2)]
     monkeypatch.setattr(statistics, "_gradients", lambda *_: iter([gradients]))
+    # As if attention were the same on all tokens.
+    monkeypatch.setattr(statistics, "attention_shares", lambda *given: [float(chosen.sum()) / 200 for chosen in given[-1]])
     found = Statistics("x")
     found.add(None, torch.zeros(1, 220, dtype=torch.int64), pairs, 0, 50)
     for layer, tokens in low.items():
@@ -373,6 +375,7 @@ def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyP
             assert kept.shape == (2, 50, 8)
             assert all((kept[:, token, None].double() == x[:, counted]).all(-1).all(0).any() for token in range(50))
     assert calibrate._raw_share(found, 200) == pytest.approx(1 - (194 + 195) / 400)
+    assert [float(found.shares[layer]) for layer in "01"] == pytest.approx([6 / 200, 5 / 200])
 
 
 def test_tables_are_lloyd_max() -> None:

@@ -17,7 +17,7 @@ PARTS = {"formats": "kvpack.formats", "kernels": "kvpack.kernels", "kvpack": "kv
 FLOORS = (
     ("formats",),
     ("runtime",),
-    ("cache_names", "errors", "file", "hub"),
+    ("cache_names", "codecs", "errors", "file", "hub"),
     ("kernels",),
     ("coding",),
     ("cache",),

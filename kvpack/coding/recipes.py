@@ -22,14 +22,16 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NoReturn, Self
 
+from kvpack.codecs import CodecChoice
 from kvpack.file.checks import check_string
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, create_codec
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import check_mapping, integer, shown
 from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
@@ -46,7 +48,7 @@ from .recorded_presets import RECORDED
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from kvpack.formats.base import Codec
     from kvpack.formats.basis import Calibrated
@@ -166,10 +168,12 @@ def _position(item: int, layers: int) -> int:
     return item + layers if item < 0 else item
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Recipe:
-    """A parsed recipe. Raises InvalidRecipe, which points at the word and lists the known words.
+    """A parsed recipe, or one of codecs of ``kvpack.codecs``. Raises InvalidRecipe, which points at the word and lists the known words.
 
+    Without ``text``, ``k`` and ``v``, or ``kv`` for both, are the codecs of all layers; ``layers`` has those of some, by a recipe's list
+    of layers such as ``"0,-1"``, each for both sides or a map of sides; ``tail`` is the number of tokens at which the raw tail is encoded.
     ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform. ``text`` becomes the canonical text: one for
     all spellings, without presets' names, with the SHA-256 of the basis. Recipes of one canonical text are equal.
     """
@@ -181,7 +185,26 @@ class Recipe:
     """The text as it was given, with the SHA-256 of the basis."""
     _named: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        text: str | None = None,
+        basis: Basis | str | os.PathLike[str] | None = None,
+        *,
+        k: CodecChoice | None = None,
+        v: CodecChoice | None = None,
+        kv: CodecChoice | None = None,
+        layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]] | None = None,
+        tail: int | None = None,
+    ) -> None:
+        codecs = {name: codec for name, codec in (("kv", kv), ("k", k), ("v", v)) if codec is not None}
+        if codecs or layers or tail is not None:
+            if text is not None:
+                found = ", ".join(codecs) or "layers or tail"
+                raise InvalidRecipe(f"a recipe is text or codecs; found the text {shown(text)} and {found} too")
+            check_mapping(layers, "layers", '{"0,-1": Raw()}')
+            text = _text_of(codecs, layers or {}, tail)
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "basis", basis)
         self._parse(_NAMED)
         object.__setattr__(self, "text", self.canonical)
 
@@ -413,6 +436,20 @@ class Recipe:
         close = difflib.get_close_matches(word, known or [], 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise InvalidClause(self._written, clause, word, f"{message}{hint}")
+
+
+def _text_of(
+    codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], tail: int | None
+) -> str:
+    """The text of a recipe of codecs by their sides. Raises InvalidRecipe for anything but codecs."""
+    clauses = [("", side, codec) for side, codec in codecs.items()]
+    for items, given in layers.items():
+        sides = given if isinstance(given, Mapping) else {"kv": given}
+        clauses += [(f"layers={items}:", side, codec) for side, codec in sides.items()]
+    for where, side, codec in clauses:
+        if not isinstance(codec, CodecChoice):
+            raise InvalidRecipe(f"{where}{side} is {shown(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
+    return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if tail is None else [f"tail={tail}"])])
 
 
 def _without_alias(clause: str) -> str:

@@ -19,6 +19,7 @@ import kvpack
 
 from foreign_values import CACHE, FOREIGN, GEOMETRY, IDENTITY, PAIRS, foreign_errors  # isort: skip
 from klt_bases import random_basis  # isort: skip
+from zoo_models import model_of  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ K, V = PAIRS[0]
 Q = torch.randn(1, 4, 3, 64)
 KEYS = [b"a", b"b"]
 SLOTS = [0, 2]
+MODEL = model_of("Llama")
 
 
 def live() -> kvpack.LiveCache:
@@ -123,7 +125,12 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
                 "inputs": None,
                 "basis": None,
                 "progress": None,
+                "states_at": {},
             },
+        ),
+        "prefill": (
+            lambda **given: kvpack.prefill(**given).release(),
+            {"model": MODEL, "token_ids": [1, 2, 3], "contents": "raw", "every": 256, "chunk": 256},
         ),
         "save": (
             kvpack.save,
@@ -204,7 +211,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "LiveCache.select": (lambda **given: live().select(**given), {"indices": [0], "layer": 0}),
         "LiveCache.to": (lambda **given: live().to(**given), {"device": CPU}),
         # Identities and stores.
-        "Identity": (kvpack.Identity, {"recipe": "raw", **identity}),
+        "Identity": (kvpack.Identity, {"recipe": "raw", **identity, "windows": (8, None), "keeps_states": True}),
         "Identity.of": (kvpack.Identity.of, {"model": torch.nn.Linear(1, 1), "recipe": "raw", **identity_options}),
         "Identity.of_engine": (
             kvpack.Identity.of_engine,

@@ -16,7 +16,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.arguments import check_callback
+from kvpack.formats.arguments import check_callback, check_mapping, items
 from kvpack.formats.errors import (
     InvalidDtype,
     InvalidHeader,
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
     from kvpack.formats.base import Codec
 
+    from .states import StatesAt
+
 
 @runtime_checkable
 class Encoded(Protocol):
@@ -80,6 +82,7 @@ def pack(
     inputs: Inputs | None = None,
     basis: Basis | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    states_at: StatesAt | None = None,
 ) -> Cache:
     """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
 
@@ -90,6 +93,7 @@ def pack(
     a transformers Cache are kept bit for bit. ``model`` is the model's
     identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
     computed from, if known. ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs. ``progress`` counts layers.
+    ``states_at`` holds the states of all layers at earlier positions (``Cache.states_at``), as ``recording`` keeps them for a store.
     Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange, InvalidParameter or MissingBasis.
     """
     check_callback(progress)
@@ -123,7 +127,25 @@ def pack(
         inputs = _fitting(inputs, layers, start)
         _check_values(inputs, states, start)
         inputs = replace(inputs, sums=None)
-    return Cache(tuple(layers), recipe.canonical, MappingProxyType(model), start, inputs)
+    cache = Cache(tuple(layers), recipe.canonical, MappingProxyType(model), start, inputs)
+    return cache if states_at is None else replace(cache, states_at=_checked_states(states_at, cache))
+
+
+def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
+    """Those of ``states_at`` before the end of ``cache``. Raises InvalidParameter unless each has what the cache's own states have."""
+    check_mapping(states_at, "states_at", "recording(model).states_at(past_key_values)")
+    expected = [{name: state.shape for name, state in layer.states.items()} for layer in cache]
+    for position, states in states_at.items():
+        integer(position, "a position of states_at")
+        given = items(states, f"states_at[{position}]", "maps of names to tensors, one for each layer")
+        if not all(isinstance(own, Mapping) and all(isinstance(x, torch.Tensor) for x in own.values()) for own in given) or [
+            {name: state.shape for name, state in own.items()} for own in given
+        ] != expected:
+            raise InvalidParameter(
+                f"states_at[{position}] has other layers, names or shapes than the states after the last token: give those of this cache, "
+                "as recording(model).states_at(past_key_values) returns them"
+            )
+    return MappingProxyType({position: tuple(own) for position, own in states_at.items() if cache.start < position < cache.stop})
 
 
 def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:

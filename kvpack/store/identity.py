@@ -12,7 +12,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_string
 from kvpack.file.header import FORMAT
 from kvpack.file.user_files import path_text
-from kvpack.formats.arguments import check_text, shown
+from kvpack.formats.arguments import check_flag, check_text, shown
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 from .described import weights_kind
@@ -68,6 +68,9 @@ class Identity:
                 check_string(f"identity.{name}", value)
             except (InvalidHeader, LimitExceeded) as error:
                 raise InvalidParameter(str(error)) from None
+        if not isinstance(self.windows, tuple) or not all(size is None or (type(size) is int and size > 0) for size in self.windows):
+            raise InvalidParameter(f"identity.windows is {shown(self.windows)}, expected a tuple of tokens or None, one for each layer")
+        check_flag(self.keeps_states, "identity.keeps_states")
         object.__setattr__(self, "recipe", parse_recipe(self.recipe).canonical)
 
     @classmethod

@@ -17,7 +17,7 @@ from zoo_models import model_of
 
 import kvpack
 from kvpack.errors import InvalidParameter, InvalidShape, KvpackWarning
-from kvpack.integrations.transformers import KvpackCache
+from kvpack.integrations.transformers import KvpackCache, recording
 
 CHUNK = 16
 PROMPT = torch.randint(3, 60, (1, 77), generator=torch.Generator().manual_seed(0))
@@ -308,3 +308,49 @@ def test_turns_of_a_model_with_states_add_to_what_is_stored(tmp_path: Path) -> N
             assert own == generated(model, ids, max_new_tokens=10), turn
             ids = torch.cat([torch.tensor(own), QUESTIONS[turn % 2 : turn % 2 + 1]], 1)
         assert store.counters()["faults"] == {}
+
+
+def test_states_that_a_recording_keeps_are_stored(tmp_path: Path) -> None:
+    """By hand, over transformers' own cache."""
+    model = model_of("Falcon-H1")
+    with recording(model) as record:
+        past = DynamicCache(config=model.config)
+        for part in PROMPT.split(32, 1):
+            model(part, past_key_values=past)
+            record.keep_states(past)
+        inputs, states = record.inputs(past), record.states_at(past)
+        assert list(states) == [32, 64, 77]
+    cache = kvpack.pack(past, "raw", inputs=inputs, states_at=states)
+    assert list(cache.states_at) == [32, 64]
+    with open_store(tmp_path, model) as store:
+        assert store.save(PROMPT, cache) == 64
+        tokens, loaded = store.load(PROMPT)
+        assert (tokens, store.match(PROMPT[:, :63])) == (64, 32)
+    ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
+    with KvpackCache(model, loaded, dense=True) as own:
+        found, logits = continued(model, ids, own)
+    expected = continued(model, ids, in_passes(model, PROMPT[:, :64], 32))
+    assert found == expected[0]
+    assert torch.equal(logits, expected[1])
+    with pytest.raises(InvalidParameter, match=r"states_at\[32\] has other layers, names or shapes"):
+        kvpack.pack(past, "raw", states_at={32: states[32][:1]})
+    with pytest.raises(InvalidParameter, match="states_at is 7, expected a map"):
+        kvpack.pack(past, "raw", states_at=7)  # type: ignore[arg-type]
+
+
+def test_a_recording_forgets_states_of_rows_that_moved() -> None:
+    model = model_of("Falcon-H1")
+    rows = torch.cat([PROMPT, PROMPT.flip(1)])
+    with recording(model) as record:
+        past = DynamicCache(config=model.config)
+        with pytest.raises(InvalidParameter, match="no recorded forward pass was over this DynamicCache"):
+            record.keep_states(past)
+        model(rows, past_key_values=past)
+        record.keep_states(past)
+        assert list(record.states_at(past)) == [77]
+        past.reorder_cache(torch.tensor([1, 0]))
+        assert record.states_at(past) == {}
+        record.keep_states(past)
+        assert list(record.states_at(past)) == [77]
+        past.reset()
+        assert record.states_at(past) == {}

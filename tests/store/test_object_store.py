@@ -15,6 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker, object_store, objects, uses
 
 from s3_server import VARIABLES, Server, lying, running  # isort: skip
+from state_caches import STATEFUL, ends, same_states, stateful  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save  # isort: skip
 from store_stress import FORK  # isort: skip
 
@@ -61,6 +62,23 @@ def at(server: Server, **options: Any) -> kvpack.Store:
 def names(store: kvpack.Store) -> list[str]:
     raw = store._backend._objects._store
     return [meta["path"] for batch in obstore.list(raw) for meta in batch]
+
+
+def test_states_and_windows(place: tuple[Any, dict[str, Any]]) -> None:
+    whole = stateful(8 * CHUNK + 5, ends(2, 5, 7))
+    ids = prompt(8)
+    identity = dataclasses.replace(STATEFUL, windows=(None, 40))
+    with opened(place, identity) as store:
+        assert store.save(ids, whole) == 7 * CHUNK
+    with opened(place, identity) as store:
+        for chunks, expected in ((8, 7), (6, 5), (1, 0)):
+            tokens, found = store.load(ids[: chunks * CHUNK])
+            assert tokens == expected * CHUNK
+            if found is not None:
+                assert same_states(found, tokens)
+                assert found[1].skipped == (expected - 2) * CHUNK
+        assert store.delete(ids, start=4 * CHUNK) == 3
+        assert store.load(ids)[0] == 2 * CHUNK
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "kivi-2"])

@@ -18,6 +18,7 @@ from kvpack.store import breaker, redis_limits
 from kvpack.store import redis as redis_backend
 
 from redis_server import Server, running  # isort: skip
+from state_caches import STATEFUL, ends, same_states, stateful  # isort: skip
 from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save  # isort: skip
 from store_stress import FORK  # isort: skip
 
@@ -53,6 +54,33 @@ def entry_bytes(server: Server) -> int:
     (size,) = {len(client(server).get(name)) for name in client(server).keys("{kvpack}:entry:*")}
     client(server).flushall()
     return size
+
+
+def test_states_and_windows(server: Server) -> None:
+    """Both on a server: states are found by one request, and go before the chunks that they follow."""
+    whole = stateful(8 * CHUNK + 5, ends(2, 5, 7))
+    ids = prompt(8)
+    identity = dataclasses.replace(STATEFUL, windows=(None, 40))
+    with open_store(server, identity) as store:
+        assert store.save(ids, whole) == 7 * CHUNK
+        size = store.stats()["bytes"]
+    with open_store(server, identity) as store:
+        for chunks, expected in ((8, 7), (6, 5), (3, 2), (1, 0)):
+            tokens, found = store.load(ids[: chunks * CHUNK])
+            assert tokens == store.match(ids[: chunks * CHUNK]) == expected * CHUNK
+            if found is not None:
+                assert same_states(found, tokens)
+                assert found[1].skipped == max(0, expected - 2) * CHUNK
+        assert store.counters()["faults"] == {}
+    for _ in range(40):
+        with open_store(server, identity, max_bytes=size) as store:
+            store.collect()
+            tokens, found = store.load(ids)
+            assert found is None or same_states(found, tokens)
+            size = store.stats()["bytes"] - 1
+            if size < 0:
+                break
+    assert size == -1
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "octopus-3", "kivi-2"])

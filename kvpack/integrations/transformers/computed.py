@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from transformers.cache_utils import Cache as TransformersCache
 
+    from kvpack.cache.states import States
+
 _VALUES_AT_ONCE = 1 << 22
 """The most values of equal layers that are summed together."""
 
@@ -44,6 +46,8 @@ class Computed:
         self.tokens = 0
         self._lines: dict[tuple[int, str], _Line] = {}
         self._seen: list[weakref.ref[torch.Tensor]] = []
+        self.states: dict[int, States] = {}
+        """The states that were kept, by the number of tokens that they follow."""
 
     @property
     def batch(self) -> int:
@@ -94,13 +98,15 @@ class Computed:
         return {place: (line.first, line.sums[:, : max(0, tokens - line.first)].cpu().numpy()) for place, line in self._lines.items()}
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the checksums of these rows."""
+        """Keep the checksums of these rows, and no states."""
+        self.states.clear()
         for line in self._lines.values():
             line.parts = [line.sums[list(rows)]]
 
     def crop(self, tokens: int) -> None:
-        """Keep the checksums of the first ``tokens`` tokens."""
+        """Keep the checksums of the first ``tokens`` tokens, and the states after any of them."""
         self.tokens = min(self.tokens, tokens)
+        self.states = {position: own for position, own in self.states.items() if position <= tokens}
         for line in self._lines.values():
             line.parts = [line.sums[:, : max(0, tokens - line.first)]]
 

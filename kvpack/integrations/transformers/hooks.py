@@ -13,6 +13,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
+from kvpack.cache.dense_states import dense_states
 from kvpack.cache_names import NAMES, cache_in, cache_of
 from kvpack.formats.errors import InvalidParameter
 
@@ -26,6 +27,7 @@ from .record import Record
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvpack.cache.states import States
     from kvpack.file.inputs import Inputs
 
     from .compiled import CompiledCalls
@@ -205,14 +207,36 @@ class Recording:
         They are those of the keys and values that passes computed: of a cache that was changed since, but for its newest tokens dropped or
         its rows selected, they determine nothing. Raises InvalidParameter for a cache that no recorded pass was over.
         """
-        known = self._records.get(past_key_values) if isinstance(past_key_values, TransformersCache) else None
-        if known is None:
-            raise InvalidParameter(f"no recorded forward pass was over this {type(past_key_values).__name__}")
-        record, computed = known
-        _follow(record, computed, past_key_values, _tokens(past_key_values))
+        record, computed = self._known(past_key_values)
         inputs = record.inputs
         assert inputs is not None
         return replace(inputs, sums=computed.sums(record.tokens))
+
+    def keep_states(self, past_key_values: TransformersCache) -> None:
+        """Keep a copy of the states of recurrent and convolution layers after the newest token, in the host's memory.
+
+        Call it between passes, at multiples of the ``chunk`` of a ``Store``. Raises InvalidParameter for a cache that no recorded pass was
+        over, and for a model that keeps states in its modules.
+        """
+        record, computed = self._known(past_key_values)
+        states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_states(past_key_values))
+        if any(states):
+            computed.states[record.tokens] = states
+
+    def states_at(self, past_key_values: TransformersCache) -> dict[int, States]:
+        """The states that were kept, for the argument ``states_at`` of ``kvpack.pack``; none of them where rows were selected since.
+
+        Raises InvalidParameter for a cache that no recorded pass was over.
+        """
+        return dict(self._known(past_key_values)[1].states)
+
+    def _known(self, past: TransformersCache) -> tuple[Record, Computed]:
+        """The record of a cache as it is now. Raises InvalidParameter for a cache that no recorded pass was over."""
+        known = self._records.get(past) if isinstance(past, TransformersCache) else None
+        if known is None:
+            raise InvalidParameter(f"no recorded forward pass was over this {type(past).__name__}")
+        _follow(*known, past, _tokens(past))
+        return known
 
 
 @contextmanager

@@ -143,6 +143,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
 
 def keep_states(layers: Sequence[Any], cache: Cache) -> None:
     """Let cache layers go on from the states of ``cache``. Raises InvalidParameter where one lacks those of the other."""
+    device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (own, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(own, StateLayer)
         if keeps and not layer.states and cache.tokens:
@@ -153,7 +154,8 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
                 "nothing says that the model keeps them: write KvpackCache(model, cache) with the model that computed it"
             )
         if keeps:
-            own.keep(layer.states)
+            # Those that a cache was cut at may be in the host's memory.
+            own.keep({name: state if device is None else state.to(device) for name, state in layer.states.items()})
 
 
 def check_kept(layers: Sequence[Any]) -> None:

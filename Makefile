@@ -3,6 +3,8 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 INSTALLED := .venv/installed
 CONSTRAINTS := .ci/constraints.txt
+# Programs of tests/support, tests/benchmarks and fuzz.
+MODULE = PYTHONPATH=tests $(BIN)/python -m
 
 .PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix versions zoo engines code-size
 
@@ -53,7 +55,7 @@ one-process: $(INSTALLED)
 # What a change needs: the tests of the folders that differ from main, or of what is not committed (tests/support/touched.py).
 # A run without tests, which pytest ends with 5, is none that fails.
 check: lint types
-	tests=$$($(BIN)/python tests/support/touched.py) || exit 1; \
+	tests=$$($(MODULE) support.touched) || exit 1; \
 	test -n "$$tests" || exit 0; \
 	$(PYTEST) -m "not scenario" $$tests || [ $$? = 5 ] || exit 1; \
 	kernels=$$(grep -lr "pytest.mark.kernels" $$tests --include="test_*.py"); \
@@ -65,30 +67,30 @@ docs: $(INSTALLED)
 
 # Fuzz the readers; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python fuzz/run.py --seconds $(or $(SECONDS),60) --processes 2 $(OPTIONS)
+	OMP_NUM_THREADS=1 $(MODULE) fuzz.run --seconds $(or $(SECONDS),60) --processes 2 $(OPTIONS)
 
 # All damage to the golden files, and the readers without each of their guards: some minutes each (fuzz/README.md).
 damage: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/support/golden_damage.py
+	OMP_NUM_THREADS=1 $(MODULE) support.golden_damage
 
 guards: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/support/guard_removal.py
+	OMP_NUM_THREADS=1 $(MODULE) support.guard_removal
 
 # Tiny models of all architectures of transformers over packed caches: writes what works, and what is refused.
 zoo: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/support/model_zoo.py --write
+	OMP_NUM_THREADS=1 $(MODULE) support.model_zoo --write
 
 # Measurements for developers: bench-fidelity, bench-overview, bench-pages and bench-decode; OPTIONS are those of `--help`.
 bench-%: $(INSTALLED)
-	PYTHONPATH=tests $(BIN)/python -m benchmarks $* $(OPTIONS)
+	$(MODULE) benchmarks $* $(OPTIONS)
 
 # Lines of code, and the functions that pack, load, attend and a decode step run, beside their limits.
 code-size: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/support/code_size.py
+	OMP_NUM_THREADS=1 $(MODULE) support.code_size
 
 # Encoders on tensors of any contents.
 roundtrip: $(INSTALLED)
-	$(BIN)/python fuzz/roundtrip.py --seconds $(or $(SECONDS),60)
+	$(MODULE) fuzz.roundtrip --seconds $(or $(SECONDS),60)
 
 # The oldest and the newest dependencies that pyproject.toml allows; the fast part, which CI runs, is `.ci/versions.py`.
 versions: $(INSTALLED)
@@ -96,7 +98,7 @@ versions: $(INSTALLED)
 
 # Every kind of store under every fault, half an hour; KILLS are those of all kinds together, OPTIONS those of `--help`.
 store-matrix: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
+	OMP_NUM_THREADS=1 $(MODULE) support.store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
 
 # kvpack in real engines on the CPU, which build/engines holds: some GB, and some minutes. LMCache and SGLang take what vLLM has installed.
 # A process is tests/support/engines/vllm_process.py, whose vLLM loads tests/support/engines/vllm_cpu_spec.py, or
@@ -149,7 +151,7 @@ cpu-sanitize: sanitized
 sanitized-tests:
 	export LD_PRELOAD="$(CHECKERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized OMP_NUM_THREADS=1; \
 	$(BIN)/python -P -c "from kvpack.kernels.cpu import library as l; assert 'sanitized' in l.library()._name" && \
-	$(BIN)/python -P -m pytest --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \
+	$(BIN)/python -P -m pytest -o "pythonpath=build/sanitized . tests" --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \
 		-k "no_word or any_call or any_side or any_group or any_codec or any_chunks or streams_of_formats or any_number_of_bytes or flags_that or thousand or kind_of_float or any_strides or any_bytes or flipped_bit or counts_of or runs_of"
 
 # pip first, for --group (25.1), and setuptools: the package is then built without a second, unpinned download of it.

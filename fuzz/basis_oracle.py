@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from fuzz.oracles import MAX_DECODED_BYTES
 from kvpack.coding.bases import Basis
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
-
-from klt_bases import random_basis, random_tables  # isort: skip
-from oracles import MAX_DECODED_BYTES  # isort: skip
+from support.klt_bases import random_basis, random_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from fuzz.memory import check_growth
+from fuzz.oracles import MAX_DECODED_BYTES
+from fuzz.value_oracles import MOST_VALUES, assert_equal, loaded
 from kvpack.cache import files
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.errors import RoundedWarning
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.raw import HOLDS
-
-from memory import check_growth  # isort: skip
-from oracles import MAX_DECODED_BYTES  # isort: skip
-from value_oracles import MOST_VALUES, assert_equal, loaded  # isort: skip
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache

@@ -9,11 +9,10 @@ import os
 from pathlib import Path
 from unittest import mock
 
+from fuzz.oracles import opened
 from kvpack import cli
 from kvpack.store.counters import Counters
 from kvpack.store.folder import Folder
-
-from oracles import opened  # isort: skip
 
 REFUSED = (1, 2, 3)
 _COMMANDS = (

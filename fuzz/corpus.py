@@ -1,7 +1,7 @@
 """Write the committed corpus: the smallest inputs found by runs that reach code that the seeds do not.
 
-    python fuzz/run.py --seconds 600 --found fuzz-found
-    python fuzz/corpus.py --found fuzz-found
+    python -m fuzz.run --seconds 600 --found fuzz-found
+    python -m fuzz.corpus --found fuzz-found
 
 Committed inputs stay while they still reach new code; the name of an input is the digest of its bytes.
 """
@@ -14,12 +14,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
-
-from line_coverage import minimized  # noqa: E402
-from seeds import committed, corpus_path  # noqa: E402
-from targets import TARGETS  # noqa: E402
+from fuzz.line_coverage import minimized
+from fuzz.seeds import committed, corpus_path
+from fuzz.targets import TARGETS
 
 MOST_BYTES = 60_000
 """The most bytes of a target's archive: all archives together stay below a megabyte."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from byte_mutator import mutated_bytes, mutated_numbers  # isort: skip
-from value_mutator import mutate_place  # isort: skip
+from fuzz.byte_mutator import mutated_bytes, mutated_numbers
+from fuzz.value_mutator import mutate_place
 
 if TYPE_CHECKING:
     import random

@@ -9,21 +9,19 @@ import torch
 import xxhash
 
 import kvpack
+from fuzz.byte_mutator import mutated_numbers
+from fuzz.file_mutator import mutated_file, repaired, taken_apart
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 from kvpack.store.entries import FEATURE, Reader, to_pieces
 from kvpack.store.keys import KEY_BYTES, chained
 
-from byte_mutator import mutated_numbers  # isort: skip
-from file_mutator import mutated_file, repaired, taken_apart  # isort: skip
-
 if TYPE_CHECKING:
     import random
 
-    from file_mutator import Vocabulary
-    from parts import Parts
-
+    from fuzz.file_mutator import Vocabulary
     from kvpack.cache.cache import Cache
+    from support.parts import Parts
 
 CHUNK = 16
 RECIPES = ("kv=group:b=4,g=16", "k=octahedral:b=2;v=raw", "kv=scalar:b=2,channel_scale=fp16")

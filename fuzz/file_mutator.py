@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import zstandard
 
+from fuzz.byte_mutator import NUMBERS, mutated_bytes, mutated_numbers
+from fuzz.refit import refitted
+from fuzz.value_mutator import mutate_place
 from kvpack.formats.errors import KvpackError
-
-from byte_mutator import NUMBERS, mutated_bytes, mutated_numbers  # isort: skip
-from parts import Parts  # isort: skip
-from refit import refitted  # isort: skip
-from value_mutator import mutate_place  # isort: skip
+from support.parts import Parts
 
 if TYPE_CHECKING:
     import random

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from byte_mutator import mutated_bytes  # isort: skip
-from value_mutator import mutate_place  # isort: skip
+from fuzz.byte_mutator import mutated_bytes
+from fuzz.value_mutator import mutate_place
 
 if TYPE_CHECKING:
     import random
 
-    from file_mutator import Vocabulary
+    from fuzz.file_mutator import Vocabulary
 
 
 def mutated_header(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int = 1 << 13) -> bytes:

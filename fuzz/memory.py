@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuzz.session import resident
 from kvpack.file.footprint import CONSTANT_BYTES
-
-from session import resident  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,7 @@ from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.formats.klt import Klt
 from kvpack.formats.transform import Transform
-
-from second_decoder import decoder, decompress  # isort: skip
+from support.second_decoder import decoder, decompress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

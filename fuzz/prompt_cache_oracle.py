@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fuzz.byte_mutator import mutated_bytes, mutated_numbers
+from fuzz.memory import growth
+from fuzz.value_mutator import mutate_place
 from kvpack.formats.errors import KvpackError
 from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
-
-from byte_mutator import mutated_bytes, mutated_numbers  # isort: skip
-from memory import growth  # isort: skip
-from value_mutator import mutate_place  # isort: skip
 
 if TYPE_CHECKING:
     import random

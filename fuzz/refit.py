@@ -10,9 +10,8 @@ import zstandard
 from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of, layout_bytes, side_tensors
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import LimitExceeded
-
-from parts import Parts  # isort: skip
-from second_decoder import decompress  # isort: skip
+from support.parts import Parts
+from support.second_decoder import decompress
 
 if TYPE_CHECKING:
     import random

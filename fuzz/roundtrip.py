@@ -1,6 +1,6 @@
 """Encode and decode arbitrary tensors with codecs of arbitrary options until the time is up.
 
-    python fuzz/roundtrip.py --seconds 60 --codec group
+    python -m fuzz.roundtrip --seconds 60 --codec group
 
 Every example is encoded, compared with its layout, checked, and decoded within its codec's bound (tests/support/strategies.py
 has a row for each codec). Prints how many examples ran, the slowest and the failures; exits with 1 when there are any.
@@ -14,16 +14,12 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from strategies import check_round_trip, codecs, tensors
-
 from kvpack.formats import CODECS
+from support.strategies import check_round_trip, codecs, tensors
 
 EXAMPLES_AT_A_TIME = 50
 MOST_FAILURES = 5

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fuzz.byte_mutator import mutated_bytes, mutated_numbers
+from fuzz.header_mutator import mutated_header
 from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.file.row import FRAME_BYTES, MAGIC, write_checksum
-
-from byte_mutator import mutated_bytes, mutated_numbers  # isort: skip
-from header_mutator import mutated_header  # isort: skip
-from second_decoder import decoder  # isort: skip
+from support.second_decoder import decoder
 
 if TYPE_CHECKING:
     import random
 
-    from file_mutator import Vocabulary
+    from fuzz.file_mutator import Vocabulary
 
 NAMESPACE = bytes(range(32))
 PAGES = (

@@ -1,7 +1,7 @@
 """Run the fuzz targets, each in its own process, and print a table of results.
 
-    python fuzz/run.py --seconds 60
-    python fuzz/run.py --target container --target header --executions 1000000
+    python -m fuzz.run --seconds 60
+    python -m fuzz.run --target container --target header --executions 1000000
 
 Exits with 1 when an input crashed or hung a target or took too much memory, or when a target died. A failing input is kept as
 a file, with the command that repeats it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,11 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
-
-from summary import coverage_lines, problems, show  # noqa: E402
-from targets import TARGETS  # noqa: E402
+from fuzz.summary import coverage_lines, problems, show
+from fuzz.targets import TARGETS
 
 _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
 
@@ -64,10 +62,11 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
     if sys.stderr.isatty():
         print(f"{time.strftime('%H:%M:%S')} {name}: {seconds:.0f} s", file=sys.stderr)
     before = set(arguments.failures.glob(f"native-{name}-*"))
-    command = [sys.executable, str(HERE / "worker.py"), *words]
+    command = [sys.executable, "-m", "fuzz.worker", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         # Far above what a target takes to start and to measure its lines: only a worker that hangs is ended.
-        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=2 * seconds + 600)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=2 * seconds + 600)
         code, output = ended.returncode, ended.stderr
     except subprocess.TimeoutExpired as error:
         code, output = -1, f"no end after {error.timeout:.0f} seconds"

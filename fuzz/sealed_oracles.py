@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import xxhash
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from fuzz.byte_mutator import mutated_bytes
 from kvpack.formats.errors import KvpackError
 from kvpack.store.encryption import MAGIC, Cipher
 from kvpack.store.identity import length_prefixed
 from kvpack.store.keys import KEY_BYTES
-
-from byte_mutator import mutated_bytes  # isort: skip
 
 if TYPE_CHECKING:
     import random

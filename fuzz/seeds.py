@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from file_mutator import taken_apart  # isort: skip
+from fuzz.file_mutator import taken_apart
 
 if TYPE_CHECKING:
-    from parts import Parts
+    from support.parts import Parts
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "fuzz" / "corpus"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from targets import Target
+    from fuzz.targets import Target
 
 HANG_SECONDS = 1.0
 MOST_FAILURES = 20

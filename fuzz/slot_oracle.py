@@ -6,12 +6,11 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuzz.byte_mutator import mutated_bytes
+from fuzz.value_oracles import assert_equal
 from kvpack.formats.errors import KvpackError
 from kvpack.integrations.llama_cpp import export_slot, import_slot
 from kvpack.integrations.llama_cpp.state_file import Reader, parsed
-
-from byte_mutator import mutated_bytes  # isort: skip
-from value_oracles import assert_equal  # isort: skip
 
 if TYPE_CHECKING:
     import random

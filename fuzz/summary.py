@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fuzz.line_coverage import READERS, runnable_lines
 from kvpack.output import print_table
-
-from line_coverage import READERS, runnable_lines  # isort: skip
 
 MOST_MEMORY = 256.0
 """The most MiB of a process, without library code mapped from files, of which PyTorch has 75."""
@@ -24,7 +23,7 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
         for kind in ("crashes", "hangs"):
             for text in report[kind]:
                 path = text.partition("\n")[0]
-                repeat = f"\n  python fuzz/worker.py {name} --repeat {path}" if "ended with" not in path else ""
+                repeat = f"\n  PYTHONPATH=tests python -m fuzz.worker {name} --repeat {path}" if "ended with" not in path else ""
                 found.append(f"{name}: {kind}: {text}{repeat}")
         growth = report.get("memory_peak", 0.0) - report.get("memory_of_libraries", 0.0)
         more = MORE_OF_ENCODERS.get(name, 0.0)

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import seeds  # isort: skip
-from byte_mutator import mutated_text  # isort: skip
-from file_mutator import Vocabulary, mutated_file  # isort: skip
-from header_mutator import mutated_header  # isort: skip
+from fuzz import seeds
+from fuzz.byte_mutator import mutated_text
+from fuzz.file_mutator import Vocabulary, mutated_file
+from fuzz.header_mutator import mutated_header
 
 if TYPE_CHECKING:
     import random
@@ -50,14 +50,14 @@ def _files(found: list[bytes], vocabulary: Vocabulary | None = None) -> tuple[tu
 
 def container() -> Target:
     """Whole files: framing, header, pads, digests, frames, and the rules of codecs."""
-    from oracles import check_container, compare_container
+    from fuzz.oracles import check_container, compare_container
 
     return Target(*_files(list(seeds.kvpack_files())), check_container, compare_container)
 
 
 def header() -> Target:
     """The tensor kvpack.header alone."""
-    from oracles import check_header, compare_header
+    from fuzz.oracles import check_header, compare_header
 
     vocabulary = Vocabulary.of(seeds.kvpack_files())
     return Target(
@@ -67,21 +67,21 @@ def header() -> Target:
 
 def codec(codec_id: str) -> Target:
     """One codec: its parameters, its streams, and the values that they decode to."""
-    from value_oracles import check_values, compare_values
+    from fuzz.value_oracles import check_values, compare_values
 
     return Target(*_files(seeds.files_of(codec_id)), check_values, compare_values)
 
 
 def side_cars() -> Target:
     """Side-cars of any codec."""
-    from value_oracles import check_values, compare_values
+    from fuzz.value_oracles import check_values, compare_values
 
     return Target(*_files(seeds.files_with_side_cars()), check_values, compare_values)
 
 
 def attend() -> Target:
     """Attention over files of any codec, with any options."""
-    from cache_oracles import check_attend, compare_attend
+    from fuzz.cache_oracles import check_attend, compare_attend
 
     _run_what_caches_run()
     return Target(*_files(list(seeds.kvpack_files())), check_attend, compare_attend)
@@ -89,7 +89,7 @@ def attend() -> Target:
 
 def append() -> Target:
     """Files of any codec, to which tokens are added."""
-    from cache_oracles import check_append
+    from fuzz.cache_oracles import check_append
 
     _run_what_caches_run()
     return Target(*_files(list(seeds.kvpack_files())), check_append)
@@ -97,14 +97,14 @@ def append() -> Target:
 
 def safetensors() -> Target:
     """The official safetensors reader accepts every file that kvpack accepts, with the same meaning."""
-    from oracles import check_safetensors
+    from fuzz.oracles import check_safetensors
 
     return Target(*_files(list(seeds.kvpack_files())), check_safetensors)
 
 
 def entry() -> Target:
     """Entries of a store, read by template and parsed."""
-    from entry_oracles import EntryOracle, mutated_entry
+    from fuzz.entry_oracles import EntryOracle, mutated_entry
 
     oracle = EntryOracle()
     found = [data for chain in oracle.chains.values() for data in chain]
@@ -114,14 +114,14 @@ def entry() -> Target:
 
 def encrypted_entry() -> Target:
     """Encrypted entries of a store."""
-    from sealed_oracles import SEALED, check_sealed, mutated_sealed
+    from fuzz.sealed_oracles import SEALED, check_sealed, mutated_sealed
 
     return Target(tuple(SEALED), lambda data, source: mutated_sealed(data, source, 1 << 10), check_sealed, most_bytes=1 << 10)
 
 
 def row() -> Target:
     """Rows of engines' pages: frame, description, and the rules of codecs."""
-    from row_oracles import RowOracle
+    from fuzz.row_oracles import RowOracle
 
     oracle = RowOracle()
     vocabulary = Vocabulary.of(seeds.kvpack_files())
@@ -131,7 +131,7 @@ def row() -> Target:
 
 def slot() -> Target:
     """Sequence states of llama.cpp."""
-    from slot_oracle import SEEDS, SlotOracle, mutated_slot
+    from fuzz.slot_oracle import SEEDS, SlotOracle, mutated_slot
 
     most = 1 << 12
     return Target(SEEDS, lambda data, source: mutated_slot(data, source, most), SlotOracle(_folder()).check, most_bytes=most)
@@ -139,7 +139,7 @@ def slot() -> Target:
 
 def basis() -> Target:
     """Bases, and what is coded by them."""
-    from basis_oracle import SEEDS, check_basis
+    from fuzz.basis_oracle import SEEDS, check_basis
 
     _run_what_caches_run()
     mutate = _files([*SEEDS, *seeds.bases()])[1]
@@ -148,7 +148,7 @@ def basis() -> Target:
 
 def prompt_cache() -> Target:
     """Prompt caches of mlx-lm."""
-    from prompt_cache_oracle import SEEDS, PromptCacheOracle, mutated_prompt_cache
+    from fuzz.prompt_cache_oracle import SEEDS, PromptCacheOracle, mutated_prompt_cache
 
     most = 1 << 13
     _run_what_caches_run()
@@ -158,7 +158,7 @@ def prompt_cache() -> Target:
 
 def recipe() -> Target:
     """Recipes as text."""
-    from oracles import check_recipe
+    from fuzz.oracles import check_recipe
 
     texts, words = _recipe_words()
     return Target(tuple(texts), lambda data, source: mutated_text(data, words, source), check_recipe, most_bytes=1 << 12)
@@ -166,7 +166,7 @@ def recipe() -> Target:
 
 def recipe_file() -> Target:
     """Recipe files."""
-    from oracles import check_recipe_file
+    from fuzz.oracles import check_recipe_file
 
     texts, words = _recipe_words()
     found = tuple(b"# a comment\n" + text.replace(b";", b"\n") + b"\n" for text in texts)
@@ -177,7 +177,7 @@ def recipe_file() -> Target:
 
 def command() -> Target:
     """The command line on a kvpack file: inspect, verify, unpack, convert, store."""
-    from command_oracle import CommandOracle
+    from fuzz.command_oracle import CommandOracle
 
     _import_what_commands_do()
     return Target(*_files(list(seeds.kvpack_files())), CommandOracle(_folder()).check)
@@ -185,8 +185,8 @@ def command() -> Target:
 
 def dense_file() -> Target:
     """The command line on a safetensors file of dense keys and values: pack."""
-    from command_oracle import CommandOracle
-    from dense_mutator import SEEDS, mutated_dense
+    from fuzz.command_oracle import CommandOracle
+    from fuzz.dense_mutator import SEEDS, mutated_dense
 
     _import_what_commands_do()
     return Target(SEEDS, lambda data, source: mutated_dense(data, source, 1 << 13), CommandOracle(_folder()).check_pack, most_bytes=1 << 13)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from byte_mutator import mutated_bytes  # isort: skip
+from fuzz.byte_mutator import mutated_bytes
 
 if TYPE_CHECKING:
     import random

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fuzz.oracles import MAX_DECODED_BYTES, MOST_COMPARED_BYTES, compare_container, needs_basis, opened, refused_by_decoder
+from fuzz.seeds import bases
 from kvpack.cache import files
 from kvpack.cache.cache import Cache
 from kvpack.coding.bases import Basis
@@ -13,11 +15,8 @@ from kvpack.file import container
 from kvpack.file.header import layout_bytes
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.minifloat import E8M0_BIAS
-
-from decoded_alike import assert_same_cache  # isort: skip
-from oracles import MAX_DECODED_BYTES, MOST_COMPARED_BYTES, compare_container, needs_basis, opened, refused_by_decoder  # isort: skip
-from seeds import bases  # isort: skip
-from second_decoder import decoder, decompress  # isort: skip
+from support.decoded_alike import assert_same_cache
+from support.second_decoder import decoder, decompress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """One target in a process of its own, with atheris or with a plain random driver.
 
-    python fuzz/worker.py container --seconds 60 --seed 1
-    python fuzz/worker.py container --repeat FILE
+    python -m fuzz.worker container --seconds 60 --seed 1
+    python -m fuzz.worker container --repeat FILE
 
 With atheris, libFuzzer is guided by the coverage of kvpack's bytecode; the random driver changes seeds at random.
 """
@@ -18,12 +18,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
-
 if TYPE_CHECKING:
-    from session import Report, Session
-    from targets import Target
+    from fuzz.session import Report, Session
+    from fuzz.targets import Target
 
 TIMEOUT_SECONDS = 30
 """A run ends after this long on one input; more than a second already counts as a hang."""
@@ -52,9 +49,9 @@ def main() -> int:
         return _repeat(arguments.target, arguments.repeat)
     driver = arguments.driver or ("atheris" if _has_atheris() else "random")
     with _instrumented(driver):
-        from seeds import committed
-        from session import Report, Session, resident
-        from targets import TARGETS
+        from fuzz.seeds import committed
+        from fuzz.session import Report, Session, resident
+        from fuzz.targets import TARGETS
 
         target = TARGETS[arguments.target]()
         libraries, files = resident("VmRSS"), resident("RssFile")
@@ -155,7 +152,7 @@ def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
 
 
 def _measure_lines(report: Report, target: Target, inputs: list[bytes], seconds: float) -> None:
-    from line_coverage import covered_lines
+    from fuzz.line_coverage import covered_lines
 
     report.lines = covered_lines(target.check, inputs, seconds)
 
@@ -167,7 +164,7 @@ def _files_in(folder: Path) -> list[bytes]:
 
 def _repeat(name: str, path: Path) -> int:
     """Run one input, and let what it raises be seen."""
-    from targets import TARGETS
+    from fuzz.targets import TARGETS
 
     target, data = TARGETS[name](), path.read_bytes()
     print(f"{path}: {'accepted' if target.check(data) else 'refused'}")
@@ -178,7 +175,7 @@ def _repeat(name: str, path: Path) -> int:
 
 
 def _write(report: Report, path: Path | None) -> None:
-    from session import as_dict
+    from fuzz.session import as_dict
 
     text = json.dumps(as_dict(report), indent=1)
     if path is None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from interpreter import INTERPRETED
 
 from kvpack.coding import triton_version
+from support.interpreter import INTERPRETED
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "kvpack" / "demo" / "tinylm"
 
@@ -18,7 +18,7 @@ settings.register_profile("kvpack", deadline=None)
 settings.load_profile("kvpack")
 
 if INTERPRETED and triton_version.supported():
-    import quick_interpreter
+    from support import quick_interpreter
 
     quick_interpreter.wrap_once_per_launch()
     quick_interpreter.unwrap_constants_alone()
@@ -34,7 +34,7 @@ if INTERPRETED and triton_version.supported():
 @pytest.fixture
 def chat_model(tmp_path: Path) -> Path:
     """Where examples find their model of the hub: a folder of its name, with the demo's model and a tokenizer of bytes."""
-    from chat_tokenizers import tokenizer  # not at the top: it imports transformers
+    from support.chat_tokenizers import tokenizer  # not at the top: it imports transformers
 
     folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
     shutil.copytree(DEMO_MODEL, folder)

@@ -11,8 +11,7 @@ import kvpack
 from kvpack import attention
 from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
-
-from caches import RECIPES, random_pairs  # isort: skip
+from support.caches import RECIPES, random_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

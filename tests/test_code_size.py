@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import code_size
 import pytest
+
+from support import code_size
 
 
 @pytest.mark.parametrize(

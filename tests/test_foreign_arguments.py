@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import kvpack
-
-from foreign_values import CACHE, FOREIGN, GEOMETRY, IDENTITY, PAIRS, foreign_errors  # isort: skip
-from klt_bases import random_basis  # isort: skip
-from zoo_models import model_of  # isort: skip
+from support.foreign_values import CACHE, FOREIGN, GEOMETRY, IDENTITY, PAIRS, foreign_errors
+from support.klt_bases import random_basis
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

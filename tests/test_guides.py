@@ -15,8 +15,7 @@ from kvpack.cli import parser
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.commands.recipes import rates
-
-from markdown_examples import run_examples  # isort: skip
+from support.markdown_examples import run_examples
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "kvpack" / "guides"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import hub_cache
 import pytest
 
 from kvpack import Identity, MissingFile, cli
 from kvpack.hub import model_folder
 from kvpack.models import load_model
+from support import hub_cache
 
 NAME = "someone/tiny-model"
 ENGINE = {"kv_dtype": "bf16", "layout": "nhd"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import once
 import pytest
+
+from support import once
 
 
 def test_a_folder_is_filled_once(tmp_path_factory: pytest.TempPathFactory) -> None:

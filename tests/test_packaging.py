@@ -15,13 +15,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import once
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import kvpack
 from kvpack.coding import triton_version
+from support import once
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from markdown_examples import run_examples  # isort: skip
+from support.markdown_examples import run_examples
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

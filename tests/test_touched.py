@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import touched
-from touched import ROOT, changed_files, needed_by
+
+from support import touched
+from support.touched import ROOT, changed_files, needed_by
 
 
 def sources() -> list[str]:

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-import warm_python
+
+from support import warm_python
 
 PROGRAMS = {
     "arguments": ["-c", "import sys; print(sys.argv[1:], sys.path[0] in ('', sys.argv[1]))", "one", "--two"],

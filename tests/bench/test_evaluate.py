@@ -6,12 +6,12 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from chat_tokenizers import tokenizer
 
 import kvpack
 from kvpack.bench import quality
 from kvpack.errors import InvalidDtype, InvalidParameter, InvalidRecipe, MissingBasis
 from kvpack.models import demo_text, load_model
+from support.chat_tokenizers import tokenizer
 
 TEXT = demo_text().decode()
 SIZES = {"tokens": 96, "score": 32, "windows": 2}

@@ -10,8 +10,7 @@ import pytest
 from benchmarks import decode
 from benchmarks.__main__ import main
 from kvpack.errors import InvalidParameter
-
-from klt_bases import random_basis  # isort: skip
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.cache import conversion
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds, OutOfRange
-
-from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
+from support.caches import BOUNDS, RECIPES, dense, random_pairs, relative_error
 
 if TYPE_CHECKING:
     from pathlib import Path

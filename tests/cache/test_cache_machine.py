@@ -15,9 +15,8 @@ import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import NotConsecutive, OutOfBounds
-
-from caches import dense, random_pairs  # isort: skip
-from klt_bases import normal_tables, random_basis  # isort: skip
+from support.caches import dense, random_pairs
+from support.klt_bases import normal_tables, random_basis
 
 DIMS = (32, 48)
 LAYERS = 2

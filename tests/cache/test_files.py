@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 import safetensors.torch
 import torch
-import warm_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvpack
 from kvpack.formats.errors import KvpackError, LimitExceeded, MissingFile, NotKvpack, Truncated
-
-from caches import RECIPES, dense, random_pairs  # isort: skip
+from support import warm_python
+from support.caches import RECIPES, dense, random_pairs
 
 if TYPE_CHECKING:
     from pathlib import Path

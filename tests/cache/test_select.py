@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from klt_bases import random_basis
-from side_car_recipes import RECIPES as SIDE_CARS
-from side_car_recipes import attention, relative_error
 
 import kvpack
 from kvpack.coding.encoding import RAW_DTYPES
@@ -20,6 +17,9 @@ from kvpack.coding.presets import PUBLISHED
 from kvpack.file.container import open_file
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from support.klt_bases import random_basis
+from support.side_car_recipes import RECIPES as SIDE_CARS
+from support.side_car_recipes import attention, relative_error
 
 CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
 # Presets that change some of a model's layers change the first of two: the others of the model have the same codecs.

@@ -29,9 +29,8 @@ from kvpack.formats.errors import (
     Truncated,
     WriteFailed,
 )
-
-from caches import RECIPES, dense, random_pairs  # isort: skip
-from late_bus import LateBus  # isort: skip
+from support.caches import RECIPES, dense, random_pairs
+from support.late_bus import LateBus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

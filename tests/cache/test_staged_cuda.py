@@ -10,8 +10,7 @@ import torch
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.formats.errors import DigestMismatch
-
-from caches import RECIPES, random_pairs  # isort: skip
+from support.caches import RECIPES, random_pairs
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from caches import random_pairs
 
 import kvpack
 from kvpack import cli
@@ -29,6 +28,7 @@ from kvpack.errors import (
     OutOfBounds,
     WriteFailed,
 )
+from support.caches import random_pairs
 
 PAIRS = random_pairs(2, 40)
 CACHE = kvpack.pack(PAIRS, "kivi-4")

@@ -19,8 +19,7 @@ from kvpack.coding import basis_sources
 from kvpack.coding.bases import MAX_FILE_BYTES, Basis
 from kvpack.coding.basis_sources import find
 from kvpack.errors import InvalidParameter, KvpackError, KvpackWarning, LimitExceeded, MissingBasis, MissingFile, NotKvpack
-
-from klt_bases import random_basis  # isort: skip
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,7 @@ from kvpack.coding import encoding
 from kvpack.coding.blocks import for_each_block
 from kvpack.formats import quaternion_search
 from kvpack.formats.errors import NonFinite
-
-from caches import RECIPES, dense, random_pairs  # isort: skip
+from support.caches import RECIPES, dense, random_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-import warm_python
-from klt_bases import random_basis
+
+from support import warm_python
+from support.klt_bases import random_basis
 
 # Each in a process of its own: tables are kept, so they must be made in the mode under test. They share a process that has made none.
 PROGRAM = """

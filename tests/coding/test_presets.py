@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from caches import random_pairs
 
 import kvpack
 from kvpack import cli
@@ -17,8 +16,8 @@ from kvpack.coding.presets import ADDITIONS, PUBLISHED
 from kvpack.coding.recipes import PRESETS, Recipe
 from kvpack.commands.recipes import rates
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-
-from klt_bases import random_basis  # isort: skip
+from support.caches import random_pairs
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from real_layers import TOKENS, basis, layers
 from torch.nn import functional
 
 import kvpack
 from kvpack.bench.quality import CALIBRATED, RECIPES
+from support.real_layers import TOKENS, basis, layers
 
 BOUNDS = {
     "fp8": 0.1,

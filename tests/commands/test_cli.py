@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from caches import dense, random_pairs
 from safetensors.torch import load_file, save_file
 
 import kvpack
@@ -23,6 +22,7 @@ from kvpack.file.hidden_tokens import Hidden
 from kvpack.file.inputs import PADDED, Inputs
 from kvpack.formats import errors
 from kvpack.output import printable, progress
+from support.caches import dense, random_pairs
 
 if TYPE_CHECKING:
     from pathlib import Path

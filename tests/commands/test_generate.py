@@ -9,12 +9,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import hub_cache
 import pytest
 import torch
 
 import kvpack
 from kvpack import cli
+from support import hub_cache
 
 DEMO = files("kvpack.demo")
 PROMPT = (DEMO / "demo.txt").read_bytes()[:2000].decode()

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from caches import random_pairs
 
 import kvpack
 from kvpack import cli
+from support.caches import random_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

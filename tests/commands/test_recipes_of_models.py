@@ -7,7 +7,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import hub_cache
 import pytest
 import torch
 import transformers
@@ -15,6 +14,7 @@ import transformers
 import kvpack
 from kvpack import cli
 from kvpack.models import LayerShape, cache_shapes
+from support import hub_cache
 
 TINYLM = Path(str(files("kvpack.demo") / "tinylm"))
 

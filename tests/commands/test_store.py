@@ -19,11 +19,8 @@ from kvpack.file.inputs import ID_BYTES
 from kvpack.file.limits import MAX_BINARY_BYTES
 from kvpack.store.keys import token_bytes
 from kvpack.store.transfer import read_exported
-
-import basis_caches  # isort: skip
-import redis_server  # isort: skip
-import s3_server  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
+from support import basis_caches, redis_server, s3_server
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
 
 if TYPE_CHECKING:
     from pathlib import Path

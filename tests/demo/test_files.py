@@ -7,12 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import warm_python
 
 import kvpack
 from kvpack import cli
 from kvpack.demo import files as demo
 from kvpack.models import demo_text
+from support import warm_python
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from file_mutator import Vocabulary, mutated_file
-from file_parts import file_of, random_side
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracles import check_container, compare_container
-from seeds import kvpack_files
-from strategies import codecs
-from value_oracles import check_values, compare_values
+
+from fuzz.file_mutator import Vocabulary, mutated_file
+from fuzz.oracles import check_container, compare_container
+from fuzz.seeds import kvpack_files
+from fuzz.value_oracles import check_values, compare_values
+from support.file_parts import file_of, random_side
+from support.strategies import codecs
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import numpy
 import pytest
 import torch
-import warm_python
 
 import kvpack
 from kvpack.file import container, payload, sources
 from kvpack.formats.errors import DigestMismatch, MissingFile, Truncated
-
-from file_parts import file_of, random_side  # isort: skip
-from strategies import create  # isort: skip
+from support import warm_python
+from support.file_parts import file_of, random_side
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -42,9 +42,8 @@ from kvpack.formats.errors import (
     UnsupportedVersion,
     WriteFailed,
 )
-
-from small_files import KINDS, arrays_of, contents, side, small_file  # isort: skip
-from strategies import create  # isort: skip
+from support.small_files import KINDS, arrays_of, contents, side, small_file
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,10 +18,9 @@ import kvpack
 from kvpack.file import container, json_header
 from kvpack.file.header import Contents, LayerEntry
 from kvpack.formats.errors import DigestMismatch, InvalidPayload, KvpackError, NotKvpack, Truncated
-
-from caches import RECIPES, random_pairs  # isort: skip
-from small_files import KINDS, arrays_of, contents, side, small_file  # isort: skip
-from strategies import create  # isort: skip
+from support.caches import RECIPES, random_pairs
+from support.small_files import KINDS, arrays_of, contents, side, small_file
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,8 +12,7 @@ import torch
 
 import kvpack
 from kvpack.file import container
-
-from golden_files import FILES, FOLDER, MANIFEST, expected, expected_path, file_path, golden_cache, recipe_codecs  # isort: skip
+from support.golden_files import FILES, FOLDER, MANIFEST, expected, expected_path, file_path, golden_cache, recipe_codecs
 
 TOLERANCE = 2**-18
 """Relative to the largest value of a file: well above the decoders' float32 rounding, far below one code."""

@@ -1,4 +1,4 @@
-"""Damage to the golden files: an even share of every bit and every length; ``python tests/support/golden_damage.py`` does all."""
+"""Damage to the golden files: an even share of every bit and every length; ``python -m support.golden_damage`` does all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from golden_damage import FILES, accepted_flips, accepted_lengths, fronts_made_once, is_refused, moved, zeroed  # isort: skip
+from support.golden_damage import FILES, accepted_flips, accepted_lengths, fronts_made_once, is_refused, moved, zeroed
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,9 +23,8 @@ from kvpack.file.header_tensor import pack_header, parse_header
 from kvpack.file.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
 from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnknownCodec, UnsupportedVersion
-
-from small_files import KINDS, contents, header_map, side  # isort: skip
-from strategies import CASES, codecs, create  # isort: skip
+from support.small_files import KINDS, contents, header_map, side
+from support.strategies import CASES, codecs, create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

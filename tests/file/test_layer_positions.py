@@ -16,8 +16,7 @@ from kvpack import cli
 from kvpack.cache.layer import Layer
 from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter, InvalidShape, LimitExceeded, NotConsecutive, OutOfBounds
-
-from caches import dense, random_pairs  # isort: skip
+from support.caches import dense, random_pairs
 
 
 def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:

@@ -21,8 +21,7 @@ from kvpack.cache.staged_save import save_from
 from kvpack.errors import InvalidParameter, InvalidShape, LimitExceeded, NotConsecutive, OutOfBounds
 from kvpack.file import container
 from kvpack.file.layer_states import StateEntry, features_of
-
-from caches import random_pairs  # isort: skip
+from support.caches import random_pairs
 
 if TYPE_CHECKING:
     from pathlib import Path

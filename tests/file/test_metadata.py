@@ -19,8 +19,7 @@ from kvpack.file import container, metadata
 from kvpack.file.features import joined, split
 from kvpack.file.inputs import MAX_IDS, Inputs
 from kvpack.formats.errors import InvalidParameter, LimitExceeded
-
-from second_decoder import decoder  # isort: skip
+from support.second_decoder import decoder
 
 if TYPE_CHECKING:
     from pathlib import Path

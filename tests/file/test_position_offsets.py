@@ -13,8 +13,7 @@ import kvpack
 from kvpack import cli
 from kvpack.errors import InvalidHeader, LimitExceeded
 from kvpack.file import container
-
-from caches import random_pairs  # isort: skip
+from support.caches import random_pairs
 
 if TYPE_CHECKING:
     from pathlib import Path

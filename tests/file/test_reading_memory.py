@@ -20,10 +20,9 @@ from kvpack.file import container
 from kvpack.file.footprint import CONSTANT_BYTES, FREE_BYTES, RUN_BYTES
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import LimitExceeded, OutOfBounds
-
-from file_parts import compressed, file_of, random_side  # isort: skip
-from parts import Parts  # isort: skip
-from strategies import create  # isort: skip
+from support.file_parts import compressed, file_of, random_side
+from support.parts import Parts
+from support.strategies import create
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 import kvpack
 from kvpack.coding.bases import Basis
 from kvpack.coding.presets import PUBLISHED
-
-from second_decoder import decoder  # isort: skip
-from written_files import (  # isort: skip
+from support.second_decoder import decoder
+from support.written_files import (
     BASIS,
     FOLDER,
     GEOMETRY,

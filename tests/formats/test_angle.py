@@ -18,9 +18,8 @@ from kvpack.formats.angle import Angle
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.options import Options
-
-from strategies import CASES, CONTENTS, contents, create  # isort: skip
-from worked_examples import example, example_codec, example_streams  # isort: skip
+from support.strategies import CASES, CONTENTS, contents, create
+from support.worked_examples import example, example_codec, example_streams
 
 PAGE = Path(__file__).parents[2] / "spec" / "codecs" / "angle.md"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvpack.formats.columns import MAX_FIELDS, Columns, default_fields, row_bytes
 from kvpack.formats.errors import InvalidParameter, InvalidPayload
-
-from strategies import digits, max_fields, packings, poisoned  # isort: skip
+from support.strategies import digits, max_fields, packings, poisoned
 
 INVALID = [
     pytest.param(0, (4,), 1, (), "at least 1 symbol", id="no symbols"),

@@ -7,8 +7,7 @@ import pytest
 
 from kvpack.formats.base import Fields
 from kvpack.formats.errors import InvalidParameter
-
-from toy_codec import Largest  # isort: skip
+from support.toy_codec import Largest
 
 
 @dataclass(frozen=True)

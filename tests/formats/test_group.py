@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kvpack.formats.base import DTYPE_BYTES, Layout
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.group import AXES, CENTRES, SIZES, TOKEN_SCALES, Group
-
-from strategies import check_round_trip, codecs, contents, create, tensors  # isort: skip
+from support.strategies import check_round_trip, codecs, contents, create, tensors
 
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]
 

@@ -37,12 +37,11 @@ from kvpack.formats.errors import (
 )
 from kvpack.formats.frames import Frames
 from kvpack.formats.klt import Klt, columns_of
-
-from file_parts import changed  # isort: skip
-from klt_bases import random_basis, random_frames, random_rows, random_tables, with_random_basis  # isort: skip
-from side_car_recipes import attention  # isort: skip
-from spec_pages import SPEC, section  # isort: skip
-from strategies import check_round_trip, codecs, create, tensors  # isort: skip
+from support.file_parts import changed
+from support.klt_bases import random_basis, random_frames, random_rows, random_tables, with_random_basis
+from support.side_car_recipes import attention
+from support.spec_pages import SPEC, section
+from support.strategies import check_round_trip, codecs, create, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

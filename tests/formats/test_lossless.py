@@ -17,9 +17,8 @@ from kvpack.coding.recipes import Recipe
 from kvpack.file import container
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidPayload, InvalidRecipe, OutOfBounds, OutOfRange
 from kvpack.formats.lossless import Lossless
-
-from lossless_streams import DTYPES  # isort: skip
-from strategies import codecs, create, poisoned  # isort: skip
+from support.lossless_streams import DTYPES
+from support.strategies import codecs, create, poisoned
 
 
 def lossless(dim: int = 64, **words: Any) -> Lossless:

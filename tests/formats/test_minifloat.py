@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.minifloat import ELEMENTS, Minifloat, block_exponents, element_values, encoded, nearest_elements
-
-from minifloat_digits import block_scales, finite  # isort: skip
-from strategies import check_round_trip, codecs, contents, create, tensors  # isort: skip
+from support.minifloat_digits import block_scales, finite
+from support.strategies import check_round_trip, codecs, contents, create, tensors
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 WORDS: dict[str, dict[str, str]] = {

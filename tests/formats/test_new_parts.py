@@ -11,11 +11,10 @@ import kvpack
 from kvpack.coding import dispatch
 from kvpack.formats import CODECS, SIDE_CARS
 from kvpack.formats.errors import InvalidHeader, InvalidPayload, InvalidRecipe, UnknownCodec
-
-from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
-from side_car_recipes import attention, relative_error  # isort: skip
-from toy_codec import Largest  # isort: skip
-from toy_side_cars import Multiples, TokenMean  # isort: skip
+from support.interpreter import DEVICE, needs_loaded_bounds
+from support.side_car_recipes import attention, relative_error
+from support.toy_codec import Largest
+from support.toy_side_cars import Multiples, TokenMean
 
 RECIPES = {
     "codec": "kv=largest",

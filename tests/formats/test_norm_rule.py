@@ -15,8 +15,7 @@ from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.side_cars import WithSideCars
-
-from strategies import create  # isort: skip
+from support.strategies import create
 
 RECIPES = {
     "scalar:b=1": 128,

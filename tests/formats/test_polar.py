@@ -20,9 +20,8 @@ from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.lloyd_max import CELLS, polar_angle_masses, polar_angle_table
 from kvpack.formats.options import Options
 from kvpack.formats.polar import Polar
-
-from strategies import CONTENTS, check_round_trip, contents  # isort: skip
-from worked_examples import example, example_params  # isort: skip
+from support.strategies import CONTENTS, check_round_trip, contents
+from support.worked_examples import example, example_params
 
 PAGE = Path(__file__).parents[2] / "spec" / "codecs" / "polar.md"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from klt_bases import random_basis
 
 import kvpack
 from kvpack.coding.bases import Basis
 from kvpack.formats import products
-
-from interpreter import DEVICE  # isort: skip
+from support.interpreter import DEVICE
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

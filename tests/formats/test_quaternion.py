@@ -20,9 +20,8 @@ from kvpack.formats.generator import unit_quaternions
 from kvpack.formats.options import Options
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.quaternion_search import Grid, Search
-
-from strategies import CONTENTS, check_round_trip, contents  # isort: skip
-from worked_examples import example, example_codec, example_streams  # isort: skip
+from support.strategies import CONTENTS, check_round_trip, contents
+from support.worked_examples import example, example_codec, example_streams
 
 PAGE = Path(__file__).parents[2] / "spec" / "codecs" / "quaternion.md"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpack.formats import rans
-
-from second_decoder import decoder  # isort: skip
+from support.second_decoder import decoder
 
 
 def skewed(chunks: int, longest: int, alphabet: int, seed: int) -> numpy.ndarray:

@@ -12,8 +12,7 @@ from kvpack.errors import InvalidPayload, InvalidRecipe, NonFinite, OutOfRange
 from kvpack.formats.raw_positions import PAGE, POSITIONS, VALUES, RawPositions, in_slots, norms_of, replaced
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.live.cache import LiveCache
-
-from strategies import create  # isort: skip
+from support.strategies import create
 
 if TYPE_CHECKING:
     from pathlib import Path

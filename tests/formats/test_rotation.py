@@ -12,8 +12,7 @@ from kvpack.formats.base import MAX_DIM
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.generator import signs
 from kvpack.formats.rotation import KINDS, Rotation, hadamard
-
-from error_bounds import ROTATION_TOLERANCE  # isort: skip
+from support.error_bounds import ROTATION_TOLERANCE
 
 ORDERS = sorted(m << k for m in (1, 12, 20, 28) for k in range(11) if m << k <= MAX_DIM)
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]

@@ -21,8 +21,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.lloyd_max import coordinate_table
 from kvpack.formats.options import Options
 from kvpack.formats.scalar import Scalar
-
-from strategies import CONTENTS, check_round_trip, contents, create  # isort: skip
+from support.strategies import CONTENTS, check_round_trip, contents, create
 
 SPEC = Path(__file__).parents[2] / "spec" / "codecs" / "scalar.md"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)

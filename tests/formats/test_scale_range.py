@@ -13,9 +13,8 @@ from kvpack.formats import scale_range
 from kvpack.formats.base import DTYPE_BYTES, Layout, Run
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.group import AXES, Group
-
-from caches import random_pairs  # isort: skip
-from strategies import check_round_trip, contents, create  # isort: skip
+from support.caches import random_pairs
+from support.strategies import check_round_trip, contents, create
 
 
 def group(dim: int = 64, **words: Any) -> Group:

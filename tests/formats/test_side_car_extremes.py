@@ -13,9 +13,8 @@ from kvpack.cli import main
 from kvpack.coding import encoding
 from kvpack.formats.errors import KvpackError, OutOfRange
 from kvpack.formats.side_cars import WithSideCars
-
-from caches import dense  # isort: skip
-from strategies import create  # isort: skip
+from support.caches import dense
+from support.strategies import create
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecip
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.qjl import Qjl
-
-from side_car_recipes import RECIPES, attention, relative_error  # isort: skip
+from support.side_car_recipes import RECIPES, attention, relative_error
 
 
 def codec(codec_id: str, dim: int = 64, side: str = "k", **words: str) -> Codec:

@@ -31,11 +31,10 @@ from kvpack.formats.errors import (
 )
 from kvpack.formats.frames import Frames, Rope, Tables
 from kvpack.formats.transform import Transform
-
-from klt_bases import random_basis, random_tables, transform_of, with_random_frames  # isort: skip
-from side_car_recipes import attention  # isort: skip
-from spec_pages import SPEC, section  # isort: skip
-from strategies import check_round_trip, codecs, create, tensors  # isort: skip
+from support.klt_bases import random_basis, random_tables, transform_of, with_random_frames
+from support.side_car_recipes import attention
+from support.spec_pages import SPEC, section
+from support.strategies import check_round_trip, codecs, create, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.options import Options
 from kvpack.formats.trellis import STATE_BITS, Trellis, nearest_path, unit_table, viterbi
-
-from strategies import CONTENTS, check_round_trip, codecs, contents, tensors  # isort: skip
+from support.strategies import CONTENTS, check_round_trip, codecs, contents, tensors
 
 SPEC = Path(__file__).parents[2] / "spec" / "codecs" / "trellis.md"
 # Of a normal value of variance 1, by 256 and 1,024 states (spec/codecs/trellis.md).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -17,6 +18,10 @@ import torch
 import xxhash
 
 import kvpack
+from fuzz import cache_oracles, entry_oracles, line_coverage, oracles, seeds, session, summary, value_oracles, worker
+from fuzz.file_mutator import Vocabulary, mutated_file, taken_apart
+from fuzz.session import Report, Session
+from fuzz.targets import TARGETS, Target
 from kvpack.cache import files, side
 from kvpack.cache.dense_states import DenseLayer
 from kvpack.coding import bases, recipes
@@ -29,20 +34,7 @@ from kvpack.pages import host
 from kvpack.store import entries
 
 ROOT = Path(__file__).resolve().parents[2]
-
-import cache_oracles  # noqa: E402
-import entry_oracles  # noqa: E402
-import line_coverage  # noqa: E402
-import oracles  # noqa: E402
-import seeds  # noqa: E402
-import session  # noqa: E402
-import summary  # noqa: E402
-import value_oracles  # noqa: E402
-import worker  # noqa: E402
-from file_mutator import Vocabulary, mutated_file, taken_apart  # noqa: E402
-from session import Report, Session  # noqa: E402
-from targets import TARGETS, Target  # noqa: E402
-
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
 INPUTS = {"basis": 40, "command": 12, "dense-file": 40, "entry": 20}
 """Targets whose inputs take long run fewer of them."""
 
@@ -207,7 +199,7 @@ def test_each_kind_of_failure_counts() -> None:
     good = {"target": "x", "executions": 1, **memory, "crashes": [], "hangs": []}
     assert summary.problems([good]) == []
     for change, message in (
-        ({"crashes": ["file\ntrace"]}, "python fuzz/worker.py x --repeat file"),
+        ({"crashes": ["file\ntrace"]}, "PYTHONPATH=tests python -m fuzz.worker x --repeat file"),
         ({"hangs": ["file"]}, "x: hangs: file"),
         ({"memory_of_files": 43.0}, "took 257 MiB"),
         ({"memory_peak": 325.0}, "85 MiB more than the libraries"),
@@ -233,9 +225,9 @@ def test_minimizing_keeps_what_reaches_something() -> None:
 def test_the_command_line_reports_as_json(driver: str, tmp_path: Path) -> None:
     if driver == "atheris":
         pytest.importorskip("atheris")
-    words = ["--target", "recipe", "--target", "encrypted-entry", "--executions", "300", "--seconds", "120", "--lines", "0.3", "--json"]
-    command = [sys.executable, str(ROOT / "fuzz" / "run.py"), *words, "--driver", driver, "--failures", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    words = ["--target", "recipe", "--target", "encrypted-entry", "--executions", "300", "--seconds", "120", "--lines", "1", "--json"]
+    command = [sys.executable, "-m", "fuzz.run", *words, "--driver", driver, "--failures", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert [(report["target"], report["executions"], report["driver"]) for report in result["targets"]] == [
@@ -249,8 +241,8 @@ def test_the_command_line_reports_as_json(driver: str, tmp_path: Path) -> None:
 
 def test_a_failing_input_is_kept_and_repeats(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(seeds.kvpack_files()[-1])
-    command = [sys.executable, str(ROOT / "fuzz" / "worker.py"), "container", "--repeat", str(tmp_path / "input")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    command = [sys.executable, "-m", "fuzz.worker", "container", "--repeat", str(tmp_path / "input")]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "input: accepted" in done.stdout or "input: refused" in done.stdout
 
@@ -258,15 +250,14 @@ def test_a_failing_input_is_kept_and_repeats(tmp_path: Path) -> None:
 def test_a_process_that_dies_leaves_its_input(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys\n"
-        f"sys.path[:0] = [{str(ROOT / 'fuzz')!r}, {str(ROOT / 'tests' / 'support')!r}]\n"
-        "from session import Report, Session\n"
-        "from targets import Target\n"
-        "from worker import run_random\n"
+        "from fuzz.session import Report, Session\n"
+        "from fuzz.targets import Target\n"
+        "from fuzz.worker import run_random\n"
         "target = Target((b'x',), lambda data, source: b'fatal', lambda data: os.abort() if data == b'fatal' else True)\n"
         f"session = Session(Report('target', 'random', 0), target, 60.0, 9, pathlib.Path({str(tmp_path)!r}))\n"
         "run_random(session, [b'x'], 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
     assert done.returncode < 0, done.stderr
     (left,) = tmp_path.iterdir()
     assert left.name.startswith("native-target-")

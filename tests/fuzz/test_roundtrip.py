@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from fuzz import roundtrip
 from kvpack.formats import CODECS
-
-from strategies import CASES  # isort: skip
-
-SOURCE = Path(__file__).resolve().parents[2] / "fuzz" / "roundtrip.py"
-
-
-@pytest.fixture(scope="module")
-def roundtrip() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("roundtrip", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["roundtrip"] = module
-    spec.loader.exec_module(module)
-    return module
+from support.strategies import CASES
 
 
 def test_every_codec_has_a_row() -> None:
@@ -32,7 +16,7 @@ def test_every_codec_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("codec_id", sorted(CODECS))
-def test_a_batch_of_every_codec(roundtrip: ModuleType, codec_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_every_codec(codec_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests of each codec run more of the same examples.
     monkeypatch.setattr(roundtrip, "EXAMPLES_AT_A_TIME", 20)
     report = roundtrip.run(0, codec_id, 1)
@@ -42,7 +26,7 @@ def test_a_batch_of_every_codec(roundtrip: ModuleType, codec_id: str, monkeypatc
 
 
 def test_a_fault_is_reported_with_the_seed_that_repeats_it(
-    roundtrip: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(codec: object, x: object) -> bool:
         raise AssertionError("an error is above its bound")

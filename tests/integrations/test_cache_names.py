@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import small_llama
 from transformers import DynamicCache
 
 from kvpack import cache_names
 from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache, recording
+from support.small_models import small_llama
 
 PROMPT, FOLLOWING = torch.arange(3, 23)[None], torch.tensor([[40, 41, 42]])
 

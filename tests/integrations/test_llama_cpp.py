@@ -21,8 +21,7 @@ from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, NonFinite, OutOfBounds, OutOfRange
 from kvpack.integrations.llama_cpp import CONFIG, export_slot, import_slot, is_state_file
 from kvpack.integrations.mlx_lm import export_prompt_cache
-
-from llama_state import Caches, of_server, state  # isort: skip
+from support.llama_state import Caches, of_server, state
 
 FILES = Path(__file__).parent / "llama_cpp"
 IDS = [1, 40, 90, 7, 200]

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from kvpack.errors import InvalidParameter, MissingBasis
-
-from engine_conditions import CONDITIONS  # isort: skip
-from engine_stubs import import_over, parsed  # isort: skip
-from faulty_os import FaultyOs  # isort: skip
-from host_settings import Watched, unusual_host  # isort: skip
-from klt_bases import random_basis  # isort: skip
+from support.engine_conditions import CONDITIONS
+from support.engine_stubs import import_over, parsed
+from support.faulty_os import FaultyOs
+from support.host_settings import Watched, unusual_host
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,7 @@ import kvpack
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter, MissingBasis, MissingFile, OutOfRange
 from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
-
-from klt_bases import random_basis  # isort: skip
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from pathlib import Path

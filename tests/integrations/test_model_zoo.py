@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import once
 import pytest
 import torch
 import transformers
-import warm_python
-from model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examined, page
-from tiny_configs import tiny_config
+
+from support import once, warm_python
+from support.model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examined, page
+from support.tiny_configs import tiny_config
 
 NOT_RUN = {
     "cpmant": "it puts a prompt of its own before the tokens",
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.scenario
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> list[Row]:
-    """What ``python tests/support/model_zoo.py`` prints. It takes minutes, so one worker finds it for all."""
+    """What ``python -m support.model_zoo`` prints. It takes minutes, so one worker finds it for all."""
 
     def examine(folder: Path) -> None:
         rows = examined(ZOO, folder, warm_python.python(*warm_python.MODELS))

@@ -15,11 +15,10 @@ import torch
 import kvpack
 from kvpack.errors import InvalidParameter, MissingBasis
 from kvpack.integrations import sglang as integration
-
-from engine_conditions import CONDITIONS  # isort: skip
-from engine_stubs import Metric, import_over  # isort: skip
-from host_settings import Watched, unusual_host  # isort: skip
-from klt_bases import random_basis  # isort: skip
+from support.engine_conditions import CONDITIONS
+from support.engine_stubs import Metric, import_over
+from support.host_settings import Watched, unusual_host
+from support.klt_bases import random_basis
 
 LAYERS, PAGES, TOKENS, HEADS, DIM = 2, 6, 16, 2, 32
 SHAPES = {

@@ -9,14 +9,14 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
-from tiny_configs import tiny_config
 from transformers import EncoderDecoderCache
-from zoo_models import model_of
 
 import kvpack
 from kvpack import InvalidParameter, InvalidShape, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers.models import Model
+from support.tiny_configs import tiny_config
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,8 @@ from transformers import DynamicCache
 import kvpack
 from kvpack.errors import InvalidParameter, MissingBasis
 from kvpack.integrations.transformers import KvpackCache
-
-from klt_bases import random_basis  # isort: skip
-from small_models import small_llama  # isort: skip
+from support.klt_bases import random_basis
+from support.small_models import small_llama
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from transformers import EncoderDecoderCache
-from zoo_models import images, model_of
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache, record
 from kvpack.live import cache as live_cache
+from support.zoo_models import images, model_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -189,8 +189,7 @@ def test_decoding_steps_of_sliding_layers_run_kernels_alone(name: str, monkeypat
     """Of every layer, for rows with padding: CUDA graphs may hold them."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
-
-    from interpreter import DEVICE, INTERPRETED  # isort: skip
+    from support.interpreter import DEVICE, INTERPRETED
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
-from zoo_models import model_of
 
 import kvpack
 from kvpack.errors import InvalidDtype, InvalidParameter, LimitExceeded
 from kvpack.integrations.transformers import Chat
 from kvpack.models import ByteTokenizer, load_model
+from support.chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
+from support.zoo_models import model_of
 
 NOT_TEXT = [token for token in range(264) if not (letter := tokenizer().decode([token])) or not letter.isascii() or len(letter) > 1]
 """Tokens of no letter: text that holds one is not the same tokens again."""

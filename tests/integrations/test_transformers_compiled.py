@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from zoo_models import model_of
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.integrations.transformers import KvpackCache
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

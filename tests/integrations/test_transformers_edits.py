@@ -18,8 +18,7 @@ from kvpack.integrations.transformers import KvpackCache, recording
 from kvpack.integrations.transformers.models import sample_of
 from kvpack.store.fingerprint import weights_of
 from kvpack.store.modules import parts
-
-from small_models import small_llama  # isort: skip
+from support.small_models import small_llama
 
 IDS = torch.arange(40)[None]
 FOLLOWING = torch.arange(5)[None]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from zoo_models import model_of
 
 import kvpack
 from kvpack.integrations.transformers import KvpackCache
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from graph_device import RECIPE, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
-from interpreter import DEVICE, INTERPRETED
 from transformers.models.gptj import modeling_gptj
-from zoo_models import ZOO, model_of
 
 from kvpack import cache_names
 from kvpack.formats.errors import KvpackWarning
@@ -23,6 +20,9 @@ from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import EAGER_STEPS
 from kvpack.integrations.transformers.makeup import Makeup
 from kvpack.live import side
+from support.graph_device import RECIPE, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
+from support.interpreter import DEVICE, INTERPRETED
+from support.zoo_models import ZOO, model_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,8 +20,7 @@ import kvpack
 from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackError, MissingFile, MissingPackage
 from kvpack.integrations import transformers_version
 from kvpack.integrations.transformers import KvpackCache, recording
-
-from foreign_values import FOREIGN, foreign_errors  # isort: skip
+from support.foreign_values import FOREIGN, foreign_errors
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
 IDS = torch.arange(1, 41)[None]

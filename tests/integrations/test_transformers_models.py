@@ -28,13 +28,13 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from zoo_models import images, model_of
 
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.packing import pack
 from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache, recording
+from support.zoo_models import images, model_of
 
 FP32 = "kv=raw:dtype=fp32"
 PROMPT = torch.arange(3, 35)[None]

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from tiny_configs import tiny_config
 from transformers import DynamicCache
-from zoo_models import images, model_of
 
 import kvpack
 from kvpack import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers.models import Model, has_multidimensional_positions
+from support.tiny_configs import tiny_config
+from support.zoo_models import images, model_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from zoo_models import model_of
 
 import kvpack
 from kvpack.cli import main
@@ -15,6 +14,7 @@ from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackEr
 from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers.models import identity_of
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from pathlib import Path

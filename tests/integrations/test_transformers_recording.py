@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 from transformers import DynamicCache
-from zoo_models import ZOO
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.packing import pack
@@ -21,6 +20,7 @@ from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache, recording
 from kvpack.integrations.transformers.record import CHANGED
+from support.zoo_models import ZOO
 
 FP32 = "kv=raw:dtype=fp32"
 PROMPT = torch.arange(3, 23)[None]

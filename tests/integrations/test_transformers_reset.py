@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import EncoderDecoderCache, WhisperConfig, WhisperForConditionalGeneration
-from zoo_models import model_of
 
 from kvpack import LiveCache
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
-
-from caches import random_pairs  # isort: skip
+from support.caches import random_pairs
+from support.zoo_models import model_of
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,12 +10,12 @@ import numpy
 import pytest
 import torch
 from transformers import DynamicCache
-from zoo_models import model_of
 
 import kvpack
 from kvpack.file.inputs import MASKED, PADDED, Inputs
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.integrations.transformers import KvpackCache, recording
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from zoo_models import model_of
 
 import kvpack
 from kvpack.errors import InvalidParameter, KvpackWarning, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from pathlib import Path

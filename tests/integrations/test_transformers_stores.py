@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import warm_python
-from model_zoo import Architecture
 from transformers import DynamicCache
-from zoo_models import model_of
 
 import kvpack
 from kvpack.errors import InvalidParameter, InvalidShape, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache, recording
+from support import warm_python
+from support.model_zoo import Architecture
+from support.zoo_models import model_of
 
 CHUNK = 16
 PROMPT = torch.randint(3, 60, (1, 77), generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ HYBRIDS = [
     "qwen3_next",
     "zamba2",
 ]
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +85,7 @@ import json, sys, warnings
 sys.path.insert(0, {str(SUPPORT)!r})
 import kvpack, torch
 from kvpack.integrations.transformers import KvpackCache
-from zoo_models import model_of
+from support.zoo_models import model_of
 
 folder, prompt, questions = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 found = {{}}
@@ -255,7 +255,7 @@ def test_packed_layers_resume_bit_for_bit(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-6)
 
 
-CONTINUE_HYBRIDS = CONTINUE.replace("from zoo_models import model_of", "from model_zoo import Architecture").replace(
+CONTINUE_HYBRIDS = CONTINUE.replace("from support.zoo_models import model_of", "from support.model_zoo import Architecture").replace(
     "model_of(name)", "Architecture(name).model()"
 )
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from graph_device import SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
-from interpreter import DEVICE, INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
-from zoo_models import ZOO, model_of
 
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import UNASKED_STEPS
 from kvpack.integrations.transformers.makeup import Makeup
+from support.graph_device import SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
+from support.interpreter import DEVICE, INTERPRETED
+from support.zoo_models import ZOO, model_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,8 +13,7 @@ import kvpack
 from kvpack import cache_names
 from kvpack.errors import KvpackError, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache
-
-from written_files import BATCH, MANIFEST, PROMPT, batch_ids, continued, demo_model, prompt_ids  # isort: skip
+from support.written_files import BATCH, MANIFEST, PROMPT, batch_ids, continued, demo_model, prompt_ids
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,9 @@ from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import SETTINGS, settings_of
-
-from engine_stubs import METADATA, STATS, Stats, check_defined, import_over  # isort: skip
-from host_settings import Watched, unusual_host  # isort: skip
-from klt_bases import random_basis  # isort: skip
+from support.engine_stubs import METADATA, STATS, Stats, check_defined, import_over
+from support.host_settings import Watched, unusual_host
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -28,10 +28,9 @@ from kvpack.integrations import vllm as integration
 from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.identities import SETTINGS
 from kvpack.integrations.vllm.layouts import Rows, arrangement
-
-from engine_conditions import CONDITIONS  # isort: skip
-from engine_stubs import METADATA, STATS, Stats, check_defined  # isort: skip
-from host_settings import Watched, unusual_host  # isort: skip
+from support.engine_conditions import CONDITIONS
+from support.engine_stubs import METADATA, STATS, Stats, check_defined
+from support.host_settings import Watched, unusual_host
 
 HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
 

@@ -18,11 +18,10 @@ from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.group import Group
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from random_sides import TOLERANCE, check, codecs, exact, random_side  # isort: skip
-from strategies import poisoned  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.random_sides import TOLERANCE, check, codecs, exact, random_side
+from support.strategies import poisoned
 
 if TYPE_CHECKING:
     pass

@@ -12,11 +12,11 @@ import pytest
 
 from kvpack.coding import triton_version
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+TESTS = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
 import sys
-import compile_kernels
+from support import compile_kernels
 sys.exit(compile_kernels.main(sys.argv[1:]))
 """
 
@@ -42,7 +42,7 @@ EVERY_CALL = ("octopus-3",)
 @pytest.mark.parametrize("recipe", KERNELS)
 def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     arguments = ["--every", recipe] if recipe in EVERY_CALL else [recipe]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-2000:]

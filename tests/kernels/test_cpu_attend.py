@@ -27,9 +27,8 @@ from kvpack.kernels.cpu import attend as cpu_attend
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
 from kvpack.runtime.threads import THREADS
-
-from caches import random_pairs  # isort: skip
-from random_pages import sides  # isort: skip
+from support.caches import random_pairs
+from support.random_pages import sides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,9 +18,8 @@ from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
 from kvpack.runtime.threads import THREADS
-
-from side_car_recipes import RECIPES, relative_error  # isort: skip
-from strategies import CASES, CONTENTS, DIMS, contents, create, poisoned  # isort: skip
+from support.side_car_recipes import RECIPES, relative_error
+from support.strategies import CASES, CONTENTS, DIMS, contents, create, poisoned
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

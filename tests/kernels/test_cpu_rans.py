@@ -15,8 +15,7 @@ from kvpack.formats.base import Run
 from kvpack.formats.lossless import Lossless
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import lossless as cpu_lossless
-
-from lossless_streams import DTYPES  # isort: skip
+from support.lossless_streams import DTYPES
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
 

@@ -22,9 +22,8 @@ from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import unpack as cpu_unpack
 from kvpack.runtime.threads import THREADS
-
-from caches import random_pairs  # isort: skip
-from random_pages import sides  # isort: skip
+from support.caches import random_pairs
+from support.random_pages import sides
 
 if TYPE_CHECKING:
     from kvpack.cache.side import Side

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import kvpack
-
-from caches import BOUNDS, RECIPES, dense, random_pairs, relative_error  # isort: skip
+from support.caches import BOUNDS, RECIPES, dense, random_pairs, relative_error
 
 pytestmark = pytest.mark.cuda
 

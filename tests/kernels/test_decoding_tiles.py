@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from random_sides import codecs, random_side  # isort: skip
+from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.random_sides import codecs, random_side
 
 if TYPE_CHECKING:
     from kvpack.cache.side import Side

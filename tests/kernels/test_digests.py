@@ -27,10 +27,9 @@ from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
 from kvpack.file import container, payload
 from kvpack.kernels.words import digests
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from late_bus import LateBus  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.late_bus import LateBus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

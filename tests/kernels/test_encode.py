@@ -18,13 +18,12 @@ from kvpack.coding import dispatch, triton_version
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import InvalidParameter, KvpackError, NonFinite, OutOfRange
-
-from caches import random_pairs  # isort: skip
-from encode_columns_kernel import pack  # isort: skip
-from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from side_car_recipes import RECIPES as SIDE_CARS  # isort: skip
-from side_car_recipes import relative_error  # isort: skip
-from strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned  # isort: skip
+from support.caches import random_pairs
+from support.encode_columns_kernel import pack
+from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.side_car_recipes import RECIPES as SIDE_CARS
+from support.side_car_recipes import relative_error
+from support.strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

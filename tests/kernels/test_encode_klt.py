@@ -11,10 +11,9 @@ import torch
 from kvpack.formats.basis import BasisRows, rows_of, run_slice
 from kvpack.formats.errors import InvalidShape, MissingBasis
 from kvpack.formats.klt import Klt
-
-from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
-from klt_bases import random_rows, with_widths_of_heads  # isort: skip
-from strategies import contents, poisoned  # isort: skip
+from support.interpreter import DEVICE, needs_loaded_bounds
+from support.klt_bases import random_rows, with_widths_of_heads
+from support.strategies import contents, poisoned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

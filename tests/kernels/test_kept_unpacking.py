@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import kvpack
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED  # isort: skip
-from random_sides import codecs, random_side  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, INTERPRETED
+from support.random_sides import codecs, random_side
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -17,10 +17,9 @@ from kvpack.formats.errors import MissingBasis
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.side_cars import WithSideCars
-
-from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from klt_bases import random_rows, with_widths_of_heads  # isort: skip
-from random_sides import check, codecs, exact, random_side  # isort: skip
+from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.klt_bases import random_rows, with_widths_of_heads
+from support.random_sides import check, codecs, exact, random_side
 
 pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 

@@ -19,10 +19,9 @@ from kvpack.attention import many_queries_kernels
 from kvpack.cache.layer import Layer
 from kvpack.coding import dispatch
 from kvpack.coding.recipes import parse_recipe
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from random_sides import codecs, exact, random_side  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.random_sides import codecs, exact, random_side
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRETED else 8e-3}
 """Relative, in the 2-norm, by the queries' dtype; the interpreter cuts bits of bfloat16 off."""

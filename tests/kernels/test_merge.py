@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
+from support.interpreter import DEVICE, needs_loaded_bounds
 
 HEADS, ROWS, PADDED = 2, 3, 8
 

@@ -15,9 +15,8 @@ import kvpack
 from kvpack import Layer, Page, Side
 from kvpack.coding import triton_version
 from kvpack.formats.minifloat import ELEMENTS
-
-from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
-from random_sides import check, codecs, random_side  # isort: skip
+from support.interpreter import DEVICE, needs_loaded_bounds
+from support.random_sides import check, codecs, random_side
 
 
 def half(bits: int) -> float:

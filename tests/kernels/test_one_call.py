@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpack
 import kvpack.kernels
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, INTERPRETED
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType

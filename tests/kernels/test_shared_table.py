@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interpreter import DEVICE, INTERPRETED  # isort: skip
-
+from support.interpreter import DEVICE, INTERPRETED
 
 COUNT = 1024
 
@@ -21,9 +20,8 @@ COUNT = 1024
 def test_any_word_finds_its_entry_or_the_last(
     entries: int, bits: int, position: int, values: int, warps: int, budget: int, fast: bool
 ) -> None:
-    from shared_table_kernel import found_of_words
-
     from kvpack.kernels.tables import shared_table, table_assembly
+    from support.shared_table_kernel import found_of_words
 
     copies = shared_table.copies_of(entries, 2 * values, budget)
     offset = 1024

@@ -11,10 +11,9 @@ from kvpack.coding import dispatch, triton_version
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, needs_loaded_bounds  # isort: skip
-from random_sides import TOLERANCE, check, codecs, exact, random_side  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, needs_loaded_bounds
+from support.random_sides import TOLERANCE, check, codecs, exact, random_side
 
 SIDE_CARS = {
     "signs": "qjl=fp16",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interpreter import DEVICE, INTERPRETED  # isort: skip
-
+from support.interpreter import DEVICE, INTERPRETED
 
 TOKENS = 64
 
@@ -16,9 +15,8 @@ TOKENS = 64
 @pytest.mark.parametrize("turned", [False, True], ids=lambda turned: "turned" if turned else "straight")
 @pytest.mark.parametrize("symbols", [16, 9])
 def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
-    from symbol_tile_kernel import Rows, tile_of_words
-
     from kvpack.kernels.words.symbol_tiles import MOST_BITS, WIDTH
+    from support.symbol_tile_kernel import Rows, tile_of_words
 
     width, warps, bits = WIDTH.value, 2, MOST_BITS.value
     for begin in range(0, 1 << bits, warps * TOKENS * width):

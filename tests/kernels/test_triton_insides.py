@@ -19,8 +19,9 @@ pytestmark = pytest.mark.skipif(not triton_version.supported(), reason="the kern
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import triton
-    from summing_kernel import summed
     from triton.backends.compiler import GPUTarget
+
+    from support.summing_kernel import summed
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     signature = {"out": "*fp32", "x": "*fp32", "COUNT": "constexpr"}
@@ -60,9 +61,8 @@ def test_tables_do_not_begin_in_the_compilers_shared_memory() -> None:
 
 
 def test_code_is_named_by_its_source() -> None:
-    from summing_kernel import doubled, summed
-
     from kvpack.kernels import triton_insides
+    from support.summing_kernel import doubled, summed
 
     assert summed.cache_key in triton_insides.code_key((summed, 3))
     assert triton_insides.code_key((summed, 3)) != triton_insides.code_key((summed, 4))
@@ -73,9 +73,9 @@ def test_code_is_named_by_its_source() -> None:
 def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And again where a pointer is not aligned as the compiled code expects."""
     import torch
-    from summing_kernel import summed
 
     from kvpack.kernels import triton_insides
+    from support.summing_kernel import summed
 
     bound = []
     run = type(summed).run
@@ -158,9 +158,9 @@ def test_launches_of_one_class_are_bound_once(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.cuda
 def test_kept_launches_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    from summing_kernel import planes_summed
 
     from kvpack.kernels.words.columns import launch
+    from support.summing_kernel import planes_summed
 
     bound = []
     run = type(planes_summed).run

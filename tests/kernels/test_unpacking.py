@@ -21,12 +21,11 @@ from kvpack.formats.base import Codec
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning
 from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
-
-from caches import random_pairs  # isort: skip
-from file_parts import random_page  # isort: skip
-from interpreter import DEVICE  # isort: skip
-from strategies import create, packings, poisoned  # isort: skip
-from vector_checks import DECODED, check_values, unpacked  # isort: skip
+from support.caches import random_pairs
+from support.file_parts import random_page
+from support.interpreter import DEVICE
+from support.strategies import create, packings, poisoned
+from support.vector_checks import DECODED, check_values, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable

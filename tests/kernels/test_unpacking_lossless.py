@@ -14,10 +14,9 @@ import kvpack
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidShape
 from kvpack.formats.lossless import Lossless
-
-from interpreter import DEVICE  # isort: skip
-from lossless_streams import DTYPES  # isort: skip
-from strategies import create  # isort: skip
+from support.interpreter import DEVICE
+from support.lossless_streams import DTYPES
+from support.strategies import create
 
 if TYPE_CHECKING:
     from kvpack.cache.side import Side

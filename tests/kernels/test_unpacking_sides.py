@@ -17,10 +17,9 @@ from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidShape
 from kvpack.formats.side_cars import WithSideCars
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED  # isort: skip
-from random_sides import codecs, random_page, random_side  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, INTERPRETED
+from support.random_sides import codecs, random_page, random_side
 
 pytestmark = pytest.mark.usefixtures("uninitialized_is_poisoned")
 

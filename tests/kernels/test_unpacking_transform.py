@@ -20,11 +20,10 @@ from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidPayload, InvalidShape
 from kvpack.file import container
 from kvpack.formats.frames import Frames, Tables
-
-from interpreter import DEVICE, INTERPRETED, needs_loaded_bounds  # isort: skip
-from klt_bases import random_basis, with_random_frames  # isort: skip
-from strategies import create  # isort: skip
-from transform_streams import transform_streams  # isort: skip
+from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.klt_bases import random_basis, with_random_frames
+from support.strategies import create
+from support.transform_streams import transform_streams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

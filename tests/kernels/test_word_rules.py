@@ -20,9 +20,8 @@ from kvpack.file import container
 from kvpack.formats.base import Codec
 from kvpack.kernels import codecs
 from kvpack.kernels.words import rules
-
-from caches import random_pairs  # isort: skip
-from interpreter import DEVICE, INTERPRETED  # isort: skip
+from support.caches import random_pairs
+from support.interpreter import DEVICE, INTERPRETED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack import LiveCache
-
-from caches import random_pairs  # isort: skip
+from support.caches import random_pairs
 
 if TYPE_CHECKING:
     from pathlib import Path

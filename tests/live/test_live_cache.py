@@ -15,9 +15,8 @@ from kvpack import LiveCache
 from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds
 from kvpack.live.side import LiveSide
-
-from caches import random_pairs  # isort: skip
-from random_sides import exact  # isort: skip
+from support.caches import random_pairs
+from support.random_sides import exact
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -443,8 +442,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
 def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are on the device, and a rolled window changes work but no launch."""
     from kvpack.coding import dispatch
-
-    from interpreter import DEVICE, INTERPRETED  # isort: skip
+    from support.interpreter import DEVICE, INTERPRETED
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
@@ -477,8 +475,7 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
     """A live cache with a window of 40 after steps by kernels; whether each that attends ran no more, and what ``roll`` said."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
-
-    from interpreter import DEVICE, INTERPRETED  # isort: skip
+    from support.interpreter import DEVICE, INTERPRETED
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
@@ -541,8 +538,7 @@ def test_steps_begin_where_each_sequence_begins(monkeypatch: pytest.MonkeyPatch)
     """Padding in pages, up to the raw tail, and of all tokens, for one query and for several."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
-
-    from interpreter import DEVICE, INTERPRETED  # isort: skip
+    from support.interpreter import DEVICE, INTERPRETED
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")

@@ -16,10 +16,9 @@ from kvpack.errors import DigestMismatch, InvalidHeader, InvalidShape, KvpackErr
 from kvpack.file import row as rows_of
 from kvpack.pages import batched
 from kvpack.pages.device import DevicePages
-
-from interpreter import DEVICE, INTERPRETED  # isort: skip
-from engine_pages import ENGINES, bits, filled, values  # isort: skip
-from klt_bases import random_basis  # isort: skip
+from support.engine_pages import ENGINES, bits, filled, values
+from support.interpreter import DEVICE, INTERPRETED
+from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,7 @@ import torch
 import kvpack
 from kvpack import Identity, PageBuffer, PageCodec, PageGeometry, PageLayout, PageStore, Recipe
 from kvpack.errors import KvpackError
-
-from host_settings import Watched, unusual_host  # isort: skip
+from support.host_settings import Watched, unusual_host
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64)
 KEYS = [b"a", b"b", b"c"]

@@ -33,10 +33,9 @@ from kvpack.errors import (
     Truncated,
 )
 from kvpack.file import row as rows_of
-
-from engine_pages import ENGINES, bits, empty, filled  # isort: skip
-from klt_bases import random_basis  # isort: skip
-from second_decoder import decoder  # isort: skip
+from support.engine_pages import ENGINES, bits, empty, filled
+from support.klt_bases import random_basis
+from support.second_decoder import decoder
 
 SMALL = PageGeometry(layers=3, heads=2, tokens=16, dim_k=64, dim_v=64)
 RECIPES = [

@@ -11,8 +11,7 @@ import torch
 
 import kvpack
 from kvpack.runtime import memory
-
-from caches import random_pairs  # isort: skip
+from support.caches import random_pairs
 
 CPU = torch.device("cpu")
 VALUES = memory.MANY_BYTES // 2

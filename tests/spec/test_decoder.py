@@ -29,15 +29,14 @@ from kvpack.formats import CODECS
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
-
-from caches import RECIPES, random_pairs  # isort: skip
-from decoded_alike import assert_same_cache, assert_within  # isort: skip
-from file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page  # isort: skip
-from golden_files import FOLDER, expected_path, side_car_packings  # isort: skip
-from klt_bases import random_basis, transform_of  # isort: skip
-from second_decoder import PATH, decoder, decompress  # isort: skip
-from small_files import KINDS, small_file  # isort: skip
-from strategies import codecs, create, packings  # isort: skip
+from support.caches import RECIPES, random_pairs
+from support.decoded_alike import assert_same_cache, assert_within
+from support.file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page
+from support.golden_files import FOLDER, expected_path, side_car_packings
+from support.klt_bases import random_basis, transform_of
+from support.second_decoder import PATH, decoder, decompress
+from support.small_files import KINDS, small_file
+from support.strategies import codecs, create, packings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

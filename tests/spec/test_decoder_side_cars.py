@@ -21,13 +21,12 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.side_cars import WithSideCars
-
-from side_car_bounds import QJL_WORST  # isort: skip
-from small_files import side  # isort: skip
-from strategies import create  # isort: skip
-from spec_pages import SPEC, section, table  # isort: skip
-from decoded_alike import assert_within  # isort: skip
-from second_decoder import decoder  # isort: skip
+from support.decoded_alike import assert_within
+from support.second_decoder import decoder
+from support.side_car_bounds import QJL_WORST
+from support.small_files import side
+from support.spec_pages import SPEC, section, table
+from support.strategies import create
 
 if TYPE_CHECKING:
     from kvpack.cache.pages import Page

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import numpy
 
-from numbered_rules import SPEC  # isort: skip
+from support.numbered_rules import SPEC
 
 TEXT = (SPEC / "example.md").read_text(encoding="utf-8")
 FILE = SPEC / re.findall(r"\]\((vectors/[^)]+\.kvpack)\)", TEXT)[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from frame_anatomy import LITERALS, MODES, Block, Frame, anatomy  # isort: skip
-from parts import Parts  # isort: skip
-from vector_checks import DECODED  # isort: skip
-from vector_files import FOLDER  # isort: skip
+from spec.generate.vector_files import FOLDER
+from support.frame_anatomy import LITERALS, MODES, Block, Frame, anatomy
+from support.parts import Parts
+from support.vector_checks import DECODED
 
 
 @cache

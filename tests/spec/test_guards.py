@@ -1,4 +1,4 @@
-"""Guards of what reads a file: each matters, none allocates before it checks. The whole is ``python tests/support/guard_removal.py``."""
+"""Guards of what reads a file: each matters, none allocates before it checks. The whole is ``python -m support.guard_removal``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from kvpack.file.header_tensor import parse_header
 from kvpack.file.row import frame_of, front_of
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
-
-import klt_vectors  # isort: skip
-from file_parts import Parts, one_side  # isort: skip
-from guard_removal import all_guards, caught_by_a_file, listed, readings  # isort: skip
-from guards import LIBRARY, guards_of  # isort: skip
-from invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION, TRANSFORM  # isort: skip
-from parameter_vectors import CODED, SIDE_CARS  # isort: skip
-from second_decoder import PATH, decoder  # isort: skip
-from transform_vectors import BASIS  # isort: skip
-from vector_checks import LINES, basis_of, verify  # isort: skip
-from vector_files import FOLDER  # isort: skip
+from spec.generate import klt_vectors
+from spec.generate.invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION, TRANSFORM
+from spec.generate.parameter_vectors import CODED, SIDE_CARS
+from spec.generate.transform_vectors import BASIS
+from spec.generate.vector_files import FOLDER
+from support.file_parts import Parts, one_side
+from support.guard_removal import all_guards, caught_by_a_file, listed, readings
+from support.guards import LIBRARY, guards_of
+from support.second_decoder import PATH, decoder
+from support.vector_checks import LINES, basis_of, verify
 
 if TYPE_CHECKING:
     from pathlib import Path

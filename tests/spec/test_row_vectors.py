@@ -13,10 +13,9 @@ from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.store.page_keys import page_key
-
-from numbered_rules import rules  # isort: skip
-from page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, bases, manifest, sealed, values_of, vectors  # isort: skip
-from second_decoder import decoder  # isort: skip
+from spec.generate.page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, bases, manifest, sealed, values_of, vectors
+from support.numbered_rules import rules
+from support.second_decoder import decoder
 
 LINES = manifest()
 DECODED = [file for file, line in LINES.items() if "rule" not in line]

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from kvpack.formats import errors
-
-from numbered_rules import KEPT_BY, PAGES, RULES, SPEC, marked, rules  # isort: skip
+from support.numbered_rules import KEPT_BY, PAGES, RULES, SPEC, marked, rules
 
 
 @pytest.mark.parametrize("prefix", PAGES)

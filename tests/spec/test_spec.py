@@ -22,10 +22,9 @@ from kvpack.formats.generator import Generator, signs, unit_quaternions
 from kvpack.formats.group import AXES, SCALE_DTYPES, SIZES, TOKEN_SCALES
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.rotation import KINDS, hadamard
-
-from error_bounds import ROTATION_TOLERANCE  # isort: skip
-from spec_pages import SPEC, Table, section, table, tables  # isort: skip
-from strategies import create, packings  # isort: skip
+from support.error_bounds import ROTATION_TOLERANCE
+from support.spec_pages import SPEC, Table, section, table, tables
+from support.strategies import create, packings
 
 PAGES = {path.stem: path for path in (SPEC / "codecs").glob("*.md")}
 HEADINGS = [

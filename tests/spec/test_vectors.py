@@ -12,12 +12,11 @@ from kvpack.cache.stored import cache_of
 from kvpack.file import container
 from kvpack.formats import errors
 from kvpack.formats.errors import InvalidPayload, KvpackError
-
-from frame_vectors import BLOCKS_REFUSED  # isort: skip
-from numbered_rules import rules  # isort: skip
-from second_decoder import decoder, decompress  # isort: skip
-from vector_checks import DECODED, LINES, basis_of, check_values, read, unpacked, verify  # isort: skip
-from vector_files import DEFINED, FOLDER, MANIFEST, bases, described, digest, profile_of, values_of, values_path  # isort: skip
+from spec.generate.frame_vectors import BLOCKS_REFUSED
+from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, described, digest, profile_of, values_of, values_path
+from support.numbered_rules import rules
+from support.second_decoder import decoder, decompress
+from support.vector_checks import DECODED, LINES, basis_of, check_values, read, unpacked, verify
 
 REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
 EITHER = [file for file, line in LINES.items() if "either" in line]

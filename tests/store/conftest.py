@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import disk_of_bytes  # isort: skip
-from store_caches import entry_of, open_store, prompt, save  # isort: skip
+from support import disk_of_bytes
+from support.store_caches import entry_of, open_store, prompt, save
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 
 peft = pytest.importorskip("peft")
 
-from small_models import identity, printed_elsewhere, small_llama  # noqa: E402 isort: skip
+from support.small_models import identity, printed_elsewhere, small_llama  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,15 +19,13 @@ from kvpack.file import container
 from kvpack.store.bases import StoredBasis
 from kvpack.store.basis_keys import basis_keys
 from kvpack.store.encryption import Cipher
-
-import redis_server  # isort: skip
-import s3_server  # isort: skip
-from basis_caches import BASIS, IDENTITY, RECIPE, basis_of, cache, held, save, with_basis, without_basis  # isort: skip
-from caches import random_pairs  # isort: skip
-from klt_bases import random_basis  # isort: skip
-from store_caches import CHUNK, KEYS, OTHER_KEYS, entries, open_store, prompt, same  # isort: skip
-from store_caches import cache as other_cache  # isort: skip
-from store_caches import save as save_other  # isort: skip
+from support import redis_server, s3_server
+from support.basis_caches import BASIS, IDENTITY, RECIPE, basis_of, cache, held, save, with_basis, without_basis
+from support.caches import random_pairs
+from support.klt_bases import random_basis
+from support.store_caches import CHUNK, KEYS, OTHER_KEYS, entries, open_store, prompt, same
+from support.store_caches import cache as other_cache
+from support.store_caches import save as save_other
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

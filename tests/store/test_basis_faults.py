@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvpack
-
-from basis_caches import BASIS, basis_of, cache, held, save, with_basis, without_basis  # isort: skip
-from faulty_os import CHANGES, ERRORS, OPERATIONS, STRIDE, FaultyOs, open_files  # isort: skip
-from store_caches import CHUNK, entries, open_store, prompt, same  # isort: skip
-from store_caches import cache as other_cache  # isort: skip
-from store_stress import FORK  # isort: skip
+from support.basis_caches import BASIS, basis_of, cache, held, save, with_basis, without_basis
+from support.faulty_os import CHANGES, ERRORS, OPERATIONS, STRIDE, FaultyOs, open_files
+from support.store_caches import CHUNK, entries, open_store, prompt, same
+from support.store_caches import cache as other_cache
+from support.store_stress import FORK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

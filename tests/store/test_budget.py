@@ -15,9 +15,8 @@ from kvpack.store import eviction, usage
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.folder import Folder
-
-from store_caches import CHUNK, cache, entries, open_store, prompt, save  # isort: skip
-from store_stress import FORK  # isort: skip
+from support.store_caches import CHUNK, cache, entries, open_store, prompt, save
+from support.store_stress import FORK
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,10 +11,9 @@ import pytest
 import kvpack
 from kvpack.formats import errors
 from kvpack.store.faults import is_damage
-
-from file_parts import edit  # isort: skip
-from parts import Parts  # isort: skip
-from store_caches import CHUNK, entry_of, open_store, prompt, same, save  # isort: skip
+from support.file_parts import edit
+from support.parts import Parts
+from support.store_caches import CHUNK, entry_of, open_store, prompt, same, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,8 @@ import kvpack
 from kvpack.cli import main
 from kvpack.store import usage
 from kvpack.store.eviction import Evictor
-
-from foreign_values import IDENTITY as PAGES  # isort: skip
-from store_caches import CHUNK, cache, open_store, prompt, save  # isort: skip
+from support.foreign_values import IDENTITY as PAGES
+from support.store_caches import CHUNK, cache, open_store, prompt, save
 
 GEOMETRY = kvpack.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
 

@@ -12,8 +12,7 @@ import xxhash
 import kvpack
 from kvpack.formats.errors import InvalidParameter, KvpackError, Undecryptable
 from kvpack.store.encryption import MAGIC, Cipher
-
-from store_caches import CHUNK, IDENTITY, entries, entry_of, open_store, prompt, same, save  # isort: skip
+from support.store_caches import CHUNK, IDENTITY, entries, entry_of, open_store, prompt, same, save
 
 pytest.importorskip("cryptography")
 

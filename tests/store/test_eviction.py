@@ -13,10 +13,9 @@ import torch
 
 from kvpack.runtime import locks
 from kvpack.store import directory, eviction
-
-from caches import dense  # isort: skip
-from store_caches import CHUNK, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
-from store_stress import FORK  # isort: skip
+from support.caches import dense
+from support.store_caches import CHUNK, cache, entries, entry_of, open_store, prompt, same, save
+from support.store_stress import FORK
 
 if TYPE_CHECKING:
     from pathlib import Path

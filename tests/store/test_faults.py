@@ -18,10 +18,9 @@ import pytest
 import kvpack
 from kvpack.file import atomic
 from kvpack.store import directory
-
-from faulty_os import CHANGES, ERRORS, OPERATIONS, STRIDE, FaultyOs, open_files  # isort: skip
-from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isort: skip
-from store_stress import FORK  # isort: skip
+from support.faulty_os import CHANGES, ERRORS, OPERATIONS, STRIDE, FaultyOs, open_files
+from support.store_caches import CHUNK, cache, entries, open_store, prompt, same
+from support.store_stress import FORK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,7 +203,7 @@ import json, os, subprocess, sys
 sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
-import kvpack.store, store_caches
+import kvpack.store, support.store_caches
 # One process after another: they share what is imported, and nothing else.
 for variant in sys.argv[3:]:
     place = os.path.join(sys.argv[1], variant)
@@ -224,7 +223,7 @@ if variant == "leaves unfinished files":
 elif variant == "raises":
     from kvpack.store.counters import Counters
     Counters.fault = lambda self, operation, error: (_ for _ in ()).throw(error)
-from store_caches import CHUNK, cache, entries, open_store, prompt, same
+from support.store_caches import CHUNK, cache, entries, open_store, prompt, same
 folder = os.path.join(place, "store")
 store = open_store(folder)
 seed, saved = 0, []
@@ -251,7 +250,7 @@ def full_disks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "try").mkdir()
     if subprocess.run([*command, "mount", "-t", "tmpfs", "none", folder / "try"], capture_output=True).returncode:
         pytest.skip("a tmpfs cannot be mounted here: neither root nor user namespaces are allowed")
-    script = [sys.executable, "-c", FULL_DISK, folder, Path(__file__).parents[1] / "support", *VARIANTS]
+    script = [sys.executable, "-c", FULL_DISK, folder, Path(__file__).parents[1], *VARIANTS]
     subprocess.run([*command, *script], check=True)
     return folder
 

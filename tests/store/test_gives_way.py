@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvpack.store.forms import MAGIC
-
-from store_caches import CHUNK, KEYS, OTHER_KEYS, entry_of, open_store, prompt, same, save  # isort: skip
+from support.store_caches import CHUNK, KEYS, OTHER_KEYS, entry_of, open_store, prompt, same, save
 
 pytest.importorskip("cryptography")
 

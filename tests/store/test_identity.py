@@ -21,8 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from kvpack.integrations.transformers import KvpackCache, recording  # noqa: E402
 from kvpack.integrations.transformers.models import sample_of  # noqa: E402
-
-from small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402 isort: skip
+from support.small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402
 
 
 def changed_fields(one: kvpack.Identity, other: kvpack.Identity) -> set[str]:
@@ -134,7 +133,7 @@ def test_the_same_model_has_the_same_identity_in_another_process() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         script = (
-            "from small_models import *\n"
+            "from support.small_models import *\n"
             f"for model in (small_llama(), transformers.AutoModelForCausalLM.from_pretrained({folder!r})):\n"
             "    print(kvpack.Identity.of(model, 'octopus-3', name='m').digest.hex())"
         )

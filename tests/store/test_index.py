@@ -19,10 +19,9 @@ from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.encryption import Cipher
 from kvpack.store.summary import summarize
-
-from faulty_os import FaultyOs  # isort: skip
-from store_caches import IDENTITY, KEYS, open_store, prompt, save  # isort: skip
-from store_stress import FORK  # isort: skip
+from support.faulty_os import FaultyOs
+from support.store_caches import IDENTITY, KEYS, open_store, prompt, save
+from support.store_stress import FORK
 
 HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpack":"'
 

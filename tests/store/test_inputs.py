@@ -19,8 +19,7 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter
 from kvpack.store import catalog
 from kvpack.store.entries import FEATURE, Named
 from kvpack.store.keys import token_bytes
-
-from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
 
 IMAGE = hashlib.sha256(b"an image").digest()
 

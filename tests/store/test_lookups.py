@@ -9,8 +9,7 @@ import pytest
 
 import kvpack
 from kvpack.store import keys
-
-import store_lookups  # isort: skip
+from support import store_lookups
 
 if TYPE_CHECKING:
     from pathlib import Path

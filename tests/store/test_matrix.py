@@ -14,8 +14,7 @@ import torch
 
 import kvpack
 from kvpack.store.forms import Kind
-
-from store_matrix.matrix import FAULTS, KINDS, run_cell  # isort: skip
+from support.store_matrix.matrix import FAULTS, KINDS, run_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,16 +21,15 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import directory, trust
 from kvpack.store.backend import Found
 from kvpack.store.entries import FEATURE
-
-from file_parts import edit  # isort: skip
-from parts import Parts  # isort: skip
-from store_caches import CHUNK, cache, entry_of, open_store, prompt, same, save  # isort: skip
+from support.file_parts import edit
+from support.parts import Parts
+from support.store_caches import CHUNK, cache, entry_of, open_store, prompt, same, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NOBODY, ANOTHER = 65534, 65533
-TESTS = Path(__file__).parents[1] / "support"
+TESTS = Path(__file__).parents[1]
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user needs root")
 
@@ -420,7 +419,7 @@ import json, os, sys
 sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
-from store_caches import CHUNK, cache, open_store, prompt
+from support.store_caches import CHUNK, cache, open_store, prompt
 store = open_store(sys.argv[1])
 whole = cache(2 * CHUNK + 5)
 replace = os.replace

@@ -10,8 +10,7 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import locations
 from kvpack.store.backend import OneTier, Stored
-
-from store_caches import CHUNK, IDENTITY, prompt, same, save  # isort: skip
+from support.store_caches import CHUNK, IDENTITY, prompt, same, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,11 +13,10 @@ import pytest
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker, object_store, objects, uses
-
-from s3_server import VARIABLES, Server, lying, running  # isort: skip
-from state_caches import STATEFUL, ends, same_states, stateful  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save  # isort: skip
-from store_stress import FORK  # isort: skip
+from support.s3_server import VARIABLES, Server, lying, running
+from support.state_caches import STATEFUL, ends, same_states, stateful
+from support.store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save
+from support.store_stress import FORK
 
 obstore = pytest.importorskip("obstore")
 

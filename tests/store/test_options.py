@@ -12,9 +12,8 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.locations import FOLDER, KINDS
 from kvpack.store.options import LocationOptions, StoreKeywords, StoreOptions
-
-from foreign_values import GEOMETRY  # isort: skip
-from store_caches import IDENTITY  # isort: skip
+from support.foreign_values import GEOMETRY
+from support.store_caches import IDENTITY
 
 if TYPE_CHECKING:
     from pathlib import Path

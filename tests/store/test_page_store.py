@@ -21,9 +21,8 @@ from kvpack.coding.recipes import Recipe
 from kvpack.errors import InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, MissingFile, WriteFailed
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
-
-from klt_bases import random_basis  # isort: skip
-from redis_server import running  # isort: skip
+from support.klt_bases import random_basis
+from support.redis_server import running
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=16, dim_k=32, dim_v=32)
 IDENTITY = Identity("model", "kv=group:b=4,g=32", weights="w")

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import warm_python
 import xxhash
 
 import kvpack
@@ -24,8 +23,8 @@ from kvpack.store.encryption import Cipher
 from kvpack.store.entries import FEATURE, to_pieces
 from kvpack.store.forms import MAGIC, Form, Kind, sealed_bytes
 from kvpack.store.keys import chained, token_bytes
-
-from store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, open_store, prompt, same, save  # isort: skip
+from support import warm_python
+from support.store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, open_store, prompt, same, save
 
 pytest.importorskip("cryptography")
 
@@ -37,7 +36,7 @@ sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
 from kvpack import cli
-from store_caches import IDENTITY, cache, entry_of, open_store, prompt
+from support.store_caches import IDENTITY, cache, entry_of, open_store, prompt
 folder, keys, name = os.path.join(sys.argv[1], "store"), os.path.join(sys.argv[1], "keys"), sys.argv[3]
 ids = prompt(3)
 store = open_store(folder, **({"encryption": {"k": bytes(range(32))}} if name == "encrypted" else {}))
@@ -67,7 +66,7 @@ def key_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["encrypted", "plain"])
 def test_an_entry_of_2_gib_takes_no_memory(name: str, key_file: Path, tmp_path: Path) -> None:
-    words = [warm_python.python(), "-c", IN_A_CHILD, str(tmp_path), str(Path(__file__).parents[1] / "support"), name]
+    words = [warm_python.python(), "-c", IN_A_CHILD, str(tmp_path), str(Path(__file__).parents[1]), name]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found, codes, grown, faults, exported = json.loads(done.stdout.splitlines()[-1])
@@ -122,7 +121,7 @@ print(json.dumps(raised))
 
 def test_where_memory_ends_nothing_panics() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(Path(__file__).parents[1] / "support")], capture_output=True, text=True, check=False
+        [sys.executable, "-c", MEMORY, str(Path(__file__).parents[1])], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == {"MemoryError", ""}, done.stderr

@@ -16,9 +16,8 @@ import pytest
 import kvpack
 from kvpack.file import atomic
 from kvpack.store import directory, trust
-
-from power_loss import Disk, RecordingOs  # isort: skip
-from store_caches import CHUNK, cache, entries, open_store, prompt, same  # isort: skip
+from support.power_loss import Disk, RecordingOs
+from support.store_caches import CHUNK, cache, entries, open_store, prompt, same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

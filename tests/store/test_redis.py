@@ -16,11 +16,10 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.store import breaker, redis_limits
 from kvpack.store import redis as redis_backend
-
-from redis_server import Server, running  # isort: skip
-from state_caches import STATEFUL, ends, same_states, stateful  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save  # isort: skip
-from store_stress import FORK  # isort: skip
+from support.redis_server import Server, running
+from support.state_caches import STATEFUL, ends, same_states, stateful
+from support.store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save
+from support.store_stress import FORK
 
 redis = pytest.importorskip("redis")
 

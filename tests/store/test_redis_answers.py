@@ -28,8 +28,7 @@ from kvpack.store.redis_answers import (
     sizes_and_uses,
     stored,
 )
-
-from store_caches import CHUNK, IDENTITY, cache, prompt  # isort: skip
+from support.store_caches import CHUNK, IDENTITY, cache, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,9 +11,8 @@ import kvpack
 from kvpack.store import redis as redis_module
 from kvpack.store import redis_client, redis_count
 from kvpack.store.redis_scripts import ENTRY, PREFIX
-
-from redis_server import Server, running  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, prompt, same, save  # isort: skip
+from support.redis_server import Server, running
+from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save
 
 redis = pytest.importorskip("redis")
 

@@ -14,9 +14,8 @@ from kvpack.store import redis as redis_module
 from kvpack.store.counters import Counters
 from kvpack.store.memory import Memory
 from kvpack.store.object_store import REQUESTS, ObjectStore
-
-from redis_server import running  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, prompt, same, save  # isort: skip
+from support.redis_server import running
+from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpack.store import folder
-
-from store_caches import entries, open_store, prompt, save  # isort: skip
+from support.store_caches import entries, open_store, prompt, save
 
 
 @pytest.fixture

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from caches import dense, random_pairs
-from state_caches import STATEFUL, ends, same_states, stateful
-from store_caches import CHUNK, IDENTITY, entries, entry_of, open_store, prompt
 
 import kvpack
 from kvpack.cli import main
@@ -20,6 +17,9 @@ from kvpack.file import container
 from kvpack.store import state_entries
 from kvpack.store.catalog import read_catalog, verify
 from kvpack.store.identity import states_key
+from support.caches import dense, random_pairs
+from support.state_caches import STATEFUL, ends, same_states, stateful
+from support.store_caches import CHUNK, IDENTITY, entries, entry_of, open_store, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

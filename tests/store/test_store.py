@@ -26,10 +26,9 @@ from kvpack.store.basis_keys import basis_keys
 from kvpack.store.counters import NAMES, Latency
 from kvpack.store.encryption import Cipher
 from kvpack.store.metrics import register_metrics
-
-from caches import dense, random_pairs  # isort: skip
-from engine_stubs import parsed  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
+from support.caches import dense, random_pairs
+from support.engine_stubs import parsed
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
 
 RECIPES = ["bf16", "octopus-3", "kivi-2", "oscar-2", "hqmq-s24-r3", "kivi-4;tail=32"]
 

@@ -17,9 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import kvpack
 from kvpack.store import loading
 from kvpack.store import store as store_module
-
-import store_stress  # isort: skip
-from store_caches import CHUNK, cache, entry_of, open_store, prompt, same  # isort: skip
+from support import store_stress
+from support.store_caches import CHUNK, cache, entry_of, open_store, prompt, same
 
 pytestmark = pytest.mark.scenario
 

@@ -21,11 +21,9 @@ from kvpack.store import breaker, tiers, write_back
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.memory import Memory
-
-import redis_server  # isort: skip
-import s3_server  # isort: skip
-from store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save  # isort: skip
-from store_stress import FORK  # isort: skip
+from support import redis_server, s3_server
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
+from support.store_stress import FORK
 
 MEMORY = kvpack.Tier("memory://", max_bytes=10**8)
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from caches import dense, random_pairs
-from store_caches import CHUNK, IDENTITY, cache, entry_of, open_store, prompt, save
 
 import kvpack
 from kvpack.errors import InvalidParameter, KvpackWarning
+from support.caches import dense, random_pairs
+from support.store_caches import CHUNK, IDENTITY, cache, entry_of, open_store, prompt, save
 
 if TYPE_CHECKING:
     from kvpack import Cache

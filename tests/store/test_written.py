@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 import kvpack
 from kvpack.file.row import check_row
-
-from second_decoder import decoder  # isort: skip
-from store_caches import entries  # isort: skip
-from written_files import (  # isort: skip
+from support.second_decoder import decoder
+from support.store_caches import entries
+from support.written_files import (
     CHUNK,
     FOLDER,
     GEOMETRY,

@@ -10,10 +10,9 @@ import kvpack
 from kvpack.coding.bases import Basis
 from kvpack.errors import KvpackError
 from kvpack.file import container
-
-from caches import random_pairs  # isort: skip
-from klt_bases import random_basis  # isort: skip
-from store_caches import CHUNK, entries  # isort: skip
+from support.caches import random_pairs
+from support.klt_bases import random_basis
+from support.store_caches import CHUNK, entries
 
 if TYPE_CHECKING:
     from pathlib import Path

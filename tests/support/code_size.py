@@ -1,4 +1,4 @@
-"""How much code there is, and how much of it one call runs: ``python tests/support/code_size.py``, for ``make code-size``.
+"""How much code there is, and how much of it one call runs: ``python -m support.code_size``, for ``make code-size``.
 
 Lines are counted without blank lines, comments and docstrings. A call is traced by ``sys.setprofile`` on its second run, when
 everything that is imported or built once is there: the distinct functions of kvpack that it enters, the files that hold them, its
@@ -109,10 +109,10 @@ def trace(call: Callable[[], object], root: Path) -> Calls:
 def operations(folder: Path) -> dict[str, Callable[[], object]]:
     """Calls of users on the CPU: on one layer in octopus-4, and a decode step over four layers."""
     import torch
-    from small_models import small_llama
 
     import kvpack
     from kvpack.integrations.transformers import KvpackCache
+    from support.small_models import small_llama
 
     generator = torch.Generator().manual_seed(0)
 

@@ -15,9 +15,8 @@ import torch
 from kvpack import Identity, PageBuffer, PageGeometry, PageStore
 from kvpack.file.atomic import TEMPORARY_PREFIX
 from kvpack.store import page_store
-
-import disk_of_bytes  # isort: skip
-from faulty_os import FaultyOs  # isort: skip
+from support import disk_of_bytes
+from support.faulty_os import FaultyOs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,12 +19,11 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions
-
-from golden_files import side_car_packings  # isort: skip
-from lossless_streams import lossless_streams  # isort: skip
-from minifloat_digits import block_scales, finite  # isort: skip
-from parts import Parts  # isort: skip
-from transform_streams import transform_streams  # isort: skip
+from support.golden_files import side_car_packings
+from support.lossless_streams import lossless_streams
+from support.minifloat_digits import block_scales, finite
+from support.parts import Parts
+from support.transform_streams import transform_streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

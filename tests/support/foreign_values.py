@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from caches import random_pairs
 
 import kvpack
 from kvpack.errors import KvpackError
+from support.caches import random_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Damage to the golden files, all of it: ``python tests/support/golden_damage.py`` flips every bit of every file, cuts it at every length,
+"""Damage to the golden files, all of it: ``python -m support.golden_damage`` flips every bit of every file, cuts it at every length,
 zeroes every block, swaps and repeats tensors, and counts the cases that no KvpackError refused. It takes a few minutes.
 """
 
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.file import container, json_header
 from kvpack.formats.errors import KvpackError
-
-from golden_files import FOLDER  # isort: skip
+from support.golden_files import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

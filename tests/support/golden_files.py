@@ -1,6 +1,6 @@
 """Small files that never change: their contents, from seeded digits and not from an encoder, and the code that wrote them.
 
-``python tests/support/golden_files.py`` writes the files that are missing and touches no other.
+``python -m support.golden_files`` writes the files that are missing and touches no other.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from kvpack.formats.generator import Generator
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
-
-from klt_bases import with_random_basis  # isort: skip
-from lossless_streams import lossless_streams  # isort: skip
-from minifloat_digits import block_scales, finite  # isort: skip
+from support.klt_bases import with_random_basis
+from support.lossless_streams import lossless_streams
+from support.minifloat_digits import block_scales, finite
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from interpreter import DEVICE, INTERPRETED
 
 from kvpack.integrations.transformers import KvpackCache, graphs
+from support.interpreter import DEVICE, INTERPRETED
 
 if TYPE_CHECKING:
     import pytest

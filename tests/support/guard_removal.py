@@ -1,6 +1,6 @@
 """Show that every guard of the readers matters: without it, a conformance vector or a test fails.
 
-``python tests/support/guard_removal.py`` goes through all of them in some minutes: first the invalid vectors, in this
+``python -m support.guard_removal`` goes through all of them in some minutes: first the invalid vectors, in this
 process, then the tests that ``guards_by_test.txt`` names for the rest. It prints a row for each guard and fails when one
 survives. ``--find`` tries the tests of the guard's module again for the rest, and writes that list.
 """
@@ -22,17 +22,14 @@ import torch
 
 from kvpack import PageBuffer, PageCodec
 from kvpack.coding.bases import Basis
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "spec" / "makers"))
-
-import page_vectors  # isort: skip
-from frame_vectors import BLOCKS_REFUSED  # isort: skip
-from guards import LIBRARY, ROOT, Guard, guards_of, removed  # isort: skip
-from numbered_rules import rules  # isort: skip
-from second_decoder import PATH as DECODER  # isort: skip
-from second_decoder import decoder, decompress  # isort: skip
-from vector_checks import verify  # isort: skip
-from vector_files import FOLDER, bases, manifest  # isort: skip
+from spec.generate import page_vectors
+from spec.generate.frame_vectors import BLOCKS_REFUSED
+from spec.generate.vector_files import FOLDER, bases, manifest
+from support.guards import LIBRARY, ROOT, Guard, guards_of, removed
+from support.numbered_rules import rules
+from support.second_decoder import PATH as DECODER
+from support.second_decoder import decoder, decompress
+from support.vector_checks import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from second_decoder import PATH as DECODER  # isort: skip
-from second_decoder import decoder  # isort: skip
+from support.second_decoder import PATH as DECODER
+from support.second_decoder import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """Run every architecture that transformers can generate text with over packed caches, and list what works and what is refused.
 
-``python tests/support/model_zoo.py --write`` writes the table of the installed version to PAGE. Models are tiny and random; keys and
+``python -m support.model_zoo --write`` writes the table of the installed version to PAGE. Models are tiny and random; keys and
 values are packed without loss, so they must come back bit for bit, and logits must lie within what the model's own eager and SDPA
 attention differ by.
 """
@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from tiny_configs import tiny_config
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.models.auto import modeling_auto
 
 import kvpack
 from kvpack.integrations.transformers import KvpackCache, recording
+from support.tiny_configs import tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -354,8 +355,9 @@ def examined(architectures: list[Architecture], folder: Path, python: str = sys.
     saved = {row.name: row for row in rows if "save" in row.works}
     if not saved:
         return rows
-    command = [python, __file__, "--elsewhere", str(folder), *saved]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [python, "-m", "support.model_zoo", "--elsewhere", str(folder), *saved]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     for row in rows:
         if "save" in row.refused:

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import xxhash
 
-from second_decoder import decoder  # isort: skip
+from support.second_decoder import decoder
 
 
 @dataclass

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from faulty_os import store_modules  # isort: skip
+from support.faulty_os import store_modules
 
 if TYPE_CHECKING:
     import random

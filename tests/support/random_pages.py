@@ -15,9 +15,8 @@ from kvpack.coding.encoding import rounding_is_shown
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
 from kvpack.formats.side_cars import WithSideCars
-
-from klt_bases import with_widths_of_heads  # isort: skip
-from strategies import codecs, contents, poisoned  # isort: skip
+from support.klt_bases import with_widths_of_heads
+from support.strategies import codecs, contents, poisoned
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn

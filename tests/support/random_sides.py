@@ -17,9 +17,8 @@ from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
-
-from interpreter import DEVICE  # isort: skip
-from minifloat_digits import block_scales, finite, largest  # isort: skip
+from support.interpreter import DEVICE
+from support.minifloat_digits import block_scales, finite, largest
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

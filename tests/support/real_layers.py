@@ -1,7 +1,7 @@
 """Keys, values and queries of two layers of a real language model, and a basis of the two: tests/coding/real_layers.safetensors, .kvbasis.
 
 The layers are 16 and 18 of SmolLM2-135M-Instruct, after the first 512 tokens of kvpack's prose, as attention meets them (after RoPE).
-``python tests/support/real_layers.py MODEL BASIS`` makes the files anew, from the model's folder (kvpack/bench/real_model.py) and a basis
+``python -m support.real_layers MODEL BASIS`` makes the files anew, from the model's folder (kvpack/bench/real_model.py) and a basis
 of it that kvpack calibrate made of 12 windows of 2,048 tokens of kvpack's calibration text.
 """
 

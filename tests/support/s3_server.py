@@ -15,7 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import warm_python
+
+from support import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,7 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw_positions import RawPositions, norms_of
 from kvpack.formats.raw_tokens import RawTokens
-
-from error_bounds import ROTATION_TOLERANCE  # isort: skip
+from support.error_bounds import ROTATION_TOLERANCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

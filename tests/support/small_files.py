@@ -13,8 +13,7 @@ from kvpack.file import container
 from kvpack.file.header import Contents, LayerEntry, SideEntry, layout_bytes
 from kvpack.file.layer_states import StateEntry, features_of
 from kvpack.formats.raw import DTYPES
-
-from strategies import create  # isort: skip
+from support.strategies import create
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-import warm_python
 
 import kvpack
+from support import warm_python
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50}
 
@@ -28,6 +28,6 @@ def identity(model: Any, **given: Any) -> kvpack.Identity:
 
 def printed_elsewhere(script: str) -> str:
     """The output of a script in a process of its own, which can import these tests' modules."""
-    code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nwarnings.simplefilter('ignore')\n{script}"
+    code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nwarnings.simplefilter('ignore')\n{script}"
     python = warm_python.python(*warm_python.MODELS)
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()

@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from caches import random_pairs
-from store_caches import CHUNK, IDENTITY
 
 import kvpack
 from kvpack.cache.states import States, with_states
+from support.caches import random_pairs
+from support.store_caches import CHUNK, IDENTITY
 
 STATEFUL = dataclasses.replace(IDENTITY, keeps_states=True)
 

@@ -14,8 +14,7 @@ import torch
 
 import kvpack
 from kvpack.store import breaker
-
-from caches import dense, random_pairs  # isort: skip
+from support.caches import dense, random_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Lookups of the same prompts by users who must not find them: other tenants, adapters, configurations and inputs.
 
-    python tests/support/store_lookups.py --count 1000000
+    python -m support.store_lookups --count 1000000
 
 Every prompt is stored by one owner. A lookup by anyone else must find nothing, and the owner must find the owner's values.
 """

@@ -1,6 +1,6 @@
 """Prefix stores under load: processes and threads that write, read and evict, every read compared with its tokens' values.
 
-    python tests/support/store_stress.py --processes 8 --threads 4 --count 100000
+    python -m support.store_stress --processes 8 --threads 4 --count 100000
 
 The tests run a short version. The values of a cache are a function of its token ids, so any process can tell
 whether it read what was saved.
@@ -25,8 +25,7 @@ import torch
 
 import kvpack
 from kvpack.cache.states import with_states
-
-from store_matrix.kinds import bytes_stored  # isort: skip
+from support.store_matrix.kinds import bytes_stored
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized

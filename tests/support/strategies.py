@@ -10,18 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from error_bounds import (
-    check_angle,
-    check_direction,
-    check_group,
-    check_klt,
-    check_minifloat,
-    check_polar,
-    check_raw,
-    check_scalar,
-    check_transform,
-    check_trellis,
-)  # isort: skip
 from hypothesis import reject
 from hypothesis import strategies as st
 
@@ -34,9 +22,20 @@ from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 from kvpack.formats.side_cars import WithSideCars
-
-from klt_bases import with_random_basis, with_random_frames  # isort: skip
-from side_car_bounds import check_side_cars  # isort: skip
+from support.error_bounds import (
+    check_angle,
+    check_direction,
+    check_group,
+    check_klt,
+    check_minifloat,
+    check_polar,
+    check_raw,
+    check_scalar,
+    check_transform,
+    check_trellis,
+)
+from support.klt_bases import with_random_basis, with_random_frames
+from support.side_car_bounds import check_side_cars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The tests that a change needs: ``python tests/support/touched.py`` prints their paths, for ``make check``.
+"""The tests that a change needs: ``python -m support.touched`` prints their paths, for ``make check``.
 
 A change is everything since the branch left main, including uncommitted files. A file of a folder needs the tests of that
 folder, a C kernel those of C kernels, a test file itself alone, and a module of ``tests/support`` the test files that import it.
@@ -49,6 +49,8 @@ def needed_by(file: str) -> set[str]:
         return _existing(file)
     if path.name == "conftest.py":
         return {path.parent.as_posix()}
+    if file == "tests/support/__init__.py":
+        return {"tests"}
     if path.parts[:2] == ("tests", "support"):
         return _importers(path.parts[2].removesuffix(".py"))
     if path.parts[:2] == ("tests", "benchmarks"):
@@ -84,9 +86,13 @@ def _importers(module: str) -> set[str]:
 
 @cache
 def _imports() -> dict[Path, set[str]]:
-    """The first part of every name that a file of ``tests`` imports, in a program that it starts as well."""
-    word = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
-    return {path: set(word.findall(path.read_text(encoding="utf-8"))) for path in (ROOT / "tests").rglob("*.py")}
+    """The modules of ``tests/support`` that a file of ``tests`` imports, in a program that it starts as well."""
+    modules = re.compile(r"\bsupport(?:\.(\w+)| import ([\w, ]+))")
+    found = {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        names = modules.findall(path.read_text(encoding="utf-8"))
+        found[path] = {name.strip() for one, several in names for name in (one, *several.split(",")) if name}
+    return found
 
 
 def _existing(path: str) -> set[str]:

@@ -14,9 +14,8 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.basis_sources import bound
 from kvpack.file import container
 from kvpack.formats.base import DTYPE_BYTES
-
-from second_decoder import decoder, decompress  # isort: skip
-from vector_files import FOLDER, bases, manifest  # isort: skip
+from spec.generate.vector_files import FOLDER, bases, manifest
+from support.second_decoder import decoder, decompress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

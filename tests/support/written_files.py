@@ -1,6 +1,6 @@
 """Files and stores as kvpack wrote them before identities, tails and raw tokens changed, and the code that wrote them.
 
-``python tests/support/written_files.py`` writes what is missing and touches nothing else; what is there never changes.
+``python -m support.written_files`` writes what is missing and touches nothing else; what is there never changes.
 ``tests/written/manifest.json`` has the SHA-256 of every file, and what a reader must find.
 """
 
@@ -22,8 +22,7 @@ from kvpack.coding.presets import PUBLISHED
 from kvpack.models import BOS, demo_text, load_model, model_folder
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
-
-from klt_bases import random_basis, random_tables  # isort: skip
+from support.klt_bases import random_basis, random_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 import torch
-from benchmarks import decode
 from transformers import AutoModelForCausalLM
 
 import kvpack
+from benchmarks import decode
 from kvpack import cli
 from kvpack.bench import quality
 from kvpack.coding.bases import Basis
@@ -20,9 +20,8 @@ from kvpack.evaluation import windows
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.tuning import basis_fit, calibrate, frames_fit, rope, statistics
 from kvpack.tuning.statistics import Statistics
-
-from small_models import small_llama  # isort: skip
-from zoo_models import model_of  # isort: skip
+from support.small_models import small_llama
+from support.zoo_models import model_of
 
 if TYPE_CHECKING:
     from pathlib import Path

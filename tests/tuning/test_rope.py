@@ -11,9 +11,8 @@ import transformers
 from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.tuning import rope
-
-from small_models import small_llama  # isort: skip
-from zoo_models import ZOO  # isort: skip
+from support.small_models import small_llama
+from support.zoo_models import ZOO
 
 TOKENS = torch.arange(2, 22)[None]
 TYPES: dict[str, dict[str, Any]] = {

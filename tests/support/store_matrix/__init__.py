@@ -1,7 +1,7 @@
 """Every kind of store under every fault: {plain, encrypted, tiers, Redis} x {kill, errno, power loss, memory, users, namespaces}.
 
     make store-matrix KILLS=100000
-    PYTHONPATH=tests/support python -m store_matrix --kind plain --fault kill --kills 1000
+    python -m support.store_matrix --kind plain --fault kill --kills 1000
 
 The promises are the same in every cell. A load returns the bytes that were saved for these tokens and this identity, or a miss;
 no method of a store raises; no fault of memory, disk, server or time removes a good entry; when the fault is over, what is saved

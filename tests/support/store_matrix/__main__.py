@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from kvpack.output import print_table
-
-import disk_of_bytes  # isort: skip
-from store_matrix.matrix import FAULTS, KINDS, run_cell, table  # isort: skip
+from support import disk_of_bytes
+from support.store_matrix.matrix import FAULTS, KINDS, run_cell, table
 
 
 def main() -> int:

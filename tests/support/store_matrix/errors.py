@@ -13,12 +13,11 @@ import pytest
 
 import kvpack
 from kvpack.store import breaker
-
-from faulty_os import BESIDE_OS, OPERATIONS, SOCKET_OPERATIONS, FaultyOs  # isort: skip
-from store_matrix.cells import Cell  # isort: skip
-from store_matrix.kinds import BUDGET, Place  # isort: skip
-from store_matrix.oracle import IDENTITIES, Wrong, check, packed, prepare, prompt  # isort: skip
-from store_matrix.uses import KEPT, each, keep, sound, works  # isort: skip
+from support.faulty_os import BESIDE_OS, OPERATIONS, SOCKET_OPERATIONS, FaultyOs
+from support.store_matrix.cells import Cell
+from support.store_matrix.kinds import BUDGET, Place
+from support.store_matrix.oracle import IDENTITIES, Wrong, check, packed, prepare, prompt
+from support.store_matrix.uses import KEPT, each, keep, sound, works
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

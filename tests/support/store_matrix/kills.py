@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvpack.store import breaker
-
-from store_matrix.cells import Cell, fork, read_notes  # isort: skip
-from store_matrix.kinds import Place  # isort: skip
-from store_matrix.oracle import IDENTITIES, PROMPTS, check, prepare, require  # isort: skip
-from store_matrix.uses import KEPT, at_random, keep, sound  # isort: skip
+from support.store_matrix.cells import Cell, fork, read_notes
+from support.store_matrix.kinds import Place
+from support.store_matrix.oracle import IDENTITIES, PROMPTS, check, prepare, require
+from support.store_matrix.uses import KEPT, at_random, keep, sound
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from store_matrix.cells import Note
+    from support.store_matrix.cells import Note
 
 WRITERS = 3
 LONGEST_LIFE = 0.03

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvpack
-
-from store_matrix.oracle import CHUNK, IDENTITIES  # isort: skip
+from support.store_matrix.oracle import CHUNK, IDENTITIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from redis_server import Server
+    from support.redis_server import Server
 
 ENTRY_BYTES = 5696
 BUDGET = 12 * ENTRY_BYTES

@@ -7,10 +7,9 @@ import itertools
 import warnings
 
 import kvpack
-
-import store_lookups  # isort: skip
-from store_matrix.cells import Cell  # isort: skip
-from store_matrix.kinds import Place  # isort: skip
+from support import store_lookups
+from support.store_matrix.cells import Cell
+from support.store_matrix.kinds import Place
 
 MANY = 10_000
 """Lookups from which on the adapters of models are among them, which take seconds to make, and more prompts."""
@@ -60,7 +59,7 @@ def adapted() -> list[kvpack.Identity]:
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from small_models import small_llama
+        from support.small_models import small_llama
 
         found = []
         for seed in range(3):

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import redis_server  # isort: skip
-from store_matrix.cells import Cell  # isort: skip
-from store_matrix.errors import errors  # isort: skip
-from store_matrix.kills import kills  # isort: skip
-from store_matrix.kinds import KINDS, Kind, Place  # isort: skip
-from store_matrix.lookups import lookups  # isort: skip
-from store_matrix.memory import limits  # isort: skip
-from store_matrix.namespaces import namespaces  # isort: skip
-from store_matrix.power import crashes  # isort: skip
-from store_matrix.users import users  # isort: skip
+from support import redis_server
+from support.store_matrix.cells import Cell
+from support.store_matrix.errors import errors
+from support.store_matrix.kills import kills
+from support.store_matrix.kinds import KINDS, Kind, Place
+from support.store_matrix.lookups import lookups
+from support.store_matrix.memory import limits
+from support.store_matrix.namespaces import namespaces
+from support.store_matrix.power import crashes
+from support.store_matrix.users import users
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

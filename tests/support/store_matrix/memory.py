@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvpack.store import breaker
-
-from store_matrix.cells import Cell, fork, read_notes  # isort: skip
-from store_matrix.kinds import BUDGET, Place  # isort: skip
-from store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, expected, packed, prepare, prompt, require, set_layers  # isort: skip
-from store_matrix.uses import KEPT, keep, sound  # isort: skip
+from support.store_matrix.cells import Cell, fork, read_notes
+from support.store_matrix.kinds import BUDGET, Place
+from support.store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, expected, packed, prepare, prompt, require, set_layers
+from support.store_matrix.uses import KEPT, keep, sound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from store_matrix.cells import Note
+    from support.store_matrix.cells import Note
 
 LAYERS = 12
 """For entries that take memory of their own: 40 kB."""

@@ -8,17 +8,17 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from faulty_os import store_modules  # isort: skip
-from store_matrix.cells import Cell, fork, read_notes, told  # isort: skip
-from store_matrix.kinds import Place  # isort: skip
-from store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, counted, packed, prepare, prompt  # isort: skip
-from store_matrix.uses import ALL, sound  # isort: skip
+from support.faulty_os import store_modules
+from support.store_matrix.cells import Cell, fork, read_notes, told
+from support.store_matrix.kinds import Place
+from support.store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, counted, packed, prepare, prompt
+from support.store_matrix.uses import ALL, sound
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from store_matrix.cells import Note
+    from support.store_matrix.cells import Note
 
 CLONE_NEWPID, CLONE_NEWUSER = 0x20000000, 0x10000000
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -10,8 +10,7 @@ from typing import Any
 
 import kvpack
 from kvpack.store.backend import MAX_ENTRY_BYTES
-
-from store_matrix.oracle import CHUNK, IDENTITIES, packed, prompt  # isort: skip
+from support.store_matrix.oracle import CHUNK, IDENTITIES, packed, prompt
 
 Plant = Callable[[str, str], None]
 """Put something at the path of an entry, in a folder of a tier."""

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvpack.store import breaker
-
-from power_loss import Disk, RecordingOs  # isort: skip
-from store_matrix.cells import Cell  # isort: skip
-from store_matrix.kinds import BUDGET, Place  # isort: skip
-from store_matrix.oracle import prepare  # isort: skip
-from store_matrix.uses import KEPT, each, keep, sound  # isort: skip
+from support.power_loss import Disk, RecordingOs
+from support.store_matrix.cells import Cell
+from support.store_matrix.kinds import BUDGET, Place
+from support.store_matrix.oracle import prepare
+from support.store_matrix.uses import KEPT, each, keep, sound
 
 if TYPE_CHECKING:
-    from redis_server import Server
+    from support.redis_server import Server
 
 
 def crashes(place: Place, cell: Cell, count: int, seed: int = 0) -> None:

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 
 import kvpack
 from kvpack.cli import main as command_line
-
-from store_matrix import planted  # isort: skip
-from store_matrix.cells import Cell, fork, read_notes  # isort: skip
-from store_matrix.kinds import BUDGET, KEYS, Place, everything  # isort: skip
-from store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, counted, packed, prepare, prompt  # isort: skip
-from store_matrix.uses import KEPT, at_random, each, keep, sound, works  # isort: skip
+from support.store_matrix import planted
+from support.store_matrix.cells import Cell, fork, read_notes
+from support.store_matrix.kinds import BUDGET, KEYS, Place, everything
+from support.store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, counted, packed, prepare, prompt
+from support.store_matrix.uses import KEPT, at_random, each, keep, sound, works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from store_matrix.cells import Note
+    from support.store_matrix.cells import Note
 
 ALICE, BOB = 54_321, 54_322
 MOST_GROWTH = 64 * 2**20

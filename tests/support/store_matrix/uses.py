@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from store_matrix.kinds import Place  # isort: skip
-from store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, compare, counted, packed, prompt, require  # isort: skip
+from support.store_matrix.kinds import Place
+from support.store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, compare, counted, packed, prompt, require
 
 if TYPE_CHECKING:
     import random

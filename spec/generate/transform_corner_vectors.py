@@ -12,12 +12,11 @@ from kvpack.file import container
 from kvpack.file.header import Contents
 from kvpack.file.layer_states import StateEntry, features_of
 from kvpack.formats.frames import Frames, Rope, Tables
-
-import transform_vectors  # isort: skip
-from file_parts import bits, changed, file_of, random_side  # isort: skip
-from invalid_vectors import add  # isort: skip
-from klt_bases import random_basis, random_frames, random_rows, random_tables, transform_of  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate import transform_vectors
+from spec.generate.invalid_vectors import add
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import bits, changed, file_of, random_side
+from support.klt_bases import random_basis, random_frames, random_rows, random_tables, transform_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-from file_parts import bits, edit, one_side, reorder  # isort: skip
-from invalid_vectors import add as add_invalid  # isort: skip
-from invalid_vectors import add_header  # isort: skip
-from parameter_vectors import add_alone, ranges, words  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import add as add_invalid
+from spec.generate.invalid_vectors import add_header
+from spec.generate.parameter_vectors import add_alone, ranges, words
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import bits, edit, one_side, reorder
+from support.strategies import create
 
 TRELLIS = create("trellis", 8, b="2", states="256", rotation="none")
 STEPS = struct.pack("<256e", *((37 * window % 256 - 128) / 256 for window in range(256)))

@@ -5,10 +5,24 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from file_parts import one_side, reorder  # isort: skip
-from invalid_vectors import ANGLE, CODECS, EIGHT_BIT, GROUP, MINIFLOAT, MXFP8, NVFP4, OCTAHEDRAL, POLAR, QUATERNION, SCALAR  # isort: skip
-from invalid_vectors import add, add_header, add_payload  # isort: skip
-from strategies import create  # isort: skip
+from spec.generate.invalid_vectors import (
+    ANGLE,
+    CODECS,
+    EIGHT_BIT,
+    GROUP,
+    MINIFLOAT,
+    MXFP8,
+    NVFP4,
+    OCTAHEDRAL,
+    POLAR,
+    QUATERNION,
+    SCALAR,
+    add,
+    add_header,
+    add_payload,
+)
+from support.file_parts import one_side, reorder
+from support.strategies import create
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

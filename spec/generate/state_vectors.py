@@ -11,15 +11,14 @@ import torch
 
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.formats.base import DTYPE_BYTES
-
-from file_parts import changed, compressed, drop, edit, file_of, frame, random_side  # isort: skip
-from invalid_vectors import GROUP, RAW, add  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import GROUP, RAW, add
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import changed, compressed, drop, edit, file_of, frame, random_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from parts import Parts
+    from support.parts import Parts
 
 FEATURE = "layer-state"
 DATA = f"ignorable.{FEATURE}"

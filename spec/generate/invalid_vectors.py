@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.klt import Klt
-
-from file_parts import bits, edit, one_side  # isort: skip
-from strategies import create  # isort: skip
+from support.file_parts import bits, edit, one_side
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

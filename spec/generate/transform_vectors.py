@@ -14,13 +14,12 @@ from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.bases import Basis
 from kvpack.file.layer_states import StateEntry, features_of
-
-from file_parts import Parts, bits, changed, file_of, random_side  # isort: skip
-from invalid_vectors import add  # isort: skip
-from klt_bases import random_basis, transform_of  # isort: skip
-from parameter_vectors import add_alone  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import add
+from spec.generate.parameter_vectors import add_alone
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import Parts, bits, changed, file_of, random_side
+from support.klt_bases import random_basis, transform_of
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from file_parts import Parts, one_side, place  # isort: skip
-from invalid_vectors import (
+from spec.generate.invalid_vectors import (
     ANGLE,
     EIGHT_BIT,
     GROUP,
@@ -22,9 +21,9 @@ from invalid_vectors import (
     SCALAR,
     TRANSFORM,
     add,
-)  # isort: skip
-
-from strategies import create  # isort: skip
+)
+from support.file_parts import Parts, one_side, place
+from support.strategies import create
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.outliers import Outliers
-
-from file_parts import Parts, bits, edit, one_side  # isort: skip
-from invalid_vectors import ANGLE, MINIFLOAT, MXFP8, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add  # isort: skip
-from strategies import create, with_side_car  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import ANGLE, MINIFLOAT, MXFP8, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import Parts, bits, edit, one_side
+from support.strategies import create, with_side_car
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from file_parts import Parts, changed, edit, file_of, one_side, place, random_side, reorder  # isort: skip
-from invalid_vectors import GROUP, RAW, add, add_header  # isort: skip
+from spec.generate.invalid_vectors import GROUP, RAW, add, add_header
+from support.file_parts import Parts, changed, edit, file_of, one_side, place, random_side, reorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

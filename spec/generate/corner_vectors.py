@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from container_vectors import in_text  # isort: skip
-from file_parts import Parts, bits, one_side  # isort: skip
-from invalid_vectors import add  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid, with_fields  # isort: skip
+from spec.generate.container_vectors import in_text
+from spec.generate.invalid_vectors import add
+from spec.generate.valid_vectors import add as add_valid
+from spec.generate.valid_vectors import with_fields
+from support.file_parts import Parts, bits, one_side
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

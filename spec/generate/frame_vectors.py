@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import zstandard
 
-from file_parts import frame, one_side  # isort: skip
-from invalid_vectors import add  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import add
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import frame, one_side
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
-from file_parts import edit, one_side  # isort: skip
-from invalid_vectors import RAW  # isort: skip
-from valid_vectors import add  # isort: skip
+from spec.generate.invalid_vectors import RAW
+from spec.generate.valid_vectors import add
+from support.file_parts import edit, one_side
 
 
 def add_all() -> None:

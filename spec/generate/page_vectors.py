@@ -1,4 +1,4 @@
-"""The conformance vectors of rows in spec/row-vectors: ``python spec/makers/page_vectors.py`` writes those that are missing."""
+"""The conformance vectors of rows in spec/row-vectors: ``python -m spec.generate.page_vectors`` writes those that are missing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import contextlib
 import hashlib
 import json
 import struct
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import msgpack
 import torch
@@ -19,8 +16,7 @@ import torch
 import kvpack
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
-
-from second_decoder import decoder  # isort: skip
+from support.second_decoder import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The conformance vectors in spec/vectors: their manifest, and the code that wrote them.
 
-``python spec/makers/vector_files.py`` writes the vectors that are missing, with their lines of the manifest, and touches no other.
+``python -m spec.generate.vector_files`` writes the vectors that are missing, with their lines of the manifest, and touches no other.
 """
 
 from __future__ import annotations
@@ -8,37 +8,36 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
-
-import codec_vectors  # isort: skip
-import container_vectors  # isort: skip
-import corner_vectors  # isort: skip
-import frame_vectors  # isort: skip
-import header_vectors  # isort: skip
-import hidden_token_vectors  # isort: skip
-import klt_vectors  # isort: skip
-import limit_vectors  # isort: skip
-import lossless_vectors  # isort: skip
-import transform_corner_vectors  # isort: skip
-import transform_vectors  # isort: skip
-import trellis_vectors  # isort: skip
-import metadata_vectors  # isort: skip
-import misreading_vectors  # isort: skip
-import offset_vectors  # isort: skip
-import parameter_vectors  # isort: skip
-import position_vectors  # isort: skip
-import row_vectors  # isort: skip
-import side_car_vectors  # isort: skip
-import state_vectors  # isort: skip
-import valid_vectors  # isort: skip
-from container_vectors import UNSUPPORTED  # isort: skip
-from invalid_vectors import INVALID, Invalid  # isort: skip
-from second_decoder import decoder, decompress  # isort: skip
-from valid_vectors import VALID, Valid  # isort: skip
+from spec.generate import (
+    codec_vectors,
+    container_vectors,
+    corner_vectors,
+    frame_vectors,
+    header_vectors,
+    hidden_token_vectors,
+    klt_vectors,
+    limit_vectors,
+    lossless_vectors,
+    metadata_vectors,
+    misreading_vectors,
+    offset_vectors,
+    parameter_vectors,
+    position_vectors,
+    row_vectors,
+    side_car_vectors,
+    state_vectors,
+    transform_corner_vectors,
+    transform_vectors,
+    trellis_vectors,
+    valid_vectors,
+)
+from spec.generate.container_vectors import UNSUPPORTED
+from spec.generate.invalid_vectors import INVALID, Invalid
+from spec.generate.valid_vectors import VALID, Valid
+from support.second_decoder import decoder, decompress
 
 FOLDER = Path(__file__).resolve().parents[2] / "spec" / "vectors"
 MANIFEST = FOLDER / "manifest.json"

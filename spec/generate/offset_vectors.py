@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from file_parts import changed, drop, edit, file_of, random_side  # isort: skip
-from invalid_vectors import GROUP, RAW, add  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import GROUP, RAW, add
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import changed, drop, edit, file_of, random_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from parts import Parts
+    from support.parts import Parts
 
 FEATURE = "position-offsets"
 DATA = f"ignorable.{FEATURE}"

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 from kvpack.coding.bases import Basis
 from kvpack.formats.klt import Klt
-
-from file_parts import Parts, bits, changed, edit, file_of, one_side, random_side  # isort: skip
-from invalid_vectors import GROUP, KLT, add  # isort: skip
-from klt_bases import codec_of, random_basis  # isort: skip
-from parameter_vectors import add_alone  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
-from valid_vectors import with_fields  # isort: skip
+from spec.generate.invalid_vectors import GROUP, KLT, add
+from spec.generate.parameter_vectors import add_alone
+from spec.generate.valid_vectors import add as add_valid
+from spec.generate.valid_vectors import with_fields
+from support.file_parts import Parts, bits, changed, edit, file_of, one_side, random_side
+from support.klt_bases import codec_of, random_basis
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from file_parts import Parts, compressed, edit, frame, one_side, raw_frame, repeated_frame  # isort: skip
-from invalid_vectors import GROUP, RAW, Invalid, add, add_header  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import Valid  # isort: skip
+from spec.generate.invalid_vectors import GROUP, RAW, Invalid, add, add_header
+from spec.generate.valid_vectors import Valid
+from support.file_parts import Parts, compressed, edit, frame, one_side, raw_frame, repeated_frame
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,22 +11,19 @@ import torch
 
 from kvpack.coding.bases import Basis
 from kvpack.formats.klt import Klt
-
-import klt_vectors  # isort: skip
-import lossless_vectors  # isort: skip
-import transform_vectors  # isort: skip
-from container_vectors import UNSUPPORTED, in_text, with_header  # isort: skip
-from file_parts import Parts, bits, changed, compressed, edit, file_of, frame, one_side, random_side, raw_frame  # isort: skip
-from invalid_vectors import RAW, Invalid, add, add_payload  # isort: skip
-from klt_bases import codec_of, random_basis  # isort: skip
-from metadata_vectors import integer  # isort: skip
-from metadata_vectors import valid as add_metadata  # isort: skip
-from parameter_vectors import add_alone  # isort: skip
-from side_car_vectors import ALL  # isort: skip
-from state_vectors import BF16, DATA, FEATURE, record, state  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
-from valid_vectors import with_fields  # isort: skip
+from spec.generate import klt_vectors, lossless_vectors, transform_vectors
+from spec.generate.container_vectors import UNSUPPORTED, in_text, with_header
+from spec.generate.invalid_vectors import RAW, Invalid, add, add_payload
+from spec.generate.metadata_vectors import integer
+from spec.generate.metadata_vectors import valid as add_metadata
+from spec.generate.parameter_vectors import add_alone
+from spec.generate.side_car_vectors import ALL
+from spec.generate.state_vectors import BF16, DATA, FEATURE, record, state
+from spec.generate.valid_vectors import add as add_valid
+from spec.generate.valid_vectors import with_fields
+from support.file_parts import Parts, bits, changed, compressed, edit, file_of, frame, one_side, random_side, raw_frame
+from support.klt_bases import codec_of, random_basis
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,11 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.qjl import DEFAULT_SEED, Qjl
-
-from file_parts import Parts, bits, drop, edit, file_of, move_to_end, one_side, random_side  # isort: skip
-from invalid_vectors import GROUP, RAW, add, add_header, add_payload  # isort: skip
-from strategies import create, with_side_car  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import GROUP, RAW, add, add_header, add_payload
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import Parts, bits, drop, edit, file_of, move_to_end, one_side, random_side
+from support.strategies import create, with_side_car
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from file_parts import Parts, compressed, file_of, one_side  # isort: skip
-from invalid_vectors import RAW, add  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
+from spec.generate.invalid_vectors import RAW, add
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import Parts, compressed, file_of, one_side
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

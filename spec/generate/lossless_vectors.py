@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.cache.side import packed_side
-
-from file_parts import Parts, bits, changed, file_of, one_side  # isort: skip
-from invalid_vectors import LOSSLESS, add  # isort: skip
-from lossless_streams import DTYPES  # isort: skip
-from parameter_vectors import add_alone  # isort: skip
-from strategies import create  # isort: skip
-from valid_vectors import add as add_valid  # isort: skip
-from valid_vectors import with_fields  # isort: skip
+from spec.generate.invalid_vectors import LOSSLESS, add
+from spec.generate.parameter_vectors import add_alone
+from spec.generate.valid_vectors import add as add_valid
+from spec.generate.valid_vectors import with_fields
+from support.file_parts import Parts, bits, changed, file_of, one_side
+from support.lossless_streams import DTYPES
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

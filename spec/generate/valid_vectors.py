@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from file_parts import bits, changed, compressed, edit, file_of, frame, one_side, random_side, raw_frame, repeated_frame  # isort: skip
-from strategies import create  # isort: skip
+from support.file_parts import bits, changed, compressed, edit, file_of, frame, one_side, random_side, raw_frame, repeated_frame
+from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable

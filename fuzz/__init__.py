@@ -1,0 +1,1 @@
+"""Fuzzers of the readers, and the encoders (README.md)."""

@@ -1,0 +1,1 @@
+"""The conformance vectors and what makes them."""

@@ -1,0 +1,1 @@
+"""What tests share, and programs that check at length what tests check in part."""

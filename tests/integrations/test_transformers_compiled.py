@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Dynamo imports parts of PyTorch that other versions of it call deprecated.
-pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), pytest.mark.scenario]
 
 COUNTS = (20, 1, 1, 30, 1)
 PASSES = ((0, 20), (20, 21), (21, 22), (22, 39), (39, 40))
@@ -59,9 +59,9 @@ def logits(run: Any, cache: KvpackCache, padding: str | None, counts: tuple[int,
     ("name", "recipe", "padding"),
     [
         ("Llama", "kv=group:b=4,g=8;tail=16", None),
-        pytest.param("Llama", "raw", "right", marks=pytest.mark.scenario),
+        ("Llama", "raw", "right"),
         ("Gemma-3", "raw", "left"),
-        pytest.param("DeepSeek-V3", "raw", "left", marks=pytest.mark.scenario),
+        ("DeepSeek-V3", "raw", "left"),
     ],
 )
 def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, recipe: str, padding: str | None) -> None:
@@ -81,17 +81,14 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, recipe: str, pa
 @pytest.mark.parametrize(
     ("name", "recipe", "padding"),
     [
-        pytest.param("Llama", "raw", None, marks=pytest.mark.scenario),
         ("Llama", "kv=group:b=4,g=8;tail=16", None),
         ("Llama", "kv=group:b=4,g=8;tail=16", "left"),
-        pytest.param("Llama", "raw", "right", marks=pytest.mark.scenario),
-        pytest.param("Mistral", "kv=group:b=4,g=8;tail=16", None, marks=pytest.mark.scenario),
+        ("Llama", "raw", "right"),
         ("Mistral", "kv=group:b=4,g=8;tail=16", "left"),
-        pytest.param("Mistral", "raw", "right", marks=pytest.mark.scenario),
-        pytest.param("Gemma-3", "kv=group:b=4,g=8;tail=16", "left", marks=pytest.mark.scenario),
-        pytest.param("Gemma-2", "raw", "right", marks=pytest.mark.scenario),
-        pytest.param("GPT-OSS", "raw", "left", marks=pytest.mark.scenario),
-        pytest.param("GPT-OSS", "raw", "right", marks=pytest.mark.scenario),
+        ("Mistral", "raw", "right"),
+        ("Gemma-3", "kv=group:b=4,g=8;tail=16", "left"),
+        ("Gemma-2", "raw", "right"),
+        ("GPT-OSS", "raw", "right"),
     ],
 )
 def test_a_model_over_packed_layers_is_one_graph(name: str, recipe: str, padding: str | None) -> None:

@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return (device or not (kernels or cuda)) and (supported or not kernels)
 
     elsewhere = [item for item in items if not runs_here(item)]
-    items[:] = [item for item in items if runs_here(item)]
+    # What takes minutes comes first: at the end one worker would wait for the other.
+    items[:] = sorted(filter(runs_here, items), key=lambda item: item.path.name != "test_model_zoo.py")
     config.hook.pytest_deselected(items=elsewhere)
 
 

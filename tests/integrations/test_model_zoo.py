@@ -39,7 +39,7 @@ def rows(tmp_path_factory: Any) -> list[Row]:
     """What ``python -m support.model_zoo`` prints. It takes minutes, so one worker finds it for all."""
 
     def examine(folder: Path) -> None:
-        rows = examined(ZOO, folder, warm_python.python(*warm_python.MODELS))
+        rows = examined(ZOO, folder, warm_python.python(*warm_python.MODELS), share=4)
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
 
     found = once.folder(tmp_path_factory, "zoo", examine) / "rows.json"

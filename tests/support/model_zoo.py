@@ -317,6 +317,8 @@ def warnings_are_ignored() -> Iterator[None]:
 def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], None]]) -> None:
     """Take the steps, and note in ``row`` what was refused and what was wrong."""
     for name, step in steps.items():
+        if name == "load" and "save" not in row.works:
+            continue
         try:
             with torch.no_grad(), warnings_are_ignored():
                 step(subject)
@@ -349,10 +351,17 @@ def in_this_process(architectures: list[Architecture], folder: Path, steps: dict
     return rows
 
 
-def examined(architectures: list[Architecture], folder: Path, python: str = sys.executable) -> list[Row]:
-    """One row per architecture; one other process, started by ``python``, loads the files of all."""
-    rows = in_this_process(architectures, folder, HERE)
-    saved = {row.name: row for row in rows if "save" in row.works}
+def examined(architectures: list[Architecture], folder: Path, python: str = sys.executable, share: int = 1) -> list[Row]:
+    """One row per architecture.
+
+    One other process, started by ``python``, loads the files of every architecture, or of one in ``share``: it makes their models again.
+    """
+    rows, elsewhere = [], set()
+    for number, architecture in enumerate(architectures):
+        if number % share == 0:
+            elsewhere.add(architecture.name)
+        rows += in_this_process([architecture], folder, HERE if architecture.name in elsewhere else HERE | ELSEWHERE)
+    saved = {row.name: row for row in rows if row.name in elsewhere and "save" in row.works}
     if not saved:
         return rows
     command = [python, "-m", "support.model_zoo", "--elsewhere", str(folder), *saved]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from .lease import NoLease
+
+if TYPE_CHECKING:
+    from .lease import Lease
 
 Data = bytes | bytearray | memoryview
 """An entry's bytes: a mapped file where possible."""
@@ -116,6 +121,12 @@ class Backend(Protocol):
     def pinned(self) -> set[bytes]:
         """The pinned keys."""
 
+    def take_lease(self, key: bytes, seconds: float) -> Lease | None:
+        """The lease of ``key`` for at most ``seconds`` (leases.py); None while another holds it.
+
+        Where there can be no lease, as after a fault, it is one that everybody gets.
+        """
+
     def collect(self) -> None:
         """Remove unfinished files, count again, and evict entries above the budget."""
 
@@ -153,6 +164,10 @@ class OneTier:
         stored = takewhile(bool, (self.put(chain[: place + 1], pieces, now_ns) for place, pieces in entries.items()))
         count = sum(stored)
         return [number < count for number in range(len(entries))]
+
+    def take_lease(self: Backend, key: bytes, seconds: float) -> Lease | None:
+        """``Backend.take_lease`` for a backend that others cannot reach."""
+        return NoLease()
 
     def accept(self: Backend, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
         """``Backend.accept`` for a backend without a faster tier."""

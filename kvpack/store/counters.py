@@ -24,6 +24,8 @@ NAMES = {
     "hit_chunks": "Chunks that a tier had, of a store of several.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
     "dropped_writes": "Entries that slower tiers never got: the queue was full, or not empty in time when the store was closed.",
+    "lease_waits": "Calls of load that waited for another worker to save what was missing.",
+    "lease_timeouts": "Calls of load that waited in vain: the other worker took longer than the lease, died or did not save.",
     "saves": "Calls of save.",
     "saved_chunks": "Chunks that save has written.",
     "saved_bytes": "Bytes of those chunks.",

@@ -24,6 +24,8 @@ from .folder import Folder
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .fronts import kind_of
 from .index import ENTRIES, Index
+from .lease import NoLease
+from .leases import take_file_lease
 from .pins import Pins
 from .reading import read_beginning, read_whole
 from .sizes import Sizes
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from .backend import Data, Found
     from .counters import Counters
     from .forms import Form
+    from .lease import Lease
     from .usage import Count
 
 
@@ -249,6 +252,13 @@ class Directory(OneTier):
             self._usage.forget_budgets()
         except OSError as error:
             self._counters.fault("collect", error)
+
+    def take_lease(self, key: bytes, seconds: float) -> Lease | None:
+        try:
+            return take_file_lease(self._folder, key, seconds)
+        except (OSError, KvpackError) as error:
+            self._counters.fault("lease", error)
+            return NoLease()
 
     def collect(self) -> None:
         self._evictor.collect()

@@ -2,6 +2,7 @@
 
     <prefix>/3/f/3f...e1    an entry, put only where there is none, never changed
     <prefix>/pins/...       a pinned chain: its keys
+    <prefix>/leases/...     the token of whoever computes what is missing (leases.py)
     <prefix>/uses/...       the entries used, the most recent last (uses.py)
 
 Several requests run at once; after failures requests pause for a while.
@@ -10,6 +11,7 @@ Several requests run at once; after failures requests pause for a while.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from random import randrange
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from .backend import Found, OneTier, Stored
 from .breaker import Breaker, Guard
 from .forms import PLAIN, Kind
 from .keys import KEY_BYTES
+from .lease import NoLease
 from .objects import SCHEMES, Objects
 from .uses import Uses, eviction_order, order_of, record_name
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from .backend import Data
     from .counters import Counters
     from .forms import Form
+    from .lease import Lease
 
 REQUESTS = 16
 """The most concurrent requests."""
@@ -44,7 +48,10 @@ _MERGE = 32
 """One in this many records of uses, at random, is followed by a merge of all."""
 MAX_RECORDS_BYTES = 256 * 2**20
 """The most bytes of all records of uses, or all pins, when they are read: 8 million keys."""
-_PINS, _USES = "pins/", "uses/"
+_SEEN = 4096
+"""The most leases of others whose age is known."""
+_EARLY_SECONDS = 0.25
+_PINS, _USES, _LEASES = "pins/", "uses/", "leases/"
 
 
 Object = tuple[str, int, int]
@@ -81,6 +88,7 @@ class ObjectStore(OneTier):
         self._uses = Uses()
         self._lock = Lock()
         self._total = 0
+        self._seen: dict[bytes, tuple[bytes, float]] = {}
         self._counted: float | None = None
 
     def present(self, keys: Sequence[bytes]) -> int:
@@ -183,6 +191,25 @@ class ObjectStore(OneTier):
     def pinned(self) -> set[bytes]:
         chains = self._read_all(self._names("list", _PINS) or [])
         return {bytes(chain[at : at + KEY_BYTES]) for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
+
+    def take_lease(self, key: bytes, seconds: float) -> Lease | None:
+        name, token = _LEASES + key.hex(), os.urandom(16)
+        new: bool | None = self._guard.ask("lease", lambda: self._objects.put_new(name, token), None)
+        if new is False:
+            # No clock is shared: a lease has ended when it was seen for so long.
+            there = self._guard.ask("lease", lambda: self._objects.read_beginning(name, len(token)), None)
+            seen = self._seen.get(key)
+            if there is None or seen is None or seen[0] != bytes(there):
+                if len(self._seen) >= _SEEN:
+                    self._seen.clear()
+                self._seen[key] = bytes(there or b""), time.monotonic()
+                return None
+            # Before whoever waits for it gives up.
+            if time.monotonic() - seen[1] < max(seconds / 2, seconds - _EARLY_SECONDS):
+                return None
+            new = self._guard.ask("lease", lambda: self._objects.put(name, token), None)
+        self._seen.pop(key, None)
+        return NoLease() if new is None else _ObjectLease(self, name, token)
 
     def collect(self) -> None:
         """Count the entries, evict those above the budget, and merge all records of uses into one."""
@@ -319,6 +346,19 @@ class ObjectStore(OneTier):
 
     def _remove(self, name: str) -> bool:
         return self._guard.ask("delete", lambda: self._objects.remove(name), False)
+
+
+class _ObjectLease:
+    """An object with a token of its holder."""
+
+    def __init__(self, store: ObjectStore, name: str, token: bytes) -> None:
+        self._store, self._name, self._token = store, name, token
+
+    def release(self) -> None:
+        objects, guard = self._store._objects, self._store._guard
+        mine = guard.ask("lease", lambda: objects.read_beginning(self._name, len(self._token)), None)
+        if mine is not None and bytes(mine) == self._token:
+            guard.ask("lease", lambda: objects.remove(self._name), False)
 
 
 def is_object_store(location: Any) -> bool:

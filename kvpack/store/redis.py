@@ -4,6 +4,7 @@
     {kvpack}:used          a sorted set by key: its last use in microseconds of the server's clock, less one for each ancestor
     {kvpack}:sizes         a hash by key: its size in bytes
     {kvpack}:bytes         the sum of the sizes
+    {kvpack}:lease:<key>   the token of whoever computes what is missing (leases.py)
     {kvpack}:pins          a hash of pinned chains: all keys of a chain by its last key
 
 The braces keep all of them on one node of a cluster. Only the entries are authoritative: if the rest is lost or inconsistent,
@@ -24,10 +25,11 @@ from kvpack.formats.lazy import numpy
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, OneTier, Stored
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .keys import KEY_BYTES
-from .redis_answers import data, data_list, integer, scanned, score, stored
+from .lease import NoLease
+from .redis_answers import data, data_list, integer, scanned, score, stored, taken
 from .redis_client import Client
 from .redis_count import MAX_PAGES, NAMES_AT_ONCE, Count
-from .redis_scripts import ENTRY, PINS, USED
+from .redis_scripts import ENTRY, LEASE, PINS, USED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from .backend import Data
     from .counters import Counters
     from .forms import Form
+    from .lease import Lease
     from .redis_client import Command
 
 SCHEMES = ("redis://", "rediss://", "unix://")
@@ -49,6 +52,7 @@ _KEYS_AT_ONCE = 1000
 _FRONTS_AT_ONCE = 256
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """What the script that puts an entry says of it; of one that is there already it returns the front and the size."""
+_NO_ANSWER = object()
 _TRIES = 8
 """How many times a put makes room, which others may take first."""
 _SPARE_BYTES = 2**20
@@ -200,6 +204,12 @@ class Redis(OneTier):
     def pinned(self) -> set[bytes]:
         chains = self._client.ask("list", "HVALS", PINS, check=data_list, otherwise=())
         return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
+
+    def take_lease(self, key: bytes, seconds: float) -> Lease | None:
+        token = os.urandom(16)
+        milliseconds = max(1, int(1000 * seconds))
+        answer = self._client.ask("lease", "SET", LEASE + key, token, "NX", "PX", milliseconds, check=taken, otherwise=_NO_ANSWER)
+        return NoLease() if answer is _NO_ANSWER else _RedisLease(self._client, key, token) if answer else None
 
     def collect(self) -> None:
         """Count the entries by the server's names, and evict entries above the budget."""
@@ -373,6 +383,16 @@ class Redis(OneTier):
 
     def _seconds(self) -> int | str:
         return "" if self._ttl is None else self._ttl
+
+
+class _RedisLease:
+    """A key with a token of its holder, which expires by itself."""
+
+    def __init__(self, client: Client, key: bytes, token: bytes) -> None:
+        self._client, self._key, self._token = client, key, token
+
+    def release(self) -> None:
+        self._client.call("release", self._key, self._token)
 
 
 def is_redis(location: str | os.PathLike[str]) -> bool:

@@ -91,6 +91,13 @@ def page(answer: Any) -> tuple[bytes, int]:
     return found[0], integer(found[1])
 
 
+def taken(answer: Any) -> bool:
+    """Whether a key was set that there was not."""
+    if answer is not None and answer is not True and answer != b"OK":
+        raise _wrong(answer, "OK or nothing")
+    return answer is not None
+
+
 def score(answer: Any) -> bool:
     """Whether there is a score."""
     return answer is not None

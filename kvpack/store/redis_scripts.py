@@ -6,6 +6,7 @@ values of another type, and ``sound`` checks that the rest is consistent; if not
 
 PREFIX = b"{kvpack}:"
 ENTRY = PREFIX + b"entry:"
+LEASE = PREFIX + b"lease:"
 PINS = PREFIX + b"pins"
 USED = PREFIX + b"used"
 KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting"]
@@ -211,6 +212,13 @@ end
 return removed
 """
 )
+
+# ARGV: a key, the token of the holder of its lease. Ends the lease, unless another has it.
+RELEASE = """
+local name = '{kvpack}:lease:' .. ARGV[1]
+if redis.call('TYPE', name).ok ~= 'string' or redis.call('GET', name) ~= ARGV[2] then return 0 end
+return redis.call('DEL', name)
+"""
 
 # ARGV: keys, one after the other. Forgets those of entries that are gone, and returns how many were counted.
 FORGET = (

@@ -19,6 +19,7 @@ from .fitting import check_cache, check_groups, check_ids, check_inputs_given, c
 from .forms import check_size
 from .identity import states_key
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
+from .leases import Leases
 from .loading import FAULTS, Loader
 from .opening import check_identity, opened
 from .options import StoreOptions, check_count
@@ -80,6 +81,11 @@ class Store:
     recipe is that of a ``Recipe("klt-2", basis)``. ``save`` puts the basis into the store before the first chunk, so that a store without
     ``basis`` takes it from there; nothing is loaded or saved where neither has it.
 
+    ``lease`` are seconds for which a ``load`` that does not find the whole prefix has the lease of the first missing chunk: others that
+    ask for it meanwhile wait until this store saves it or is closed, and load it, so that several workers compute a prefix once. A holder
+    that dies or never saves delays them by ``lease`` at most; a folder notices at once that a process has died. Give as many seconds as
+    the longest prompt takes to compute, in stores that save what they do not find. With None (default) nobody waits.
+
     Full disks, dead servers, damaged entries and similar faults are misses, which ``stats`` counts; they raise nothing. Raises
     InvalidParameter for arguments that can never work, such as a chunk that is not a multiple of the recipe's token groups.
     """
@@ -91,6 +97,7 @@ class Store:
         *,
         chunk: int = CHUNK_TOKENS,
         basis: Basis | str | os.PathLike[str] | None = None,
+        lease: float | None = None,
         **options: Unpack[StoreKeywords],
     ) -> None:
         check_identity(identity)
@@ -103,6 +110,7 @@ class Store:
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
         self._backend, self._cipher, checked = opened(location, identity, self._counters, chosen)
+        self._leases = None if lease is None else Leases(self._backend, self._counters, lease)
         self._root = identity.root
         self._model = identity.header_model
         self._longest = longest_sequence(identity.rope)
@@ -124,7 +132,9 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Release connections; loaded caches stay valid, and the entries stay."""
+        """Release connections and leases; loaded caches stay valid, and the entries stay."""
+        if self._leases is not None:
+            self._leases.close()
         self._backend.close()
 
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
@@ -161,8 +171,7 @@ class Store:
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
         with self._counters.timed("load"):
-            load = self._loader.load if self._states is None else self._states.load
-            cache = load(keys) if self._determined(ids) and self._readable(keys) else None
+            cache = self._loaded(keys) if self._determined(ids) else None
         if cache is not None and str(device) != "cpu":
             cache = self._moved(cache, device)
         if cache is None:
@@ -195,6 +204,7 @@ class Store:
         digests = check_inputs(inputs, ids, self.chunk)
         check_ids(cache, ids)
         check_length(cache, self._longest)
+        asked = chunk_keys(self._root, ids, self.chunk, digests)
         packed = min((layer.skipped + side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
         states: StatesAt = {}
         if self._states is not None:
@@ -205,15 +215,19 @@ class Store:
         check_inputs_given(cache, digests, self.chunk)
         self._reader.learn(cache)
         self._counters.add("saves")
-        with self._counters.timed("save"):
-            if self._stored is None or not digests:
-                return self._save(cache, ids, digests, states)
-            # Before the chunks, and after them in case another writer has evicted it meanwhile.
-            if not self._stored.put(time.time_ns()):
-                return 0
-            self._reader.basis = self._stored.get()
-            stored = self._save(cache, ids, digests, states)
-            return stored if self._stored.put(time.time_ns()) else 0
+        try:
+            with self._counters.timed("save"):
+                if self._stored is None or not digests:
+                    return self._save(cache, ids, digests, states)
+                # Before the chunks, and after them in case another writer has evicted it meanwhile.
+                if not self._stored.put(time.time_ns()):
+                    return 0
+                self._reader.basis = self._stored.get()
+                stored = self._save(cache, ids, digests, states)
+                return stored if self._stored.put(time.time_ns()) else 0
+        finally:
+            if self._leases is not None:
+                self._leases.release(asked)
 
     def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes], states: StatesAt) -> int:
         """Store the chunks of ``ids``, whole ones, and the ``states`` after some, and return the number of tokens now stored."""
@@ -348,6 +362,15 @@ class Store:
         entries, size = self._backend.size()
         gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)}
         return self._counters.prometheus(gauges, self._backend.stats() if isinstance(self._backend, Tiers) else ())
+
+    def _loaded(self, keys: Sequence[bytes]) -> Cache | None:
+        """The cache of the longest stored prefix, once no other worker computes what is missing."""
+
+        def load() -> Cache | None:
+            found = self._loader.load if self._states is None else self._states.load
+            return found(keys) if self._readable(keys) else None
+
+        return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _readable(self, keys: Sequence[bytes]) -> bool:
         """Whether there is an entry to begin with, and the basis to decode it, which is read from the store if need be."""

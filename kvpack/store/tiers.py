@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from .backend import Backend, Data
     from .counters import Counters
+    from .lease import Lease
 
 TierStats = list[dict[str, Any]]
 
@@ -159,6 +160,10 @@ class Tiers:
 
     def pinned(self) -> set[bytes]:
         return set().union(*(backend.pinned() for backend in self._backends))
+
+    def take_lease(self, key: bytes, seconds: float) -> Lease | None:
+        # The slowest tier is the one that most workers share.
+        return self._backends[-1].take_lease(key, seconds)
 
     def collect(self) -> None:
         for backend in self._backends:

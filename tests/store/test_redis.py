@@ -18,7 +18,7 @@ from kvpack.store import breaker, redis_limits
 from kvpack.store import redis as redis_backend
 from support.redis_server import Server, running
 from support.state_caches import STATEFUL, ends, same_states, stateful
-from support.store_caches import CHUNK, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save
+from support.store_caches import CHUNK, EVEN, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save
 from support.store_stress import FORK
 
 redis = pytest.importorskip("redis")
@@ -43,12 +43,12 @@ def client(server: Server) -> Any:
     return redis.Redis.from_url(server.url)
 
 
-def open_store(server: Server, identity: kvpack.Identity = IDENTITY, **options: Any) -> kvpack.Store:
+def open_store(server: Server, identity: kvpack.Identity = EVEN, **options: Any) -> kvpack.Store:
     return kvpack.Store(server.url, identity, **{"chunk": CHUNK, "timeout": 5, **options})
 
 
 def entry_bytes(server: Server) -> int:
-    store = open_store(server, dataclasses.replace(IDENTITY, tenant="size"))
+    store = open_store(server, dataclasses.replace(EVEN, tenant="size"))
     save(store, prompt(3))
     (size,) = {len(client(server).get(name)) for name in client(server).keys("{kvpack}:entry:*")}
     client(server).flushall()
@@ -84,7 +84,7 @@ def test_states_and_windows(server: Server) -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "octopus-3", "kivi-2"])
 def test_what_is_saved_is_loaded(recipe: str, server: Server) -> None:
-    identity = dataclasses.replace(IDENTITY, recipe=recipe)
+    identity = dataclasses.replace(EVEN, recipe=recipe)
     ids = prompt(4)
     with open_store(server, identity) as store:
         whole = save(store, ids)
@@ -97,7 +97,7 @@ def test_what_is_saved_is_loaded(recipe: str, server: Server) -> None:
         assert other.stats()["entries"] == 4
         names = client(server).keys("{kvpack}:entry:*")
         assert other.stats()["bytes"] == sum(len(client(server).get(name)) for name in names)
-    assert open_store(server, dataclasses.replace(IDENTITY, recipe=recipe, tenant="other")).match(ids) == 0
+    assert open_store(server, dataclasses.replace(EVEN, recipe=recipe, tenant="other")).match(ids) == 0
 
 
 def test_the_budget_holds_and_leaves_go_first(server: Server) -> None:
@@ -115,7 +115,7 @@ def test_the_budget_holds_and_leaves_go_first(server: Server) -> None:
     assert found == [[4, 4], [4, 4], [4, 3], [4, 2], [3, 2], [2, 2], [1, 1], [0, 0]]
     assert store.counters()["evicted_entries"] == 6
     long = prompt(12, seed=5)
-    assert store.save(long, cache(len(long))) == store.match(long) == store.load(long)[0] == len(found) * CHUNK
+    assert store.save(long, cache(len(long), EVEN.recipe)) == store.match(long) == store.load(long)[0] == len(found) * CHUNK
 
 
 def test_pins_hold_and_what_cannot_fit_is_refused(server: Server) -> None:
@@ -128,13 +128,13 @@ def test_pins_hold_and_what_cannot_fit_is_refused(server: Server) -> None:
         save(store, prompt(1, seed=seed))
     assert store.load(ids)[0] == 2 * CHUNK
     other = prompt(2, seed=9)
-    assert store.save(other, cache(len(other))) == CHUNK
+    assert store.save(other, cache(len(other), EVEN.recipe)) == CHUNK
     assert store.counters()["refused_chunks"] == 1
     assert store.unpin(ids)
     assert not store.unpin(ids)
-    assert store.save(other, cache(len(other))) == 2 * CHUNK
+    assert store.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK
     tiny = open_store(server, max_bytes=size - 1)
-    assert tiny.save(prompt(1, seed=20), cache(CHUNK + 5)) == 0
+    assert tiny.save(prompt(1, seed=20), cache(CHUNK + 5, EVEN.recipe)) == 0
     assert store.match(other) == 2 * CHUNK, "what can never fit takes nobody's place"
 
 
@@ -222,7 +222,7 @@ def test_a_page_fetches_no_more_than_a_row(server: Server, monkeypatch: pytest.M
     values = torch.randn(4, 2, 1, 1, 16, 32).bfloat16()
     pages = kvpack.PageBuffer(geometry, values[:, 0], values[:, 1])
     keys = [b"a", b"b", b"c", b"d"]
-    with kvpack.PageStore(server.url, IDENTITY, geometry, timeout=5) as store:
+    with kvpack.PageStore(server.url, EVEN, geometry, timeout=5) as store:
         assert store.put(keys, pages, range(4)) == [True] * 4
         client(server).append(b"{kvpack}:entry:" + store._names(keys)[2], bytes(30 * 2**20))
         taken = [0]
@@ -318,7 +318,7 @@ def _load_in_child(store: kvpack.Store, results: Any) -> None:
     # The parent's threads of torch are not in the fork.
     torch.set_num_threads(1)
     ids = prompt(2, seed=3)
-    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids))), store.load(ids)[0]))
+    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), EVEN.recipe)), store.load(ids)[0]))
 
 
 def test_a_store_goes_on_in_a_fork(server: Server) -> None:
@@ -336,7 +336,7 @@ def test_a_store_goes_on_in_a_fork(server: Server) -> None:
 def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
     size = entry_bytes(server)
-    check_hits_of_an_unsteady_server(server, lambda: open_store(server, max_bytes=10 * size, timeout=0.5), steps=6, seconds=0.3)
+    check_hits_of_an_unsteady_server(server, lambda: open_store(server, IDENTITY, max_bytes=10 * size, timeout=0.5), steps=6, seconds=0.3)
 
 
 def test_options_that_cannot_work_are_refused(server: Server) -> None:
@@ -345,4 +345,4 @@ def test_options_that_cannot_work_are_refused(server: Server) -> None:
     with pytest.raises(InvalidParameter, match="ttl is 0"):
         open_store(server, ttl=0)
     with pytest.raises(InvalidParameter, match="not the URL of a Redis server"):
-        kvpack.Store("redis://host:port/", IDENTITY)
+        kvpack.Store("redis://host:port/", EVEN)

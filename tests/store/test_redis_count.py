@@ -12,7 +12,7 @@ from kvpack.store import redis as redis_module
 from kvpack.store import redis_client, redis_count
 from kvpack.store.redis_scripts import ENTRY, PREFIX
 from support.redis_server import Server, running
-from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save
+from support.store_caches import CHUNK, EVEN, cache, prompt, same, save
 
 redis = pytest.importorskip("redis")
 
@@ -38,7 +38,7 @@ def client(shared: Server) -> Any:
 
 
 def open_store(server: Server, **options: Any) -> kvpack.Store:
-    return kvpack.Store(server.url, IDENTITY, **{"chunk": CHUNK, "timeout": 5, **options})
+    return kvpack.Store(server.url, EVEN, **{"chunk": CHUNK, "timeout": 5, **options})
 
 
 def stored_bytes(client: Any) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def test_an_entry_of_another_key_stays(shared: Server, client: Any) -> None:
     other = prompt(2, seed=3)
     save(plain, other)
     assert theirs.load(other) == (0, None)
-    assert theirs.save(other, cache(len(other), seed=0)) == 2 * CHUNK, "what is not encrypted is none"
+    assert theirs.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK, "what is not encrypted is none"
     assert theirs.load(other)[0] == 2 * CHUNK
 
 
@@ -174,7 +174,7 @@ def test_a_put_that_the_server_refuses_is_not_counted(shared: Server, client: An
     client.config_set("maxmemory", 1)
     try:
         more = prompt(2, seed=2)
-        assert store.save(more, cache(len(more))) == 0
+        assert store.save(more, cache(len(more), EVEN.recipe)) == 0
     finally:
         client.config_set("maxmemory", 0)
     assert (client.zcard(USED), client.hlen(SIZES), client.get(BYTES)) == before
@@ -186,7 +186,7 @@ def test_a_server_of_many_names_is_counted_in_turns(shared: Server, client: Any,
     monkeypatch.setattr(redis_count, "NAMES_AT_ONCE", 10)
     store, ids = open_store(shared, max_bytes=10**6), prompt(2)
     client.mset({f"somebody's {number}": "x" for number in range(100)})
-    whole = cache(len(ids))
+    whole = cache(len(ids), EVEN.recipe)
     tries = 0
     while store.save(ids, whole) == 0:
         tries += 1
@@ -346,5 +346,5 @@ def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
     assert int(client.get(BYTES)) == stored_bytes(client)[1]
     # All that is left is pinned or in use.
     refused = open_store(shared, max_bytes=700 * 64 + 10)
-    assert refused.save(prompt(1, seed=5), cache(CHUNK + 5)) == 0
+    assert refused.save(prompt(1, seed=5), cache(CHUNK + 5, EVEN.recipe)) == 0
     assert refused.counters()["refused_chunks"] == 1

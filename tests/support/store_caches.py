@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 IDENTITY = kvpack.Identity("model", "kivi-2", weights="w1", dtype="bfloat16", tenant="tenant")
+EVEN = replace(IDENTITY, recipe="kivi-2;raw=0")
+"""Without raw tokens, so that all entries have one size."""
 KEYS = {"k": bytes(range(32))}
 OTHER_KEYS = {"other": bytes(32)}
 

@@ -1,0 +1,19 @@
+"""A lease of one key, as a backend gives it (leases.py)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Lease(Protocol):
+    """What a backend gives to one holder at a time."""
+
+    def release(self) -> None:
+        """End the lease, if it has not ended by itself. Raises nothing."""
+
+
+class NoLease:
+    """The lease of a location that can give none: everybody has it."""
+
+    def release(self) -> None:
+        """Nothing is held."""

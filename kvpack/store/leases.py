@@ -1,0 +1,146 @@
+"""Leases: of several workers that miss the same prefix, one computes it, and the others wait until it is saved.
+
+A lease is named by the key of the first chunk that is missing. It ends when its holder saves the prefix or is closed, and at the latest
+after the seconds that the store was given, so a holder that is dead, or never saves, delays others by no more than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvpack.file.atomic import LOCKED_SUFFIX, TEMPORARY_PREFIX, lock_now
+from kvpack.formats.arguments import shown
+from kvpack.formats.errors import InvalidParameter
+from kvpack.runtime.locks import Lock
+
+from .lease import NoLease
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvpack.cache.cache import Cache
+
+    from .backend import Backend
+    from .counters import Counters
+    from .folder import Folder
+    from .lease import Lease
+
+_PAUSES = (0.005, 0.1)
+"""The first and the longest pause between two tries to take a lease, in seconds."""
+
+
+class Leases:
+    """The leases that one store holds, of ``seconds`` each. Safe to use from any thread, and empty in a forked child."""
+
+    def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+            raise InvalidParameter(f"lease is {shown(seconds)}, expected seconds above 0, or None to wait for nobody")
+        self._backend, self._counters, self._seconds = backend, counters, seconds
+        self._held: dict[bytes, tuple[Lease, int, float]] = {}
+        self._pid = os.getpid()
+        self._lock = Lock()
+
+    def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
+        """What ``load`` finds of ``keys``, once nobody else computes the next of them; then this store holds the lease of that key."""
+        deadline = time.monotonic() + self._seconds
+        waited = False
+        cache = load()
+        while (count := 0 if cache is None else cache.tokens // chunk) < len(keys):
+            key = keys[count]
+            if self._holds(key):
+                break
+            lease, tried = self._taken(key, deadline)
+            waited |= tried > 1
+            if lease is None:
+                self._counters.add("lease_timeouts")
+                break
+            if not self._backend.present([key]):
+                with self._lock:
+                    self._held[key] = lease, threading.get_ident(), time.monotonic()
+                break
+            # It was saved between the load and the lease.
+            lease.release()
+            cache = load()
+            if (0 if cache is None else cache.tokens // chunk) <= count:
+                # It is there, and cannot be read here.
+                break
+        self._counters.add("lease_waits", waited)
+        return cache
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        """End the leases of ``keys``, which are stored now or will not be, and those that have ended by themselves."""
+        gone = set(keys)
+        now = time.monotonic()
+        with self._lock:
+            self._forget_parents()
+            ended = [key for key, (_, _, since) in self._held.items() if key in gone or now - since > self._seconds]
+            leases = [self._held.pop(key)[0] for key in ended]
+        for lease in leases:
+            lease.release()
+
+    def close(self) -> None:
+        """End all leases."""
+        self.release([*self._held])
+
+    def _holds(self, key: bytes) -> bool:
+        """Whether this thread holds the lease of ``key`` already."""
+        self.release(())
+        with self._lock:
+            return key in self._held and self._held[key][1] == threading.get_ident()
+
+    def _forget_parents(self) -> None:
+        if self._pid != os.getpid():
+            self._held, self._pid = {}, os.getpid()
+
+    def _taken(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
+        """The lease of ``key``, None if another holds it until ``deadline``; and how often it was asked for."""
+        pause, tries = _PAUSES[0], 0
+        while True:
+            tries += 1
+            lease = self._backend.take_lease(key, self._seconds)
+            left = deadline - time.monotonic()
+            if lease is not None or left <= 0:
+                return lease, tries
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _PAUSES[1])
+
+
+class FileLease:
+    """A lease of a folder: an empty file among the unfinished ones, locked by its holder."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+
+    def release(self) -> None:
+        # Unlinked while it is locked: whoever waits for the lock then finds that the file has no name, and makes another.
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        os.close(self._descriptor)
+
+
+def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
+    """The lease of ``key`` in a folder; None if another holds it, and has for less than ``seconds``. Raises OSError and KvpackError."""
+    if not folder.trust.may_write:
+        return NoLease()
+    folder.make_folders()
+    path = os.path.join(folder.unfinished_folder, f"{TEMPORARY_PREFIX}lease-{key.hex()}{LOCKED_SUFFIX}")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    kept = False
+    try:
+        locked = lock_now(descriptor)
+        status = os.fstat(descriptor)
+        if locked and status.st_nlink:
+            folder.trust.own(descriptor)
+            os.utime(descriptor)
+            kept = True
+            return FileLease(path, descriptor)
+        # Without locks nobody can wait, and whoever holds the lease for longer does not save.
+        late = locked is None or (locked is False and abs(time.time() - status.st_mtime) > seconds)
+        return NoLease() if late else None
+    finally:
+        if not kept:
+            os.close(descriptor)

@@ -1,0 +1,178 @@
+"""Cold prefixes are computed once: the second worker waits for the first, a dead one costs a stated time, and None waits for nobody."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.store.lease import NoLease
+from support.redis_server import running as redis_running
+from support.s3_server import running as s3_running
+from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LONGEST = cache(CHUNK * 5 + 5)
+
+
+@pytest.fixture(params=["folder", "Redis", "object store", "S3", "tiers"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., kvpack.Store]]:
+    """Opens a store at one place of each kind."""
+
+    def at(place: Any, **fixed: Any) -> Callable[..., kvpack.Store]:
+        return lambda **options: kvpack.Store(place, IDENTITY, **{"chunk": CHUNK, **fixed, **options})
+
+    match request.param:
+        case "folder":
+            yield at(tmp_path / "store")
+        case "Redis":
+            pytest.importorskip("redis")
+            with redis_running(tmp_path) as server:
+                yield at(server.url, timeout=5)
+        case "object store":
+            yield at(pytest.importorskip("obstore").store.MemoryStore())
+        case "S3":
+            pytest.importorskip("obstore")
+            with s3_running() as server:
+                yield at(server.url, storage_options=server.options)
+        case _:
+            yield at([kvpack.Tier("memory://", max_bytes=10**7), tmp_path / "slow"])
+
+
+def worker(store: kvpack.Store, ids: list[int], whole: kvpack.Cache, computed: list[int], begun: threading.Event) -> kvpack.Cache:
+    """What a server does with a prompt."""
+    n, found = store.load(ids)
+    begun.set()
+    if n < len(ids) // CHUNK * CHUNK:
+        time.sleep(0.3)
+        computed.append(n)
+        store.save(ids, whole)
+        return whole
+    assert found is not None
+    return found
+
+
+def two_workers(opened: Callable[..., kvpack.Store], lease: float | None, ids: list[int]) -> tuple[list[int], list[kvpack.Store]]:
+    # Prompts share their first chunks, and so their values.
+    whole, computed = LONGEST[:, : len(ids)], []
+    stores = [opened(lease=lease) for _ in range(2)]
+    begun = threading.Event()
+    first = threading.Thread(target=worker, args=(stores[0], ids, whole, computed, begun))
+    first.start()
+    assert begun.wait(60)
+    found = worker(stores[1], ids, whole, computed, threading.Event())
+    first.join()
+    assert same(found, whole)
+    return computed, stores
+
+
+def test_the_second_waits_for_the_first(opened: Callable[..., kvpack.Store]) -> None:
+    computed, stores = two_workers(opened, 30.0, prompt(3))
+    assert computed == [0]
+    assert [store.counters()["lease_waits"] for store in stores] == [0, 1]
+    assert all(store.counters()["faults"] == {} for store in stores)
+    # The rest of a longer prompt has a lease of its own.
+    computed, stores = two_workers(opened, 30.0, prompt(5))
+    assert computed == [3 * CHUNK]
+
+
+def test_none_waits_for_nobody(opened: Callable[..., kvpack.Store]) -> None:
+    computed, stores = two_workers(opened, None, prompt(3))
+    assert computed == [0, 0]
+    assert [store.counters()["lease_waits"] for store in stores] == [0, 0]
+
+
+def test_one_that_never_saves_delays_by_the_lease(opened: Callable[..., kvpack.Store]) -> None:
+    ids = prompt(3)
+    idle, other = opened(lease=1.0), opened(lease=1.0)
+    assert idle.load(ids) == (0, None)
+    # It may ask again itself.
+    begun = time.monotonic()
+    assert idle.load(ids) == (0, None)
+    assert time.monotonic() - begun < 0.9
+    begun = time.monotonic()
+    assert other.load(ids) == (0, None)
+    assert 0.3 < time.monotonic() - begun < 3
+    whole = save(other, ids)
+    assert same(idle.load(ids)[1], whole)
+
+
+def test_a_closed_store_delays_nobody(opened: Callable[..., kvpack.Store]) -> None:
+    ids = prompt(2)
+    with opened(lease=60.0) as idle:
+        assert idle.load(ids) == (0, None)
+        assert idle.load(prompt(2, seed=1)) == (0, None)
+    begun = time.monotonic()
+    with opened(lease=60.0) as other:
+        assert other.load(ids) == (0, None)
+        assert other.load(prompt(2, seed=1)) == (0, None)
+    assert time.monotonic() - begun < 30
+
+
+def _hold(place: Path, ids: list[int], ready: Any) -> None:
+    torch.set_num_threads(1)
+    store = kvpack.Store(place, IDENTITY, chunk=CHUNK, lease=600.0)
+    ready.put(store.load(ids)[0])
+    time.sleep(600)
+
+
+def test_a_dead_process_frees_its_lease_of_a_folder_at_once(tmp_path: Path) -> None:
+    ids = prompt(2)
+    context = multiprocessing.get_context("fork")
+    ready = context.Queue()
+    child = context.Process(target=_hold, args=(tmp_path / "store", ids, ready), daemon=True)
+    child.start()
+    assert ready.get(timeout=60) == 0
+    store = kvpack.Store(tmp_path / "store", IDENTITY, chunk=CHUNK, lease=600.0)
+    threading.Timer(0.3, os.kill, (child.pid, signal.SIGKILL)).start()
+    assert store.load(ids) == (0, None)
+    assert store.counters()["lease_waits"] == 1
+    whole = save(store, ids)
+    assert same(store.load(ids)[1], whole)
+    child.join()
+    assert [*(tmp_path / "store" / "unfinished").iterdir()] == []
+
+
+def test_a_lease_of_another_is_left_alone(tmp_path: Path) -> None:
+    """Released after it has expired, and another has it."""
+    pytest.importorskip("redis")
+    with redis_running(tmp_path) as server:
+        stores = [kvpack.Store(server.url, IDENTITY, chunk=CHUNK, timeout=5) for _ in range(2)]
+        key = b"k" * 32
+        late = stores[0]._backend.take_lease(key, 0.05)
+        time.sleep(0.1)
+        held = stores[1]._backend.take_lease(key, 60.0)
+        assert late is not None
+        assert held is not None
+        late.release()
+        assert stores[0]._backend.take_lease(key, 60.0) is None
+        held.release()
+        assert stores[0]._backend.take_lease(key, 60.0) is not None
+
+
+def test_no_fault_makes_anybody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("redis")
+    dead = kvpack.Store("redis://127.0.0.1:1", IDENTITY, chunk=CHUNK, lease=600.0)
+    assert dead.load(prompt(1)) == (0, None)
+    assert type(dead._backend.take_lease(b"k" * 32, 1.0)) is NoLease
+    folder = kvpack.Store(tmp_path, IDENTITY, chunk=CHUNK, lease=600.0)
+    monkeypatch.setattr("kvpack.store.directory.take_file_lease", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    assert folder.load(prompt(1)) == (0, None)
+    assert folder.counters()["faults"] == {"lease ENOSPC": 1}
+
+
+@pytest.mark.parametrize("lease", [0, -1.0, float("nan"), float("inf"), True, "5"])
+def test_what_is_no_time_is_refused(lease: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=r"lease is .*, expected seconds above 0, or None to wait for nobody"):
+        kvpack.Store(tmp_path, IDENTITY, chunk=CHUNK, lease=lease)

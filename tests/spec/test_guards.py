@@ -118,6 +118,7 @@ def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> N
     ("codec", "change", "message"),
     [
         (ANGLE, {"dim": 0}, "dim is 0, expected 2 to 1024"),
+        (ANGLE, {"norm": "fp32", "norm_bits": 0, "arrangement": "direct"}, "arrangement is 'direct', expected one of dense"),
         (ANGLE, {"bins": 1}, "bins is 1, expected 2 to 65536"),
         (ANGLE, {"bins": 65537}, "bins is 65537, expected 2 to 65536"),
         (GROUP, {"dim": 0}, "dim is 0, expected 1 to 1024"),

@@ -54,6 +54,7 @@ LIBRARY = [
 
 OTHER_CLASSES = {"BasisRows", "Options"}
 OTHER_FUNCTIONS = {
+    "check_value",
     "create",
     "encode",
     "chosen",

@@ -238,6 +238,7 @@ def in_pages(client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {name: client.config_get(name)[name] for name in ("hash-max-listpack-entries", "zset-max-listpack-entries")}
     for name in before:
         client.config_set(name, 0)
+    monkeypatch.setattr(redis_count, "WAIT_SECONDS", 600.0)
     monkeypatch.setattr(redis_count, "SIZES_AT_ONCE", 8)
     monkeypatch.setattr(redis_count, "NAMES_AT_ONCE", 8)
     yield

@@ -286,6 +286,9 @@ def _add_store(kinds: Any) -> None:
     store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     store.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
     store.add_argument("--location", metavar="STORE", help="fill a folder or a server with --entries small entries, and measure there")
+    store.add_argument(
+        "--delay", type=float, metavar="MS", help="with --location redis:// or s3://: time calls whose requests are MS milliseconds late"
+    )
     store.add_argument("--row", action="append", metavar="ROW", help="with --location: measure only this; may be repeated (default: all)")
     add_json(store)
     store.set_defaults(run=run_store)
@@ -293,8 +296,11 @@ def _add_store(kinds: Any) -> None:
 
 def run_store(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
-    from kvpack.bench import store, store_scale, store_tables
+    from kvpack.bench import store, store_delay, store_scale, store_tables
 
+    if arguments.delay is not None:
+        print_report(store_delay.run(arguments.location or "", arguments.delay), store_delay.show, arguments)
+        return 0
     if arguments.location is not None:
         (entries,) = arguments.entries or [store_scale.ENTRIES]
         rows = arguments.row or store_scale.ROWS

@@ -1,0 +1,159 @@
+"""kvpack bench store --location --delay: a store and an engine's pages on a server that is so many milliseconds away.
+
+A relay on this machine holds every request back, so that a server nearby stands for one far away. It adds no time for bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+import torch
+
+import kvpack
+from kvpack.formats.errors import InvalidParameter
+from kvpack.output import print_table
+from kvpack.store import Identity, Store
+from kvpack.store.page_store import PageStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CHUNK, DIM = 16, 32
+ENDPOINT = "AWS_ENDPOINT_URL"
+_PORTS = {"redis": 6379, "http": 80}
+_PIECE = 2**20
+PAGES = {"s3": 64, "redis": 256}
+"""Chunks, and pages, by the kind of location."""
+LIKE = {"present": "match", "get_into": "load", "touch": "match", "put what is there": "save what is there", "put": "save"}
+"""What of a ``Store`` the calls of a ``PageStore`` are compared with, of which they may take twice the time."""
+
+
+def run(location: str, delay_ms: float, pages: int | None = None) -> dict[str, Any]:
+    """Measure a store and pages at ``location`` (redis:// or s3://), every request ``delay_ms`` late; returns JSON values.
+
+    Entries of the bench are removed before and after. Raises InvalidParameter for another kind of location and for an invalid delay.
+    """
+    if not 0 < delay_ms < 10_000:
+        raise InvalidParameter(f"--delay is {delay_ms}, expected milliseconds above 0 and below 10,000")
+    kind = urlsplit(location).scheme
+    if kind not in PAGES:
+        raise InvalidParameter(f"--delay goes with a location redis:// or s3://, got {location!r:.80}")
+    count = PAGES[kind] if pages is None else pages
+    with _delayed(location, kind, delay_ms / 1000) as (place, options):
+        rows = _measured(place, options, count)
+    return {"location": location, "delay_ms": delay_ms, "pages": count, "ms": rows}
+
+
+def _measured(place: str, options: dict[str, Any], count: int) -> dict[str, dict[str, float]]:
+    identity = Identity("bench", "bf16", weights=f"delay {os.urandom(8).hex()}")
+    ids = list(range(CHUNK * count))
+    x = torch.randn(2, 1, 1, CHUNK * count, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache = kvpack.pack([(x[0], x[1])] * 2, "bf16")
+    found: dict[str, dict[str, float]] = {"Store": {}, "PageStore": {}}
+
+    def timed(who: str, what: str, call: Callable[[], Any], expected: Any = None) -> None:
+        begun = time.perf_counter()
+        result = call()
+        found[who][what] = 1000 * (time.perf_counter() - begun)
+        if expected is not None and result != expected:
+            raise InvalidParameter(f"{who}, {what}: got {result!r:.60}, expected {expected!r:.60}: the location is too small or too slow")
+
+    with Store(place, identity, chunk=CHUNK, timeout=60.0, **options) as store:
+        store.match(ids[:CHUNK])
+        timed("Store", "save", lambda: store.save(ids, cache), len(ids))
+        timed("Store", "match", lambda: store.match(ids), len(ids))
+        timed("Store", "load", lambda: store.load(ids)[0], len(ids))
+        timed("Store", "save what is there", lambda: store.save(ids, cache), len(ids))
+        store.delete(ids)
+    geometry = kvpack.PageGeometry(layers=2, heads=1, tokens=CHUNK, dim_k=DIM, dim_v=DIM)
+    pool = torch.randn(count, 2, 1, 2, CHUNK, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pages = kvpack.PageBuffer(geometry, pool[:, :, :, 0], pool[:, :, :, 1])
+    keys, slots, stored = [b"page %d" % number for number in range(count)], range(count), [True] * count
+    with PageStore(place, identity, geometry, timeout=60.0, **options) as engine:
+        engine.present(keys[:1])
+        timed("PageStore", "put", lambda: engine.put(keys, pages, slots), stored)
+        timed("PageStore", "present", lambda: engine.present(keys), stored)
+        timed("PageStore", "get_into", lambda: engine.get_into(keys, pages, slots), stored)
+        timed("PageStore", "put what is there", lambda: engine.put(keys, pages, slots), stored)
+        timed("PageStore", "touch", lambda: engine.touch(keys))
+        timed("PageStore", "present, of absent pages", lambda: engine.present([b"no " + key for key in keys]), [False] * count)
+        engine.delete(keys)
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print what each call takes, in milliseconds and in delays."""
+    delay, rows = report["delay_ms"], []
+    for who, calls in report["ms"].items():
+        for what, value in calls.items():
+            like = report["ms"]["Store"].get(LIKE.get(what, "")) if who == "PageStore" else None
+            ratio = "" if like is None else f"{value / like:.2f} x {LIKE[what]}"
+            rows.append([f"{who}: {what}", f"{value:,.0f}", f"{value / delay:,.1f}", ratio])
+    title = f"{report['pages']} chunks of a Store, and pages of a PageStore, every request {delay:g} ms late"
+    print_table(title, ["call", "ms", "delays", "compared with Store"], rows)
+
+
+@contextlib.contextmanager
+def _delayed(location: str, kind: str, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The location behind a relay, and the options that lead there."""
+    address = location if kind == "redis" else os.environ.get(ENDPOINT, "")
+    parts = urlsplit(address)
+    if parts.scheme not in _PORTS or parts.hostname is None:
+        raise InvalidParameter(f"an object store behind a delay needs its http:// address in {ENDPOINT}, got {address!r:.80}")
+    relay = _Relay((parts.hostname, parts.port or _PORTS[parts.scheme]), seconds)
+    try:
+        user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
+        there = urlunsplit(parts._replace(netloc=f"{user}127.0.0.1:{relay.port}"))
+        yield (there, {}) if kind == "redis" else (location, {"storage_options": {"endpoint": there}})
+    finally:
+        relay.close()
+
+
+class _Relay:
+    """Passes bytes on between clients and ``address``, those of clients ``seconds`` late."""
+
+    def __init__(self, address: tuple[str, int], seconds: float) -> None:
+        self._address, self._seconds = address, seconds
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        # Only shutting down ends a call of accept.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError), socket.create_connection(self._address) as server:
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            answers = threading.Thread(target=_pass_on, args=(server, client, 0.0), daemon=True)
+            answers.start()
+            _pass_on(client, server, self._seconds)
+            answers.join()
+
+
+def _pass_on(source: socket.socket, target: socket.socket, seconds: float) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(_PIECE):
+            time.sleep(seconds)
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

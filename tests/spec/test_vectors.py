@@ -21,6 +21,8 @@ from support.vector_checks import DECODED, LINES, basis_of, check_values, read, 
 REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
 EITHER = [file for file, line in LINES.items() if "either" in line]
 NEEDS_NO_BASIS = ("transform-8", "transform-9", "transform-10", "rans-2")
+FINISHED = 466
+"""Vectors of finished parts, which nothing writes any more."""
 MAX_BYTES = 8 * 2**20
 """Of all vectors: they travel with the source, and a reader in another language runs them all. Half of it are the 4 KiB of each JSON
 header, and what is at a limit of the format takes up to 200 kB."""
@@ -41,7 +43,8 @@ def test_no_vector_was_changed_added_or_lost() -> None:
 
 
 def test_every_vector_is_listed_as_it_is_defined() -> None:
-    assert set(LINES) == set(DEFINED)
+    assert len(set(LINES) - set(DEFINED)) == FINISHED, "a vector is lost, or has lost what writes it"
+    assert set(DEFINED) <= set(LINES)
     for file, vector in DEFINED.items():
         assert LINES[file].items() >= described(vector).items(), file
 

@@ -15,7 +15,7 @@ from kvpack.cli import parser
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.commands.recipes import rates
-from support.markdown_examples import run_examples
+from support.markdown_examples import blocks, run_examples
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "kvpack" / "guides"
@@ -58,6 +58,14 @@ def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: p
     finally:
         formats.CODECS.clear()
         formats.CODECS.update(known)
+
+
+@pytest.mark.parametrize("path", [*(FOLDER / f"{guide}.md" for guide in EXAMPLES), ROOT / "README.md"], ids=lambda path: path.stem)
+def test_examples_name_no_argument_that_warns(path: Path) -> None:
+    """transformers 5.24 warns of the older name of its caches, and earlier versions do not know the newer one."""
+    for block in blocks(path):
+        if block.language == "python":
+            assert not re.search(r"\bpast_key_values\b|\bcache=", block.text), block.line
 
 
 @pytest.mark.scenario

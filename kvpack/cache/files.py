@@ -91,6 +91,7 @@ def load(
     copy: bool = False,
     basis: Bases | None = None,
     recipe: str | os.PathLike[str] | Recipe | None = None,
+    progress: Progress | None = None,
 ) -> Cache:
     """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
 
@@ -107,19 +108,22 @@ def load(
     codecs klt and transform is found by its digest: a Basis, its path, a folder of bases, or a list of these. ``recipe`` converts what
     was loaded, layer by layer, as ``Cache.convert``: files that are small but slow to attend, of the codec transform, become such as
     attention reads packed. If it needs a basis, that is the one of the file, or else the one that is given.
+    ``progress(done, total)`` counts the layers, or to a CUDA device the pieces of the file, that are read.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload,
     MissingBasis or LimitExceeded; InvalidParameter for a file that is a basis; OutOfBounds for layers and tokens that the file lacks,
     and for a start inside a token group.
     """
     target = checked_device(device)
     check_flag(copy, "copy")
+    check_callback(progress)
     if max_bytes is not None:
         max_bytes = integer(max_bytes, "max_bytes")
     if target.type == "cuda":
-        return _in_recipe(read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens, basis), recipe, basis)
+        loaded = read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens, basis, progress)
+        return _in_recipe(loaded, recipe, basis)
     file = container.open_file(path, max_bytes=max_bytes, copy=copy)
     part = _part(file, layers, tokens)
-    cache = read(file, part.numbers, basis=basis)
+    cache = read(file, part.numbers, basis=basis, progress=progress)
     if not part.has_all_tokens:
         with _located(file.where):
             cache = cache.slice(part.start, part.stop)
@@ -148,7 +152,12 @@ def _with_basis(file: container.File, basis: Bases | None) -> Header:
 
 
 def read_to(
-    bus: Bus, file: container.File, layers: Layers | None = None, tokens: Tokens | None = None, basis: Bases | None = None
+    bus: Bus,
+    file: container.File,
+    layers: Layers | None = None,
+    tokens: Tokens | None = None,
+    basis: Bases | None = None,
+    progress: Progress | None = None,
 ) -> Cache:
     """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises as ``load``."""
     with own_modes(bus.device), file:
@@ -156,7 +165,7 @@ def read_to(
         part = _part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
         with _located(file.where):
-            for number, layer in load_layers(file, part, bus).items():
+            for number, layer in load_layers(file, part, bus, progress=progress).items():
                 loaded[number] = layer
     cache = cache_of(file.header, loaded)
     if part.has_all_tokens:
@@ -178,7 +187,14 @@ def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
     return cache.contents, arrays
 
 
-def read(file: container.File, numbers: Iterable[int] | None = None, *, check_values: bool = True, basis: Bases | None = None) -> Cache:
+def read(
+    file: container.File,
+    numbers: Iterable[int] | None = None,
+    *,
+    check_values: bool = True,
+    basis: Bases | None = None,
+    progress: Progress | None = None,
+) -> Cache:
     """Read the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
 
     Only the layers ``numbers`` (default: all) have sides and states. Raises DigestMismatch, InvalidPayload and, as ``load``, for
@@ -187,7 +203,8 @@ def read(file: container.File, numbers: Iterable[int] | None = None, *, check_va
     header = _with_basis(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with own_modes(cpu):
-        for number in range(len(header.layers)) if numbers is None else numbers:
+        chosen = list(range(len(header.layers)) if numbers is None else numbers)
+        for done, number in enumerate(chosen, 1):
             sides = {}
             for name, entry in header.layers[number].sides():
                 data = file.read_side(number, name, check_values=check_values)
@@ -195,6 +212,8 @@ def read(file: container.File, numbers: Iterable[int] | None = None, *, check_va
                 sides[name] = side_of(header, entry, tensors, cpu)
             states = {state.name: _tensor(file.read_state(state), state.layout) for state in header.states_of(number)}
             layers[number] = layer_of(header, number, sides, states)
+            if progress is not None:
+                progress(done, len(chosen))
     return cache_of(header, layers)
 
 

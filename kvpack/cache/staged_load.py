@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
+    from kvpack.coding.encoding import Progress
     from kvpack.file.container import File, SidePlaces
 
     from .bus import Bus
@@ -47,13 +48,15 @@ class _Group:
     span: Span | None
 
 
-def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGING_BYTES) -> dict[int, Layer]:
+def load_layers(
+    file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
+) -> dict[int, Layer]:
     """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
     Bytes are copied as soon as they are read, while those that follow are read. With all tokens, a layer's streams are views of one
     buffer, and the device checks what its kernels can, once all is there: digests, the codec's rules, and what only decoding all symbols
     tells. The host waits for that; what it checks itself, it checks before the copy. Raises as ``File.read_side``, the first error in the
-    order of the file, those that the device finds last, digests first, and OutOfBounds as ``Cache.slice``.
+    order of the file, those that the device finds last, digests first, and OutOfBounds as ``Cache.slice``. ``progress`` counts pieces.
     """
     header = file.header
     places = {number: [file.side_places(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
@@ -66,6 +69,14 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
     groups = _groups(file, places.values(), ruled, bus.device)
     own = [list(_copies(number, group)) for number, group in enumerate(groups)]
     copies = list(chain.from_iterable(own))
+    done = 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, len(copies))
+
     with contextlib.closing(bus), contextlib.closing(staged(copies, file, bus, staging_bytes, ruled, chunked)) as arriving:
         # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
@@ -78,12 +89,14 @@ def load_layers(file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGIN
                 with bus.work():
                     for copy in begun:
                         bus.copy(target[copy.begin : copy.end], next(arriving))
+                        tell()
                 # While they are copied.
                 views: dict[str, torch.Tensor] = {}
                 made += [(side, _side(file, side, target, start, views)) for side, start in group.sides]
         else:
             for copy in copies:
                 found[copy.side.layer][copy.side.side] = _rows(file, copy.side, next(arriving), part, bus)
+                tell()
         states = {number: _states(file, number, part, bus) for number in places}
     _check(file, list(zip(groups, targets, strict=False)), made, ruled, chunked)
     for place, side in made:

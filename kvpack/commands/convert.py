@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     # Truncating a mapped file would end the process, so the command reads a copy.
     recipe = recipe_of(arguments)
-    cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
+    with progress("read", arguments) as callback:
+        cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis, progress=callback)
     with progress("encode", arguments) as callback:
         converted = cache.convert(recipe, progress=callback)
     save(converted, arguments)

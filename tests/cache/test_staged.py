@@ -62,9 +62,22 @@ def same(a: Cache, b: Cache) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_loaded_to_a_device_is_what_the_cpu_loads(recipe: str, compress: bool, tmp_path: Path) -> None:
     kvpack.save(cache_of(recipe), tmp_path / "a.kvpack", compress=compress)
-    bus = LateBus()
-    same(files.read_to(bus, container.open_file(tmp_path / "a.kvpack")), kvpack.load(tmp_path / "a.kvpack"))
+    bus, pieces, layers = LateBus(), [], []
+    found = files.read_to(bus, container.open_file(tmp_path / "a.kvpack"), progress=lambda *counts: pieces.append(counts))
+    same(found, kvpack.load(tmp_path / "a.kvpack", progress=lambda *counts: layers.append(counts)))
     assert bus.closed
+    assert pieces == [(done, len(pieces)) for done in range(1, len(pieces) + 1)] != []
+    assert layers == [(done, len(found)) for done in range(1, len(found) + 1)]
+
+
+def test_progress_of_a_part_counts_its_own(tmp_path: Path) -> None:
+    kvpack.save(cache_of(RECIPES[0], 3), tmp_path / "a.kvpack")
+    pieces, layers = [], []
+    options = {"layers": [2, 0], "tokens": 64}
+    kvpack.load(tmp_path / "a.kvpack", **options, progress=lambda *counts: layers.append(counts))
+    files.read_to(LateBus(), container.open_file(tmp_path / "a.kvpack"), **options, progress=lambda *counts: pieces.append(counts))
+    assert layers == [(1, 2), (2, 2)]
+    assert pieces[-1] == (len(pieces), len(pieces))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

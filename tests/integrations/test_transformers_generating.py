@@ -69,6 +69,33 @@ def test_generates_what_the_model_does_when_nothing_is_lost(make: Any, options: 
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("shape", [lambda ids: ids, lambda ids: ids[0], lambda ids: ids.tolist(), lambda ids: ids[0].tolist()])
+def test_the_cache_generates_as_its_model_does(model: Any, shape: Any) -> None:
+    prompt = ids(1, 60)
+    expected = model.generate(prompt, max_new_tokens=9, **OPTIONS)
+    # Padding and the end of a text are one token, of which transformers would warn.
+    model.generation_config.eos_token_id = 0
+    with KvpackCache(model, "raw") as cache:
+        assert cache.generate(shape(prompt), max_new_tokens=9, **OPTIONS).tolist() == expected.tolist()
+        longer = torch.cat([expected, expected[:, :1]], 1)
+        assert cache.generate(shape(longer), max_new_tokens=1, **OPTIONS).shape == (1, 71)
+        with pytest.raises(InvalidParameter, match=r"token 0 of row 0 has the id .*, and the cache was computed from"):
+            cache.generate(shape(longer + 1), max_new_tokens=1)
+        with pytest.raises(InvalidDtype, match="expected token ids"):
+            cache.generate("text")
+        packed = cache.packed
+    with pytest.raises(InvalidParameter, match=r"has no model to generate with: write KvpackCache\(model, cache\)"):
+        KvpackCache(packed).generate(longer)
+
+
+def test_a_batch_generates_with_its_mask(model: Any) -> None:
+    prompt, mask = ids(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :5] = 0
+    expected = model.generate(prompt, attention_mask=mask, max_new_tokens=5, **OPTIONS)
+    with KvpackCache(model, "raw") as cache:
+        assert cache.generate(prompt, attention_mask=mask, max_new_tokens=5, **OPTIONS).tolist() == expected.tolist()
+
+
 def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
     with KvpackCache(model, "octopus-4") as cache:
         found = model.generate(ids(3, 100), past_key_values=cache, max_new_tokens=80, **OPTIONS)
@@ -85,12 +112,15 @@ def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) 
     switch._told.clear()
     prompt = ids(1, 30)
     expected = model.generate(prompt, max_new_tokens=5, **OPTIONS)
-    with caplog.at_level(logging.WARNING, "kvpack"):
+    with caplog.at_level(logging.INFO, "kvpack"):
         first, second = KvpackCache(model, "kivi-2"), KvpackCache(model, "octopus-3")
-    assert [record.message for record in caplog.records] == [
+        # Once in a process, whatever the model.
+        KvpackCache(gemma(), "kivi-2").release()
+    message = (
         "the attention of Qwen2ForCausalLM is now \"kvpack\", for packed layers; plain tensors go to 'sdpa' as before, "
         "which release() sets again"
-    ]
+    )
+    assert [(record.levelno, record.message) for record in caplog.records] == [(logging.INFO, message)]
     assert model.config._attn_implementation == "kvpack"
     assert model.generate(prompt, max_new_tokens=5, **OPTIONS).tolist() == expected.tolist()
     first.release()

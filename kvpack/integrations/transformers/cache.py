@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from kvpack import cache_names
 from kvpack.cache.cache import Cache, all_states, without_states
 from kvpack.cache.files import load
 from kvpack.cache.given import check_packed
@@ -31,7 +32,7 @@ from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
 from .models import Model, Named, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_for
 from .positions import RotaryPositions
-from .prompts import changed_since, check_rows_known, common_tokens, other_frequencies
+from .prompts import changed_since, check_rows_known, common_tokens, other_frequencies, token_ids_of
 from .record import Record
 from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, kept_states, restore
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kvpack.cache.files import Bases
     from kvpack.cache.states import States
     from kvpack.coding.bases import Basis
+    from kvpack.coding.encoding import Progress
 
 MAX_ROWS = 2**20
 """The most sequences that a cache is asked to hold."""
@@ -206,12 +208,13 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         basis: Bases | None = None,
         copy: bool = False,
         max_bytes: int | None = None,
+        progress: Progress | None = None,
         **options: Any,
     ) -> KvpackCache:
         """The cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
 
-        ``basis``, ``copy`` and ``max_bytes`` are those of ``kvpack.load``. Layers, shapes and identity are checked as by the constructor,
-        which takes ``options``.
+        ``basis``, ``copy``, ``max_bytes`` and ``progress`` are those of ``kvpack.load``. Layers, shapes and identity are checked as by the
+        constructor, which takes ``options``.
         Raises what ``kvpack.load`` raises, too.
         """
         given: Any = model
@@ -220,7 +223,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             instead = "write KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
             raise InvalidDtype(f"the second argument is {shown(given)}, expected a transformers model: {instead}")
         place = execution_device(model) if device is None else device
-        return cls(model, load(path, device=place, basis=basis, copy=copy, max_bytes=max_bytes), **options)
+        return cls(model, load(path, device=place, basis=basis, copy=copy, max_bytes=max_bytes, progress=progress), **options)
 
     def __enter__(self) -> Self:
         return self
@@ -257,6 +260,22 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                 position_offsets=offsets,
                 states_at=states,
             )
+
+    def generate(self, token_ids: Any, **options: Any) -> Any:
+        """``generate`` of the cache's model over this cache, which it is given under the name that the installed transformers has for it.
+
+        ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are those of the cache and at least one that follows; ``options``
+        are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for other ids than the
+        cache's; InvalidDtype or InvalidShape for anything but token ids; and what ``generate`` raises.
+        """
+        model: Any = self.passes.model_of_cache
+        if model is None:
+            raise InvalidParameter("the cache has no model to generate with: write KvpackCache(model, cache)")
+        ids = token_ids_of(token_ids).to(execution_device(model))
+        if len(ids) == 1:
+            # Where padding and the end of a text are one token, transformers warns that it cannot tell them apart.
+            options.setdefault("attention_mask", torch.ones_like(ids))
+        return model.generate(ids, **cache_names.over(model, self), **options)
 
     def release(self) -> None:
         """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kvpack import cache_names
 from kvpack.cache.files import load, save
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file.limits import MAX_STRING_BYTES
@@ -189,13 +188,12 @@ class Chat:
         kept = self._store is not None
         with KvpackCache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
-            prompt = torch.tensor([ids], device=execution_device(self.model))
             chunk = 1 if self._store is None else self._store.chunk
             if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:
                 # The store resumes the prompt only where a pass has ended.
-                fill(past, self.model, prompt[:, :-1], max(EVERY // chunk, 1) * chunk, chunk)
-            given = {"attention_mask": torch.ones_like(prompt), **cache_names.over(self.model, past), **options}
-            out = self.model.generate(prompt, **given, return_dict_in_generate=False)  # type: ignore[operator]
+                prompt = torch.tensor([ids[:-1]], device=execution_device(self.model))
+                fill(past, self.model, prompt, max(EVERY // chunk, 1) * chunk, chunk)
+            out = past.generate([ids], **options, return_dict_in_generate=False)
             packed = past.packed
             # A prompt that is shorter than a chunk leaves no states at the end of one.
             storable = not past.keeps_states or any(not tokens % chunk for tokens in (*past.states_at, packed.tokens))

@@ -12,7 +12,8 @@ from .plain import NAMES, forget_attention, remember_attention
 _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
 """The switch of each model, by its id; they live as long as a cache references them."""
 
-_told: set[str] = set()
+_told: list[str] = []
+"""The model whose switch was told of: the first one of the process."""
 
 
 class Switch:
@@ -27,9 +28,9 @@ class Switch:
             remember_attention(config, str(before.get(name) or "sdpa"))
         weakref.finalize(self, _restore, self._model, before)
         name = type(outer).__name__
-        if name not in _told:
-            _told.add(name)
-            logging.getLogger("kvpack").warning(
+        if not _told:
+            _told.append(name)
+            logging.getLogger("kvpack").info(
                 'the attention of %s is now "kvpack", for packed layers; plain tensors go to %r as before, which release() sets again',
                 name,
                 before[""],

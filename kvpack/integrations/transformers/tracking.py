@@ -117,7 +117,7 @@ class Tracking:
             self._name_model()
         if self._positions is not None:
             if self._passes.outermost:
-                self._positions.begin(self._model_of_cache, arguments, self.record.tokens)
+                self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
             self._positions.check(arguments, self.record.tokens)
         self.check_states()
         if self._passes.outermost:
@@ -260,13 +260,13 @@ class Tracking:
             )
 
     @property
-    def _model_of_cache(self) -> torch.nn.Module | None:
+    def model_of_cache(self) -> torch.nn.Module | None:
         return None if self._watched is None else self._watched()
 
     def prepare_positions(self, arguments: dict[str, Any]) -> None:
         """Let ``generate`` compute positions of several dimensions as they follow the cache. Raises InvalidParameter."""
         if self._positions is not None and self.record.tokens:
-            self._positions.begin(self._model_of_cache, arguments, self.record.tokens)
+            self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
 
     def offsets(self, rows: int) -> tuple[int, ...] | None:
         """``Cache.position_offsets`` of what is recorded, where token ids do not say that they are 0."""

@@ -40,6 +40,9 @@ _ROWS = 64
 
 _RECORDED = "kvpack-recorded"
 
+_OTHER_WEIGHTS = ("s_aux", "position_bias")
+"""Options of attention that change its weights besides queries, keys and masks."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -55,6 +58,7 @@ class _Recorder:
     """kvpack's attention function, which keeps the arguments and the result of the last forward pass."""
 
     layers: dict[int, Seen] = field(default_factory=dict)
+    weighed_by_more: bool = False
 
     def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
@@ -62,6 +66,7 @@ class _Recorder:
         output, weights = attention(module, query, key, value, attention_mask, **options)
         newest = output[:, -QUERIES:].transpose(1, 2).clone()
         kept = {"scale": options.get("scaling")} | {name: options.get(name) for name in ("softcap", "sliding_window")}
+        self.weighed_by_more |= any(options.get(name) is not None for name in _OTHER_WEIGHTS)
         self.layers[int(module.layer_idx)] = Seen(query[:, :, -QUERIES:].clone(), newest, kept)  # type: ignore[arg-type]
         return output, weights
 
@@ -170,20 +175,24 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
 def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
     """The share of the attention weight that the ``chosen`` tokens of each layer get, averaged over heads and the newest queries.
 
-    ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, is of these.
+    ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, is of these. Empty for models
+    with attention of their own, or with other weights, such as biases by distance.
     """
     known = pairs[0][0].shape[2]
     cache = uncompressed(model, [(k.clone(), v.clone()) for k, v in pairs])
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
+    _recorder.weighed_by_more = False
     with torch.inference_mode():
         model.base_model(tokens[:, known:], **cache_names.over(model, cache))
+        seen = dict(_recorder.layers)
+        _recorder.layers.clear()
+        if _recorder.weighed_by_more or not all(number in seen for number in range(len(chosen))):
+            return []
         shares = []
         for number, raw in enumerate(chosen):
-            seen = _recorder.layers[number]
-            weights = _weights(seen, cache.layers[number].keys)
+            weights = _weights(seen[number], cache.layers[number].keys)
             shares.append(float(weights[..., : len(raw)][..., raw].sum(-1).mean()))
-    _recorder.layers.clear()
     return shares
 
 

@@ -122,7 +122,7 @@ def run(
         "text": words.name,
         **sizes,
         "raw": _raw_share(found, windows * (tokens - score)),
-        "raw_attention": sum(map(float, found.shares.values())) / (len(found.shares) * windows),
+        "raw_attention": sum(map(float, found.shares.values())) / (len(found.shares) * windows) if found.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits],
         "without_frames": reason,
     }
@@ -254,10 +254,9 @@ def show(report: dict[str, Any]) -> None:
         f"{report['basis']}: {report['bytes']:,} bytes, {report['layers']} layers, {report['windows']} windows of {report['tokens']} tokens"
     )
     print(f"SHA-256 {report['digest']}")
-    print(
-        f"{100 * report['raw']:.2f} % of the tokens left out, which caches keep raw: the first, and those whose keys have a low norm; "
-        f"they get {100 * report['raw_attention']:.1f} % of the attention weight"
-    )
+    left_out = f"{100 * report['raw']:.2f} % of the tokens left out, which caches keep raw: the first, and those whose keys have a low norm"
+    share = report["raw_attention"]
+    print(left_out if share is None else f"{left_out}; they get {100 * share:.1f} % of the attention weight")
     if report["without_frames"]:
         print(f"no frames for the codec transform: {report['without_frames']}")
     for rate in report["transform"]:

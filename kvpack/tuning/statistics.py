@@ -70,7 +70,7 @@ class Statistics:
     ``counts``, float64 ``[]``, are the tokens that were counted. ``sums`` float64 ``[kv_head, dim]`` and ``products``
     ``[kv_head, dim, dim]`` are of keys or values, ``costs`` ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32
     ``[kv_head, token, dim]`` per window. ``shares``, float64 ``[]`` by layer ("3"), are sums over windows of the attention weight of the
-    tokens that were not counted.
+    tokens that were not counted; none where ``attention_shares`` finds none.
     """
 
     of: str

@@ -121,12 +121,21 @@ def test_shares_are_those_of_the_attention_weights(settings: dict[str, Any]) -> 
     assert min(found) > 0
 
 
+@pytest.mark.parametrize("name", ["Bloom", "MPT", "GPT-OSS"])
+def test_weights_that_more_than_queries_and_keys_decide_have_no_share(name: str) -> None:
+    model, tokens = model_of(name), torch.randint(1, 50, (1, 40))
+    pairs = windows.prefill(model, tokens[:, :24])
+    assert windows.attention_shares(model, tokens, pairs, [torch.ones(24, dtype=torch.bool) for _ in pairs]) == []
+
+
 def test_the_weight_of_raw_tokens_is_reported(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = calibrate.run(None, None, str(tmp_path / "x.kvbasis"), SIZES)
     assert (tmp_path / "x.kvbasis").read_bytes() == basis.read_bytes()
     assert 0 < report["raw_attention"] < 1
     calibrate.show(report)
     assert f"they get {100 * report['raw_attention']:.1f} % of the attention weight" in capsys.readouterr().out
+    calibrate.show({**report, "raw_attention": None})
+    assert "attention weight" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scope", ["head", "none"])

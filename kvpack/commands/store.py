@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 import time
@@ -15,8 +16,12 @@ from .outputs import add_force, check_output
 if TYPE_CHECKING:
     import argparse
 
+    from kvpack.store.backend import Pin
     from kvpack.store.catalog import Catalog, Prefix
 
+KEY_BYTES = 32
+_LAST_YEAR = 253_402_300_799
+"""The end of the year 9999, the last that a date can have."""
 KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
 """The environment variable that names the key file when ``--key-file`` is not given."""
 
@@ -40,6 +45,9 @@ def add(commands: Any) -> None:
     collect.add_argument(
         "--min-free", type=byte_count, metavar="N", help="evict until N bytes of the disk are free, such as 50GB, for a folder (default: 0)"
     )
+    unpin = _action(kinds, "unpin", run_unpin, "let a pinned prefix be evicted again")
+    unpin.add_argument("key", metavar="KEY", help="the first digits of a pinned key that stat prints, or all of one on a server")
+    unpin.add_argument("--owner", metavar="NAME", help="only the pin of this owner (default: those of all)")
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="the first digits of a key that ls prints")
     export.add_argument("output", metavar="OUT")
@@ -177,6 +185,7 @@ def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
 
 def run_stat(arguments: argparse.Namespace) -> int:
     """Print totals and one row per identity."""
+    from kvpack.store.directory import Directory
     from kvpack.store.summary import summarize
 
     from .opened import Opened
@@ -190,9 +199,10 @@ def run_stat(arguments: argparse.Namespace) -> int:
         return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
     kinds = {kind: count["entries"] for kind, count in summary.kinds.items()}
+    pins = [_pin(pin) for part in store.backend.parts if isinstance(part, Directory) for pin in part.pins()]
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
-        print_json({**total, **kinds, "identities": identities})
+        print_json({**total, **kinds, "identities": identities, "pins": pins})
         return store.exit_code()
     print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
     if kinds["pages"]:
@@ -218,6 +228,48 @@ def run_stat(arguments: argparse.Namespace) -> int:
         ),
         left=3,
     )
+    if pins:
+        print_table(
+            "pins",
+            ["key", "owner", "chunks", "until"],
+            ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _until(pin["until"])] for pin in pins),
+            left=2,
+        )
+    return store.exit_code()
+
+
+def _pin(pin: Pin) -> dict[str, Any]:
+    return {"key": pin.key.hex(), "owner": pin.owner, "chunks": len(pin.chain), "until": pin.until}
+
+
+def _until(until: int | None) -> str:
+    return "unpinned" if until is None else f"{datetime.datetime.fromtimestamp(min(until, _LAST_YEAR), datetime.UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def run_unpin(arguments: argparse.Namespace) -> int:
+    """Unpin the one prefix that a key names; return 2 where none or several are."""
+    from kvpack.formats.errors import InvalidParameter
+    from kvpack.store.directory import Directory
+    from kvpack.store.holds import checked_owner
+
+    from .opened import Opened
+
+    store = Opened(arguments)
+    digits, owner = arguments.key.lower(), checked_owner(arguments.owner)
+    pins = [pin for part in store.backend.parts if isinstance(part, Directory) for pin in part.pins()]
+    found = {pin.key for pin in pins if pin.key.hex().startswith(digits)}
+    if len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef"):
+        found = {bytes.fromhex(digits)}
+    if len(found) != 1 or not digits:
+        raise InvalidParameter(f"key {arguments.key!r:.100} is the beginning of {len(found)} pinned keys, expected one that stat prints")
+    (key,) = found
+    done = store.backend.unpin([key], owner)
+    if not done and not store.faults:
+        raise InvalidParameter(f"key {key.hex()} is not pinned{'' if owner is None else f' by {printable(owner)}'}: stat prints what is")
+    if arguments.json:
+        print_json({"key": key.hex(), "unpinned": done})
+    else:
+        print(f"{store.name}: {key.hex()[:16]} is {'no longer' if done else 'still'} pinned")
     return store.exit_code()
 
 
@@ -278,6 +330,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
         gone = f"{counts['evicted_entries']:,} entries ({counts['evicted_bytes']:,} bytes) and {counts['swept_files']:,} unfinished files"
         old = f" and {counts['reclaimed_entries']:,} bases or entries of older layouts" if counts["reclaimed_entries"] else ""
         print(f"{store.name}: removed {gone}{old}; {entries:,} entries ({size:,} bytes) remain")
+        if pinned := len(store.backend.pinned()):
+            print(f"{pinned:,} of them are pinned, and stay: kvpack store stat names the owners, kvpack store unpin undoes a pin")
     return store.exit_code()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .lease import NoLease
 
@@ -38,6 +38,26 @@ class Found:
 
     data: Data
     tier: int
+
+
+class Hold(NamedTuple):
+    """Who pins, and up to when, in seconds since 1970."""
+
+    owner: str
+    until: int
+
+
+class Pin(NamedTuple):
+    """A pinned chain, its owner, and when it ends in seconds since 1970; those of earlier versions have no owner and no end."""
+
+    chain: tuple[bytes, ...]
+    owner: str
+    until: int | None
+
+    @property
+    def key(self) -> bytes:
+        """The last key of the chain."""
+        return self.chain[-1]
 
 
 class Backend(Protocol):
@@ -112,11 +132,14 @@ class Backend(Protocol):
     def size(self) -> tuple[int, int]:
         """Entries and their bytes."""
 
-    def pin(self, keys: Sequence[bytes]) -> bool:
-        """Protect a chain from eviction, in every process, until ``unpin``. Returns whether it is pinned now."""
+    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+        """Protect a chain from eviction, in every process, until ``unpin`` or the end of the hold. Returns whether it is pinned now.
 
-    def unpin(self, keys: Sequence[bytes]) -> bool:
-        """Undo ``pin`` of the same chain. Returns whether it was pinned."""
+        Servers and object stores keep no owners and no ends.
+        """
+
+    def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
+        """Undo ``pin`` of the same chain, by one owner or by all. Returns whether it was pinned."""
 
     def pinned(self) -> set[bytes]:
         """The pinned keys."""

@@ -35,7 +35,7 @@ from .usage import Usage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, Found
+    from .backend import Data, Found, Hold, Pin
     from .counters import Counters
     from .forms import Form
     from .lease import Lease
@@ -237,11 +237,19 @@ class Directory(OneTier):
         count = self._counted()
         return 0 if count is None else count.total
 
-    def pin(self, keys: Sequence[bytes]) -> bool:
-        return self._pins.add(keys)
+    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+        return self._pins.add(keys, hold)
 
-    def unpin(self, keys: Sequence[bytes]) -> bool:
-        return self._pins.remove(keys)
+    def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
+        return self._pins.remove(keys, owner)
+
+    def pins(self) -> Sequence[Pin]:
+        """The pins in effect."""
+        try:
+            return self._pins.all()
+        except OSError as error:
+            self._counters.fault("pinned", error)
+            return ()
 
     def pinned(self) -> set[bytes]:
         return self._pins.keys()

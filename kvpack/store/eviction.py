@@ -139,6 +139,7 @@ class Evictor:
             if not held:
                 return None
             self.sweep()
+            self._pins.sweep()
             before = self.usage.read()
             budget = self._max_bytes if before is None or self._max_bytes is None else before.largest(self._max_bytes)
             if before is not None and not anew and (found := self._evict_indexed(size, kept, budget, before)) is not None:

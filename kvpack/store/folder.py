@@ -2,7 +2,8 @@
 
 <root>/3/f/3f...e1       an entry, named by the hexadecimal digits of its key
 <root>/unfinished/       files being written, locked by their writers
-<root>/pins/             one file per pinned chain: its keys
+<root>/holds/            one file per pinned chain and owner: its keys, and up to when it is pinned
+<root>/pins/             one file per chain pinned by an earlier version: its keys
 <root>/usage, lock       the counts of usage.py, and the evictor's lock
 <root>/index.db          what index.py knows of the entries
 """
@@ -44,6 +45,7 @@ class Folder:
         self.trust = Trust(self.root)
         self.unfinished_folder = os.path.join(self.root, UNFINISHED)
         self.pins_folder = os.path.join(self.root, "pins")
+        self.holds_folder = os.path.join(self.root, "holds")
         self._counters = counters
 
     @cached_property
@@ -59,7 +61,7 @@ class Folder:
         """The bytes that the folders themselves, and the files beside the entries, take on the disk."""
         firsts = [f"{self.root}/{first:x}" for first in range(16)]
         beside = [f"{self.root}/{name}" for name in BESIDE]
-        return disk.taken_by(self.root, self.unfinished_folder, self.pins_folder, *firsts, *self.leaves, *beside)
+        return disk.taken_by(self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *firsts, *self.leaves, *beside)
 
     @cached_property
     def leaves(self) -> list[str]:
@@ -120,7 +122,7 @@ class Folder:
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
         """(path, status) of every unfinished file."""
-        for folder in (self.unfinished_folder, self.pins_folder):
+        for folder in (self.unfinished_folder, self.pins_folder, self.holds_folder):
             for name, status in regular_files(folder, self._counters):
                 if name.startswith(TEMPORARY_PREFIX):
                     yield os.path.join(folder, name), status

@@ -12,7 +12,7 @@ from .backend import OneTier, Stored
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, Found
+    from .backend import Data, Found, Hold
     from .counters import Counters
 
 
@@ -95,12 +95,12 @@ class Memory(OneTier):
         with self._lock:
             return len(self._entries), self._total
 
-    def pin(self, keys: Sequence[bytes]) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         with self._lock:
             self._pins[keys[-1]] = [*keys]
         return True
 
-    def unpin(self, keys: Sequence[bytes]) -> bool:
+    def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         with self._lock:
             return self._pins.pop(keys[-1], None) is not None
 

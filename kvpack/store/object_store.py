@@ -31,7 +31,7 @@ from .uses import Uses, eviction_order, order_of, record_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data
+    from .backend import Data, Hold
     from .counters import Counters
     from .forms import Form
     from .lease import Lease
@@ -181,10 +181,10 @@ class ObjectStore(OneTier):
         sizes = [size for _, size, _ in self._entries() or ()]
         return len(sizes), sum(sizes)
 
-    def pin(self, keys: Sequence[bytes]) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         return self._guard.ask("pin", lambda: self._objects.put(_PINS + keys[-1].hex(), b"".join(keys)), False)
 
-    def unpin(self, keys: Sequence[bytes]) -> bool:
+    def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         name = _PINS + keys[-1].hex()
         return self._guard.ask("unpin", lambda: self._objects.size(name) is not None and self._objects.remove(name), False)
 

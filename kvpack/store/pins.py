@@ -1,76 +1,143 @@
-"""The pinned chains of a folder: one file per chain, named by the chain's last key, holds all its keys."""
+"""The pinned chains of a folder: one file per chain and owner, named by both, holds all its keys and up to when they are pinned.
+
+Pins of earlier versions have no owner and no end; they are in a folder of their own and go on to hold.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
+import time
 from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
-from kvpack.formats.errors import KvpackError, LimitExceeded
+from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded
 
+from .backend import Pin
 from .keys import KEY_BYTES
 from .reading import read_whole, regular_files
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from .backend import Hold
     from .counters import Counters
     from .folder import Folder
 
 
 _MAX_BYTES = 2**20 * KEY_BYTES
 """The most bytes of a pin: a million chunks."""
+_MAGIC = b"kvphold1"
+_HEAD = struct.Struct("<8sQH")
+_OWNER_DIGITS = 16
 
 
 class Pins:
-    """The pins of ``folder``, for every process. Errors of the system are counted, except in ``keys``, which raises OSError."""
+    """The pins of ``folder``, for every process. Errors of the system are counted, except in ``all``, which raises OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
-    def add(self, chain: Sequence[bytes]) -> bool:
-        """Pin a chain, and return whether it is pinned now."""
+    def add(self, chain: Sequence[bytes], hold: Hold) -> bool:
+        """Pin a chain for an owner, and return whether it is pinned now."""
+        owner = hold.owner.encode()
+        pieces = [memoryview(_HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain))]
         try:
-            self._folder.make_folders(self._folder.pins_folder)
-            keys, durable, own = memoryview(b"".join(chain)), self._folder.durable, self._folder.trust.own
+            self._folder.make_folders(self._folder.holds_folder)
+            durable, own = self._folder.durable, self._folder.trust.own
             # Not among the unfinished entries, which count towards the budget.
-            write_file(self._path(chain), [keys], durable=durable, unfinished=self._folder.pins_folder, begin=own)
+            write_file(self._path(chain[-1], hold.owner), pieces, durable=durable, unfinished=self._folder.holds_folder, begin=own)
         except (OSError, KvpackError) as error:
             self._counters.fault("pin", error)
             return False
         return True
 
-    def remove(self, chain: Sequence[bytes]) -> bool:
-        """Unpin a chain, and return whether it was pinned."""
+    def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
+        """Unpin a chain, of one owner or of all, and return whether it was pinned."""
         try:
-            os.unlink(self._path(chain))
+            found = [path for pin, path in self._found(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
+            for path in found:
+                os.unlink(path)
         except FileNotFoundError:
-            return False
+            # Somebody else has unpinned it just now.
+            return True
         except OSError as error:
             self._counters.fault("unpin", error)
             return False
-        return True
+        return bool(found)
+
+    def all(self) -> list[Pin]:
+        """The pins in effect."""
+        return [pin for pin, _ in self._found()]
 
     def keys(self) -> set[bytes]:
-        """All pinned keys."""
-        keys: set[bytes] = set()
-        for name, _ in regular_files(self._folder.pins_folder, self._counters):
-            if name.startswith(TEMPORARY_PREFIX):
-                continue
-            path = os.path.join(self._folder.pins_folder, name)
+        """All pinned keys. Raises OSError."""
+        return {key for pin in self.all() for key in pin.chain}
+
+    def sweep(self) -> None:
+        """Remove the pins that have ended."""
+        for name, path in self._files(self._folder.holds_folder):
             try:
-                with self._folder.trust.opened(path) as (descriptor, status):
-                    if status.st_size > _MAX_BYTES:
-                        raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, the limit is {_MAX_BYTES}")
-                    data = read_whole(descriptor, status.st_size)
+                pin = self._read(name, path, told=True)
+                if pin is not None and pin.until is not None and pin.until <= time.time():
+                    os.unlink(path)
             except FileNotFoundError:
                 continue
-            except (PermissionError, LimitExceeded) as error:
-                # Only the owner's pins count, and none is so long.
-                self._counters.fault("pinned", error)
-                continue
-            keys.update(bytes(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))
-        return keys
+            except OSError as error:
+                self._counters.fault("sweep", error)
 
-    def _path(self, chain: Sequence[bytes]) -> str:
-        return os.path.join(self._folder.pins_folder, chain[-1].hex())
+    def _found(self, beginning: str = "") -> Iterator[tuple[Pin, str]]:
+        """The pins in effect whose names have a ``beginning``."""
+        now = time.time()
+        for folder in (self._folder.pins_folder, self._folder.holds_folder):
+            for name, path in self._files(folder):
+                pin = self._read(name, path) if name.startswith(beginning) else None
+                if pin is not None and (pin.until is None or pin.until > now):
+                    yield pin, path
+
+    def _files(self, folder: str) -> Iterator[tuple[str, str]]:
+        for name, _ in regular_files(folder, self._counters):
+            if not name.startswith(TEMPORARY_PREFIX):
+                yield name, os.path.join(folder, name)
+
+    def _read(self, name: str, path: str, *, told: bool = False) -> Pin | None:
+        """The pin in a file, in effect or not; None for a file that is gone, and for one that is no pin of the owner's.
+
+        That is a fault, unless it has been ``told``.
+        """
+        try:
+            with self._folder.trust.opened(path) as (descriptor, status):
+                if status.st_size > _MAX_BYTES:
+                    raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, the limit is {_MAX_BYTES}")
+                data = bytes(read_whole(descriptor, status.st_size))
+            if os.path.dirname(path) == self._folder.pins_folder:
+                chain = _keys(data)
+                return Pin(chain, "", None) if chain else None
+            return _hold(name, data)
+        except FileNotFoundError:
+            return None
+        except (PermissionError, LimitExceeded, InvalidHeader) as error:
+            # Only the owner's pins count, and none is so long.
+            if not told:
+                self._counters.fault("pinned", error)
+            return None
+
+    def _path(self, key: bytes, owner: str) -> str:
+        digits = hashlib.sha256(owner.encode()).hexdigest()[:_OWNER_DIGITS]
+        return os.path.join(self._folder.holds_folder, f"{key.hex()}-{digits}")
+
+
+def _hold(name: str, data: bytes) -> Pin:
+    """The pin in ``data``. Raises InvalidHeader."""
+    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+        raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} and a time")
+    _, until, length = _HEAD.unpack(data[: _HEAD.size])
+    chain = _keys(data[_HEAD.size + length :])
+    if not chain:
+        raise InvalidHeader(f"the pin {name!r:.100} has no key, expected at least one")
+    return Pin(chain, data[_HEAD.size : _HEAD.size + length].decode(errors="replace"), until)
+
+
+def _keys(data: bytes) -> tuple[bytes, ...]:
+    return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))

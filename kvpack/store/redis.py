@@ -34,7 +34,7 @@ from .redis_scripts import ENTRY, LEASE, PINS, USED
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data
+    from .backend import Data, Hold
     from .counters import Counters
     from .forms import Form
     from .lease import Lease
@@ -195,10 +195,10 @@ class Redis(OneTier):
             return len(sizes), sum(sizes)
         return (0, 0) if answer is None else (answer[0], answer[1])
 
-    def pin(self, keys: Sequence[bytes]) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         return self._client.ask("pin", "HSET", PINS, keys[-1], b"".join(keys), check=integer) is not None
 
-    def unpin(self, keys: Sequence[bytes]) -> bool:
+    def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         return bool(self._client.ask("unpin", "HDEL", PINS, keys[-1], check=integer, otherwise=0))
 
     def pinned(self) -> set[bytes]:

@@ -17,6 +17,7 @@ from .counters import Counters
 from .entries import Reader, check_decoded, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
 from .forms import check_size
+from .holds import PIN_SECONDS, checked_owner, hold_of
 from .identity import states_key
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .leases import Leases
@@ -298,17 +299,24 @@ class Store:
             return None
         return pieces
 
-    def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
-        """Keep the longest stored prefix from eviction, in every process, until ``unpin`` or ``delete``; return its length in tokens."""
+    def pin(
+        self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None, seconds: int = PIN_SECONDS
+    ) -> int:
+        """Keep the longest stored prefix from eviction, in every process; return its length in tokens.
+
+        It is kept until ``unpin``, ``delete`` or, in a folder, ``seconds`` from now (default: a day), under the name of ``owner``
+        (default: the host and the process), whose pin of the same prefix this one replaces. Raises InvalidParameter.
+        """
+        hold = hold_of(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
         found = self._usable(keys)
         before = [key for key in self._before if self._backend.present([key])]
-        return len(found) * self.chunk if found and self._backend.pin([*before, *self._with_states(found)]) else 0
+        return len(found) * self.chunk if found and self._backend.pin([*before, *self._with_states(found)], hold) else 0
 
-    def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> bool:
-        """Undo ``pin`` of the same prefix, and return whether it was pinned."""
-        keys = self.keys(token_ids, inputs=inputs)
-        return any(self._backend.unpin(self._with_states(keys[:count])) for count in range(len(keys), 0, -1))
+    def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
+        """Undo ``pin`` of the same prefix, by ``owner`` or by all, and return whether it was pinned. Raises InvalidParameter."""
+        keys, owner = self.keys(token_ids, inputs=inputs), checked_owner(owner)
+        return any(self._backend.unpin(self._with_states(keys[:count]), owner) for count in range(len(keys), 0, -1))
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
         """The keys of a prefix's entries: those of its chunks, and that of the states after them if the model keeps any."""

@@ -19,7 +19,7 @@ from .write_back import WriteBack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .backend import Backend, Data
+    from .backend import Backend, Data, Hold
     from .counters import Counters
     from .lease import Lease
 
@@ -152,11 +152,11 @@ class Tiers:
         sizes = [stored.size for stored in self.list()]
         return len(sizes), sum(sizes)
 
-    def pin(self, keys: Sequence[bytes]) -> bool:
-        return _each(self._backends, lambda backend: backend.pin(keys))
+    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+        return _each(self._backends, lambda backend: backend.pin(keys, hold))
 
-    def unpin(self, keys: Sequence[bytes]) -> bool:
-        return _each(self._backends, lambda backend: backend.unpin(keys))
+    def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
+        return _each(self._backends, lambda backend: backend.unpin(keys, owner))
 
     def pinned(self) -> set[bytes]:
         return set().union(*(backend.pinned() for backend in self._backends))

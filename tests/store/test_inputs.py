@@ -17,6 +17,7 @@ from kvpack.file import container
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidHeader, InvalidParameter
 from kvpack.store import catalog
+from kvpack.store.backend import Hold
 from kvpack.store.entries import FEATURE, Named
 from kvpack.store.keys import token_bytes
 from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
@@ -227,7 +228,7 @@ def test_entries_of_older_layouts_are_reclaimed_and_no_others(tmp_path: Path, ca
         shutil.copy(good, path)
         rewrite(str(path), features)
     damaged.write_bytes(b"prefix-store, and nothing else")
-    store._backend.pin(store.keys(ids))
+    store._backend.pin(store.keys(ids), Hold("test", 2**40))
     assert {"older kvpack" in str(why) for stored, why in catalog.verify(store._backend) if stored.key in store.keys(ids)} == {True}
     assert cli.main(["store", "gc", str(tmp_path), "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)

@@ -538,7 +538,7 @@ def test_a_pin_of_a_terabyte_is_a_fault_and_not_read(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(2)
     save(store, ids)
     store.pin(ids)
-    with open(tmp_path / "pins" / ("0" * 64), "wb") as file:
+    with open(tmp_path / "holds" / ("0" * 64), "wb") as file:
         file.truncate(2**40)
     small = open_store(tmp_path, max_bytes=1)
     small.collect()

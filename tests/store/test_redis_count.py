@@ -10,6 +10,7 @@ import pytest
 import kvpack
 from kvpack.store import redis as redis_module
 from kvpack.store import redis_client, redis_count
+from kvpack.store.backend import Hold
 from kvpack.store.redis_scripts import ENTRY, PREFIX
 from support.redis_server import Server, running
 from support.store_caches import CHUNK, EVEN, cache, prompt, same, save
@@ -337,7 +338,7 @@ def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
     save(store, ids)
     size = stored_bytes(client)[1] - 2000 * 64
     pinned = [number.to_bytes(32, "big") for number in range(700)]
-    store._backend.pin(pinned)
+    store._backend.pin(pinned, Hold("test", 2**40))
     tight = open_store(shared, max_bytes=size + 750 * 64)
     whole = save(tight, prompt(2, seed=3))
     assert same(tight.load(prompt(2, seed=3))[1], whole)

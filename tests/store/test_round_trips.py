@@ -11,6 +11,7 @@ import torch
 import kvpack
 from kvpack.store import backend as backend_module
 from kvpack.store import redis as redis_module
+from kvpack.store.backend import Hold
 from kvpack.store.counters import Counters
 from kvpack.store.memory import Memory
 from kvpack.store.object_store import REQUESTS, ObjectStore
@@ -177,7 +178,7 @@ def test_an_object_store_without_room_is_listed_once_a_call(monkeypatch: pytest.
         backend: Any = engine._backend
         backend._max_bytes = 20 * size
         assert engine.put(KEYS[:20], given, range(20)) == [True] * 20
-        backend.pin(engine._names(KEYS[:20]))
+        backend.pin(engine._names(KEYS[:20]), Hold("test", 2**40))
         listed: list[int] = []
         real = ObjectStore._entries
         monkeypatch.setattr(ObjectStore, "_entries", lambda self: (listed.append(1), real(self))[1])

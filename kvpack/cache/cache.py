@@ -294,7 +294,7 @@ def without_states(cache: Cache) -> Cache:
 def all_states(cache: Cache) -> dict[int, States]:
     """The states of ``cache`` by position, those after its last token among them."""
     own = {cache.stop: states_of(cache)} if any(layer.states for layer in cache) else {}
-    return {**cache.states_at, **own}
+    return {**{position: states for position, states in cache.states_at.items() if cache.start < position < cache.stop}, **own}
 
 
 def concat(caches: Sequence[Cache]) -> Cache:

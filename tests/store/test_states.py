@@ -300,3 +300,11 @@ def test_slices_end_where_states_are_known() -> None:
     rows = whole.select([0, 0])
     assert rows.states_at[2 * CHUNK][0]["conv.0"].shape[0] == 2
     assert rows.prefix(2 * CHUNK)[0].states["conv.0"].shape[0] == 2
+
+
+def test_states_beyond_the_end_of_a_cache_are_not_used(tmp_path: Path) -> None:
+    whole = stateful(4 * CHUNK + 5, ends(2, 5))
+    with open_store(tmp_path, STATEFUL) as store:
+        assert store.save(IDS[: whole.tokens], whole) == 2 * CHUNK
+        assert store.stats()["entries"] == 3
+    assert list(kvpack.concat([whole]).states_at) == ends(2)

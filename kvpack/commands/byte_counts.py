@@ -1,4 +1,4 @@
-"""Numbers of bytes on the command line: integers, also with a unit such as GB or MiB."""
+"""Numbers with units on the command line: bytes such as 10GB, and times such as 7d."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def positive_byte_count(text: str) -> int:
     if not count:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no byte, expected at least 1")
     return count
+
+
+_TIME = re.compile(r"([0-9]{1,9})([smhd])", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def seconds(text: str) -> int:
+    """The seconds that ``text`` names, such as ``90s``, ``30m``, ``12h`` or ``7d``. Raises ArgumentTypeError."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a time, such as 90s, 30m, 12h or 7d")
+    return int(match[1]) * _SECONDS[match[2]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable, progress
 
-from .byte_counts import byte_count, positive_byte_count
+from .byte_counts import byte_count, positive_byte_count, seconds
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ def add(commands: Any) -> None:
     unpin = _action(kinds, "unpin", run_unpin, "let a pinned prefix be evicted again")
     unpin.add_argument("key", metavar="KEY", help="the first digits of a pinned key that stat prints, or all of one on a server")
     unpin.add_argument("--owner", metavar="NAME", help="only the pin of this owner (default: those of all)")
+    remove = _action(kinds, "rm", run_rm, "remove what a model, a recipe or a tenant has stored, or what was not used for long")
+    remove.add_argument("--model", metavar="NAME", help="only of this model, as stat prints it")
+    remove.add_argument("--recipe", metavar="RECIPE", help="only of this recipe")
+    remove.add_argument("--older-than", type=seconds, metavar="TIME", help="only what was last used longer ago, such as 7d or 12h")
+    remove.add_argument("--dry-run", action="store_true", help="only count what would be removed")
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="the first digits of a key that ls prints")
     export.add_argument("output", metavar="OUT")
@@ -244,6 +249,38 @@ def _pin(pin: Pin) -> dict[str, Any]:
 
 def _until(until: int | None) -> str:
     return "unpinned" if until is None else f"{datetime.datetime.fromtimestamp(min(until, _LAST_YEAR), datetime.UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def run_rm(arguments: argparse.Namespace) -> int:
+    """Remove the entries that fit all that is asked for, except pinned ones."""
+    from kvpack.coding.recipes import parse_recipe
+    from kvpack.formats.errors import InvalidParameter
+    from kvpack.store.removal import Choice, remove
+
+    from .opened import Opened
+
+    given = (arguments.model, arguments.recipe, arguments.older_than, arguments.tenant or None)
+    if given == (None, None, None, None):
+        raise InvalidParameter("nothing says what to remove: give --model, --recipe, --older-than or --tenant, or several of them")
+    recipe = None if arguments.recipe is None else parse_recipe(arguments.recipe).canonical
+    before = None if arguments.older_than is None else time.time_ns() - arguments.older_than * 10**9
+    store = Opened(arguments)
+    catalog = store.catalog()
+    chosen = Choice(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
+    if store.silent(catalog.count):
+        return store.exit_code()
+    pinned = len(chosen & store.backend.pinned())
+    removed = 0 if arguments.dry_run else remove(store.backend, store.counters, chosen, pinned=False)
+    if arguments.json:
+        print_json({"chosen": len(chosen), "pinned": pinned, "removed": removed, "entries": catalog.count - removed})
+        return store.exit_code()
+    what = "would be removed" if arguments.dry_run else "removed"
+    print(f"{store.name}: {len(chosen) - pinned if arguments.dry_run else removed:,} entries {what}, {pinned:,} are pinned and stay")
+    if catalog.pages and before is None:
+        print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than alone removes them")
+    if catalog.undecryptable:
+        print(f"{len(catalog.undecryptable):,} encrypted entries could not be looked at: give --key-file")
+    return store.exit_code()
 
 
 def run_unpin(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from kvpack.formats.errors import InvalidParameter
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .bases import StoredBasis
+from .catalog import read_catalog
 from .counters import Counters
 from .entries import Reader, check_decoded, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
@@ -26,6 +27,7 @@ from .opening import check_identity, opened
 from .options import StoreOptions, check_count
 from .prefix_states import PrefixStates
 from .reclaim import reclaim
+from .removal import chains_from, remove
 from .rope import longest_sequence
 from .tiers import Tiers
 from .windows import Windows, check_held
@@ -338,6 +340,16 @@ class Store:
         count = len(self._backend.delete([*removed, *after]) & set(removed))
         self._counters.add("deleted_entries", count)
         return count
+
+    def clear(self) -> int:
+        """Remove every stored prefix of this identity, with its pins, and return the number of entries removed.
+
+        Every entry's header is read. Chunks whose ancestors are gone are not found by it, nor by any ``load``; they are evicted.
+        """
+        catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
+        keys = chains_from(catalog, [self._root])
+        keys |= {catalog.states[key].stored.key for key in keys & set(catalog.states)}
+        return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
         """The basis of the recipe: the one given, else the store's; None if the recipe needs none or neither has it."""

@@ -1,0 +1,84 @@
+"""Choose what to remove from a store: by model, recipe, age or tenant, as the headers of its entries tell.
+
+Entries do not name their tenant: those of one are found by the roots of their chains, which the tenant is hashed into.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .identity import Identity, states_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .backend import Backend
+    from .catalog import Catalog, Entry
+    from .counters import Counters
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Entries of this ``model``, this canonical ``recipe`` and this ``tenant`` that were last used before ``used_before_ns``; None: any."""
+
+    model: str | None = None
+    recipe: str | None = None
+    tenant: str | None = None
+    used_before_ns: int | None = None
+
+    def keys(self, catalog: Catalog) -> set[bytes]:
+        """The keys of what is chosen: chunks, with the states after them, and, where only an age is asked for, pages of engines."""
+        chains = None if self.tenant is None else _of_tenant(catalog, self.tenant)
+        chosen = {key for key, entry in catalog.entries.items() if (chains is None or key in chains) and self._matches(entry)}
+        chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}
+        if self.model is self.recipe is self.tenant is None and self.used_before_ns is not None:
+            chosen |= {key for key, page in catalog.pages.items() if page.used_ns < self.used_before_ns}
+        return chosen
+
+    def _matches(self, entry: Entry) -> bool:
+        return (
+            self.model in (None, entry.model.get("name", ""))
+            and self.recipe in (None, entry.recipe)
+            and (self.used_before_ns is None or entry.stored.used_ns < self.used_before_ns)
+        )
+
+
+def chains_from(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
+    """The keys of the chunks whose chains begin at one of ``roots``, without a gap."""
+    children = defaultdict(list)
+    for key, entry in catalog.entries.items():
+        children[entry.named.parent].append(key)
+    found: set[bytes] = set()
+    ends = list(roots)
+    while ends:
+        new = [key for key in children.pop(ends.pop(), ()) if key not in found]
+        found.update(new)
+        ends += new
+    return found
+
+
+def roots_of(identity: Identity) -> tuple[bytes, bytes]:
+    """The parents of first chunks of ``identity``, without states and with them."""
+    return identity.digest, states_key(identity.digest)
+
+
+def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
+    """Remove entries, descendants of one another in any order, and return how many there were; pinned ones only if ``pinned``."""
+    kept = backend.pinned()
+    going = set(keys)
+    if pinned:
+        for key in going & kept:
+            backend.unpin([key])
+    else:
+        going -= kept
+    count = len(backend.delete(sorted(going)))
+    counters.add("deleted_entries", count)
+    return count
+
+
+def _of_tenant(catalog: Catalog, tenant: str) -> set[bytes]:
+    identities = {(tuple(sorted(entry.model.items())), entry.recipe) for entry in catalog.entries.values() if entry.start == 0}
+    named = [Identity.of_header(dict(model), recipe, tenant) for model, recipe in identities]
+    return chains_from(catalog, (root for identity in named for root in roots_of(identity)))

@@ -14,8 +14,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import pins
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
-
-from store_caches import CHUNK, cache, entries, open_store, prompt, save  # isort: skip
+from support.store_caches import CHUNK, cache, entries, open_store, prompt, save
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,7 @@ import pytest
 
 import kvpack
 from kvpack.cli import main
-
-from store_caches import CHUNK, IDENTITY, KEYS, cache, entries, open_store, prompt, save  # isort: skip
+from support.store_caches import CHUNK, IDENTITY, KEYS, cache, entries, open_store, prompt, save
 
 if TYPE_CHECKING:
     from pathlib import Path

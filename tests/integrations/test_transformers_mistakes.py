@@ -65,6 +65,8 @@ def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
         KvpackCache.load(model, file)  # type: ignore[arg-type]
     with pytest.raises(InvalidDtype, match="expected the model that continues the cache"):
         KvpackCache(kvpack.load(file), "octopus-3")
+    with pytest.raises(InvalidDtype, match=r"the cache is None, which Store\.load gives .*: write KvpackCache\(model, cache or recipe\)"):
+        KvpackCache(None, model)
     KvpackCache.load(file, model).release()
 
 
@@ -103,7 +105,7 @@ def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pyt
     [
         (IDS, r"given 40 token ids, and the cache holds 40: give those 40 ids, then at least one that follows them\. .*crop\(-1\)"),
         (IDS[:, :7], r"given 7 token ids, and the cache holds 40: .*\. KvpackCache\.load\(path, model, prompt=ids\) keeps"),
-        (NEW, r"token 0 of row 0 has the id 45, .* id 1 there: give generate the 40 ids of the cache, then new ones\. .*prompt=ids"),
+        (NEW, r"token 0 of row 0 has the id 45, .* id 1 there: give generate the 40 ids of the cache, .*token_ids are .*Chat\.load\("),
         (IDS.roll(1), r"token 0 of row 0 has the id 40, .*: give generate the 40 ids of the cache, then new ones\. .*prompt=ids"),
         (torch.cat([IDS.roll(1), NEW], 1), r"token 0 of row 0 has the id 40, .*prompt=ids"),
     ],

@@ -638,6 +638,11 @@ def _arguments(first: Any, second: Any) -> tuple[torch.nn.Module | None, Any]:
         if not isinstance(second, (Cache, str, os.PathLike, Recipe)):
             check_packed(second, "KvpackCache(model, {})")
         return first, second
+    if first is None:
+        raise InvalidDtype(
+            "the cache is None, which Store.load gives where nothing is stored: write KvpackCache(model, cache or recipe), which begins "
+            "an empty cache then"
+        )
     if isinstance(first, str | os.PathLike):
         raise InvalidDtype(
             f"{shown(first)} is neither a model nor a packed cache: AutoModelForCausalLM.from_pretrained(folder) loads a model, "

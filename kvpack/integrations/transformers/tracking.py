@@ -33,7 +33,10 @@ _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
 """What ``identity_of`` may tell apart in one model, what a user changed before the digests that change with it."""
 
 
-_SHARED = "KvpackCache.load(path, model, prompt=ids) keeps what a file and other ids begin with"
+_SHARED = (
+    "KvpackCache.load(path, model, prompt=ids) keeps what a file and other ids begin with, kvpack.load(path).token_ids are a file's, and "
+    "Chat.load(path, model, tokenizer) resumes a chat with the new message alone"
+)
 
 
 class Tracking:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 
@@ -19,14 +20,38 @@ _UNKNOWN_ADVICE = 22
 """EINVAL, the answer of an older kernel."""
 
 
+_USUAL_MAPPINGS = 65_530
+_SHARE = 4
+"""A process has so many times the mappings that are made here: beyond its limit, its threads and allocators fail too."""
+_MAPPED: set[int] = set()
+"""The addresses of the mappings that are in use. Changes of a set need no lock, which a finalizer could not wait for."""
+
+
 class _Mapping:
     """Pages of a file, unmapped with the last reference."""
 
     def __init__(self, address: int, size: int) -> None:
         self._address, self._size = address, size
+        _MAPPED.add(address)
 
-    def __del__(self, munmap: ctypes._NamedFuncPointer = _LIBC.munmap) -> None:
+    def __del__(self, munmap: ctypes._NamedFuncPointer = _LIBC.munmap, mapped: set[int] = _MAPPED) -> None:
+        mapped.discard(self._address)
         munmap(self._address, self._size)
+
+
+@functools.cache
+def most_mappings() -> int:
+    """How many files may be mapped at a time: a share of what the system allows the process."""
+    try:
+        with open("/proc/sys/vm/max_map_count", "rb") as file:
+            return int(file.read(32)) // _SHARE
+    except (OSError, ValueError):
+        return _USUAL_MAPPINGS // _SHARE
+
+
+def may_map() -> bool:
+    """Whether another file may be mapped; else it is to be read."""
+    return len(_MAPPED) < most_mappings()
 
 
 def map_file(descriptor: int, size: int) -> memoryview:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
-from kvpack.runtime.mapping import map_file
+from kvpack.runtime.mapping import map_file, may_map
 
 from .abouts import about_pieces
 from .backend import OneTier, Stored
@@ -290,7 +290,7 @@ class Directory(OneTier):
                 return read_whole(descriptor, size)
             if lazily:
                 return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
-            return map_file(descriptor, size)
+            return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
         """The kind of the file with an entry's name, judged by its front; None if there is none. Raises as reading does, and OSError."""

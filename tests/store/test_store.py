@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import os
 import re
@@ -21,6 +22,7 @@ import torch
 import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidRecipe, MissingPackage
 from kvpack.integrations.transformers import KvpackCache
+from kvpack.runtime import mapping
 from kvpack.store import entries as entries_module
 from kvpack.store.basis_keys import basis_keys
 from kvpack.store.counters import NAMES, Latency
@@ -515,3 +517,23 @@ def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Pa
     assert n == 3 * CHUNK
     assert same(found, whole)
     assert store.stats()["damaged_entries"] == 0
+
+
+def test_mappings_give_way_to_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has a number of mappings; what a store takes of them leaves it the rest."""
+    store, ids = open_store(tmp_path), prompt(6)
+    whole = save(store, ids)
+    before = len(mapping._MAPPED)
+    monkeypatch.setattr(mapping, "most_mappings", lambda: before + 4)
+    found = store.load(ids)[1]
+    assert len(mapping._MAPPED) == before + 4
+    again = store.load(ids)[1]
+    assert len(mapping._MAPPED) == before + 4
+    assert same(found, whole)
+    assert same(again, whole)
+    del found
+    gc.collect()
+    found = store.load(ids)[1]
+    assert len(mapping._MAPPED) == before + 4
+    assert same(found, whole)
+    assert mapping.most_mappings() > 0

@@ -35,6 +35,7 @@ HYBRIDS = [
     "qwen3_next",
     "zamba2",
 ]
+DTYPES = [*((name, "float32") for name in HYBRIDS), ("falcon_h1", "bfloat16"), ("qwen3_next", "bfloat16")]
 SUPPORT = Path(__file__).parents[1]
 
 
@@ -215,10 +216,10 @@ def test_prefill_refuses_what_does_not_follow() -> None:
     assert model.config._attn_implementation == attention
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_model_with_states_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
+def test_a_model_with_states_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     """In the same passes, and with the same attention, logits are those of a run over transformers' own cache."""
-    model = Architecture(name).model()
+    model = Architecture(name).model().to(getattr(torch, dtype))
     ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
     expected = {tokens: continued(model, ids, in_passes(model, ids[:, :tokens], 32)) for tokens in (32, 64)}
     assert save(tmp_path, model, every=32, chunk=CHUNK, dense=True) == 64
@@ -231,7 +232,7 @@ def test_a_model_with_states_resumes_bit_for_bit(name: str, tmp_path: Path) -> N
                 own, logits = continued(model, ids, past)
             assert own == expected[tokens][0]
             assert torch.equal(logits, expected[tokens][1])
-            if name != "kimi_linear":
+            if name != "kimi_linear" and dtype == "float32":
                 # Packed attention adds in another order.
                 with KvpackCache(model, cache) as past:
                     assert continued(model, ids, past)[0] == own
@@ -239,7 +240,7 @@ def test_a_model_with_states_resumes_bit_for_bit(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
-def test_packed_layers_resume_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_packed_layers_resume(name: str, tmp_path: Path) -> None:
     """As a KvpackCache goes on that computed the prompt itself, in the same passes."""
     model = Architecture(name).model()
     ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)

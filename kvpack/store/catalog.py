@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpack.file.row import KEY_AT, begins_row, namespace_of
+from kvpack.file.row import FRAME_BYTES, KEY_AT, begins_row, frame_of, namespace_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
     from .backend import Backend, Data, Stored
     from .encryption import Cipher
+
+
+_FRONTS_AT_ONCE = 8
+"""Fronts that are asked for in one request: those of rows are the whole entries."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,22 @@ def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *,
             data = _read(backend, stored, cipher, max_entry_bytes, front=True)
             if namespace_of(bytes(memoryview(data)[:KEY_AT])) == namespace:
                 yield stored.key
+
+
+def descriptions_of(
+    backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
+) -> set[bytes]:
+    """The descriptions of all rows of ``namespace``, one for each shape of pages; entries that cannot be read are left out."""
+    keys = [stored.key for stored in backend.list() if 0 < stored.size <= max_entry_bytes]
+    found: set[bytes] = set()
+    for begin in range(0, len(keys), _FRONTS_AT_ONCE):
+        part = keys[begin : begin + _FRONTS_AT_ONCE]
+        for key, data in zip(part, backend.fronts(part), strict=True):
+            with suppress(KvpackError, MemoryError):
+                row = memoryview(b"" if data is None else in_clear(key, data, cipher))
+                if begins_row(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, f"entry {key.hex()}")).namespace == namespace:
+                    found.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
+    return found
 
 
 class _Gone(Exception):

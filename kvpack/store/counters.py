@@ -21,6 +21,7 @@ NAMES = {
     "loads": "Calls of load.",
     "load_tokens": "Tokens requested from load.",
     "hit_tokens": "Tokens that load returned.",
+    "other_chunks": "Lookups that found nothing of tokens that are stored in chunks of another size: the stores here should agree.",
     "hit_chunks": "Chunks that a tier had, of a store of several.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
     "dropped_writes": "Entries that slower tiers never got: the queue was full, or not empty in time when the store was closed.",
@@ -95,6 +96,12 @@ class Counters:
             first = self._faults[operation, reason] == 1
         if first and self._whole is None:
             self._tell(operation, error)
+
+    @property
+    def fault_count(self) -> int:
+        """The faults of all operations and reasons."""
+        with self._lock:
+            return self._faults.total()
 
     def recent(self) -> list[tuple[str, float]]:
         """The operations that were timed since the last call, at most ``MOST_RECENT``, and their seconds."""

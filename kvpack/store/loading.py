@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
 """The errors that an entry may cause, including torch's out-of-memory errors: each is a miss and is counted."""
 
-_FRONTS_AT_ONCE = 64
-"""Fronts of entries in memory at a time: each keeps a file open."""
+_FRONTS_AT_ONCE, _ENCRYPTED_AT_ONCE = 64, 8
+"""Fronts of entries in memory at a time: each keeps a file open, and that of an encrypted entry is the whole entry."""
 
 
 class Loader:
@@ -130,8 +130,9 @@ class Loader:
         """Whether the existing entries of chunks ``numbers`` can be read here. A front is read once; a damaged entry is removed."""
         found = [key in self._known for key in keys]
         asked = [at for at, key in enumerate(keys) if not found[at] and key not in self._doubted]
-        for begin in range(0, len(asked), _FRONTS_AT_ONCE):
-            part = asked[begin : begin + _FRONTS_AT_ONCE]
+        at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE
+        for begin in range(0, len(asked), at_once):
+            part = asked[begin : begin + at_once]
             for at, data in zip(part, self._backend.fronts([keys[at] for at in part]), strict=True):
                 found[at] = data is not None and self._opens(keys[at], numbers[at], data)
         self._know([keys[at] for at in asked if found[at]])

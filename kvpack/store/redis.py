@@ -138,11 +138,13 @@ class Redis(OneTier):
                 for key, (size, front) in zip(part, looked, strict=True)
             ]
             long = [number for number, end in enumerate(ends) if end > _FRONT_BYTES]
-            rests = self._client.ask_all(
-                "get", [(data(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in long]
-            )
+            rests: list[bytes | None] = []
+            for group in _batches({n: ends[n] - _FRONT_BYTES for n in long}, len(part), _BYTES_AT_ONCE):
+                asked = [(data(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in group]
+                answers = self._client.ask_all("get", asked)
+                rests += answers or [None] * len(group)
             parts = {number: [looked[number][1]] for number, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
-            parts |= {number: [looked[number][1], rest or b""] for number, rest in zip(long, rests, strict=False)}
+            parts |= {number: [looked[number][1], rest or b""] for number, rest in zip(long, rests, strict=True)}
             found += [_with_zeros(parts.get(number, ()), looked[number][0], ends[number]) for number in range(len(part))]
         return found
 

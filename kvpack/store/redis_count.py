@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 SUM_SECONDS = 600.0
 """The age at which the sum of the sizes is counted again to keep the budget: any user of the server may have changed it."""
-WAIT_SECONDS = 5.0
+WAIT_SECONDS = 10.0
 """How long one put waits for a count; the next put continues it."""
-NAMES_AT_ONCE = 500
-SIZES_AT_ONCE = 2000
+NAMES_AT_ONCE = 300
+SIZES_AT_ONCE = 1000
 """Names, and sizes, in one page."""
 MAX_PAGES = 2**20
 """The most pages of a scan: a server of a billion names has no more."""

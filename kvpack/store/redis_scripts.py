@@ -92,7 +92,7 @@ end
 # ``first`` is how many of the oldest are known to be kept. Returns 1 if it fits, 0 if nothing more can go, 3 at the end of the page,
 # then entries evicted, their bytes, and ``first``.
 EVICT = """
-local PAGE, STEP = 300, 20
+local PAGE, STEP = 200, 20
 
 local function keys_of(text, kept)
     for at = 1, #text, 32 do kept[string.sub(text, at, at + 31)] = true end
@@ -321,11 +321,11 @@ end
 if ARGV[1] == '2' then redis.call('HSET', KEYS[6], 'whole', '1') end
 local page = redis.call('HSCAN', KEYS[2], redis.call('HGET', KEYS[6], 'cursor') or '0', 'COUNT', ARGV[2])
 local bytes, keys, sizes = 0, {}, {}
-for at = 1, #page[2], 2 do
-    local size = page[2][at + 1]
-    if not string.match(size, '^%d+$') or #size > 15 then return stop(-1) end
-    table.insert(keys, page[2][at])
-    table.insert(sizes, tonumber(size))
+local fields, match = page[2], string.match
+for at = 1, #fields / 2 do
+    local size = fields[2 * at]
+    if not match(size, '^%d+$') or #size > 15 then return stop(-1) end
+    keys[at], sizes[at] = fields[2 * at - 1], tonumber(size)
 end
 for first = 1, #keys, 1000 do
     local last = math.min(first + 999, #keys)

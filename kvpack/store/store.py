@@ -14,6 +14,7 @@ from kvpack.formats.errors import InvalidParameter
 from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .bases import StoredBasis
 from .catalog import read_catalog
+from .chunk_sizes import OtherChunks
 from .counters import Counters
 from .entries import Reader, check_decoded, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
@@ -113,6 +114,7 @@ class Store:
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
         self._backend, self._cipher, checked = opened(location, identity, self._counters, chosen)
+        self._others = OtherChunks(self._backend, self._counters, location, identity.root, chunk)
         self._leases = None if lease is None else Leases(self._backend, self._counters, lease)
         self._root = identity.root
         self._model = identity.header_model
@@ -157,7 +159,11 @@ class Store:
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
         readable = self._determined(ids) and (self._stored is None or self._stored.present())
-        return self.chunk * len(self._usable(keys)) if readable else 0
+        faults = self._counters.fault_count
+        found = len(self._usable(keys)) if readable else 0
+        if not found and self._counters.fault_count == faults:
+            self._others.look(ids, inputs[0] if inputs else b"")
+        return self.chunk * found
 
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
@@ -173,8 +179,11 @@ class Store:
         keys = chunk_keys(self._root, ids, self.chunk, digests)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
+        faults = self._counters.fault_count
         with self._counters.timed("load"):
             cache = self._loaded(keys) if self._determined(ids) else None
+        if cache is None and self._counters.fault_count == faults:
+            self._others.look(ids, digests[0] if digests else b"")
         if cache is not None and str(device) != "cpu":
             cache = self._moved(cache, device)
         if cache is None:

@@ -506,3 +506,23 @@ def key_bytes(key: ObjectKey) -> bytes:
     """As kvpack names an object: its module needs LMCache's names when it is imported."""
     found: bytes = sys.modules["kvpack.integrations.lmcache.adapter"].key_bytes(key)
     return found
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_delete_after_a_restart_deletes(encrypted: bool, opened: Callable[..., Any], tmp_path: Path) -> None:
+    """The new process has met no object, and LMCache's keys name no layout."""
+    options = {}
+    if encrypted:
+        pytest.importorskip("cryptography")
+        (tmp_path / "keys").write_text(f"a {bytes(32).hex()}")
+        (tmp_path / "keys").chmod(0o600)
+        options = {"encryption_key_file": str(tmp_path / "keys")}
+    adapter = opened(**options)
+    assert Chunks(adapter).store([0, 1, 2]) == [True] * 3
+    adapter.close()
+    adapter = opened(**options)
+    adapter.delete(KEYS[:2])
+    assert Chunks(adapter).found([0, 1, 2]) == [False, False, True]
+    adapter.delete(KEYS[:3])
+    assert Chunks(adapter).found([2]) == [False]
+    adapter.close()

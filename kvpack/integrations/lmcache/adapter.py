@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from threading import Lock
@@ -14,12 +15,15 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.pages.codec import key_digest
+from kvpack.store.catalog import descriptions_of
 from kvpack.store.counters import Counters
 from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.metrics import shared_collector
 from kvpack.store.opening import opened
 from kvpack.store.options import StoreOptions
+from kvpack.store.page_keys import page_key
 from kvpack.store.page_store import PageStore
 
 from .accounts import LOOKED_AT, Accounts
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused"}
+LOOK_SECONDS = 600.0
+"""How often a delete looks at all entries for layouts that this process has not met."""
 _ADAPTERS = count()
 """The numbers of the adapters of this process, which are labels of their metrics."""
 
@@ -68,6 +74,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         )
         self._check_location()
         self._stores: dict[Any, PageStore] = {}
+        self._descriptions: set[bytes] = set()
+        self._looked: float | None = None
         self._accounts = Accounts(self, self._there)
         self._refused = Counters(tell=lambda operation, error: None)
         self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
@@ -111,9 +119,25 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._popped("load", task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        for store in self._opened():
-            store.delete([key_bytes(key) for key in keys])
+        """Remove objects of every layout, also of those that only other processes, or this one before a restart, have stored."""
+        names = [key_bytes(key) for key in keys]
+        if sum(store.delete(names) for store in self._opened()) < len(names):
+            self._delete_unopened(names)
         self._accounts.deleted(keys)
+
+    def _delete_unopened(self, names: list[bytes]) -> None:
+        """Remove objects of the layouts that the location holds. LMCache's keys name none, so all entries are looked at, now and then."""
+        options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
+        backend, cipher, _ = opened(self._location, self._identity, self._refused, options, looking=True)
+        try:
+            with self._lock:
+                if self._looked is None or time.monotonic() - self._looked > LOOK_SECONDS:
+                    self._descriptions, self._looked = descriptions_of(backend, self._identity.digest, cipher), time.monotonic()
+                descriptions = [*self._descriptions]
+            for description in descriptions:
+                backend.delete([page_key(self._identity.digest, key_digest(name), description) for name in names])
+        finally:
+            backend.close()
 
     def report_status(self) -> dict[str, Any]:
         """The counters of the stores, one for each shape of objects, and the objects that none of them took, by operation and reason."""

@@ -1,0 +1,47 @@
+"""Stores of other chunk sizes on one location: their entries have other keys, and nothing of theirs is found, which is worth saying."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from .keys import ID_BYTES, chunk_key
+
+if TYPE_CHECKING:
+    from .backend import Backend
+    from .counters import Counters
+
+log = logging.getLogger("kvpack.store")
+
+SIZES = sorted({2**power for power in range(14)} | {*range(16, 513, 16)} | {*range(100, 1001, 100)})
+"""The chunk sizes that are looked for, in tokens."""
+TRIES = 3
+"""How many lookups that find nothing are followed by one for other chunk sizes; each may cost a request."""
+
+
+class OtherChunks:
+    """Looks for entries of the same tokens in chunks of another size, after lookups that found nothing, until it has found some once."""
+
+    def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
+        self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk
+        self._left = TRIES
+
+    def look(self, ids: bytes, inputs: bytes) -> None:
+        """Count, and log, that there are entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""
+        sizes = [size for size in SIZES if size != self._chunk and size * ID_BYTES <= len(ids)]
+        if not self._left or not sizes:
+            return
+        self._left -= 1
+        present = self._backend.present_each([chunk_key(self._root, ids[: size * ID_BYTES], inputs) for size in sizes])
+        found = [size for size, there in zip(sizes, present, strict=True) if there]
+        if found:
+            self._left = 0
+            self._counters.add("other_chunks")
+            log.warning(
+                "%s: nothing is stored for these tokens in chunks of %d, and entries in chunks of %d are there: "
+                "open the store with chunk=%d",
+                self._location,
+                self._chunk,
+                found[0],
+                found[0],
+            )

@@ -136,7 +136,8 @@ def _reason(error: Exception) -> str:
 def _values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    keys, values = torch.randn(2, 1, 2, tokens, 64, generator=torch.Generator().manual_seed(0)).bfloat16().unbind()
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, tokens, 64, generator=generator, dtype=torch.float32, device="cpu").bfloat16().unbind()
     return keys, values
 
 
@@ -146,7 +147,7 @@ def _files(device: str) -> str:
 
     import kvpack
 
-    query = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    query = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu").to(device)
     largest = 0.0
     with tempfile.TemporaryDirectory(prefix="kvpack-doctor-") as folder:
         for recipe in RECIPES:

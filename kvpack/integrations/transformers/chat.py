@@ -191,7 +191,7 @@ class Chat:
             chunk = 1 if self._store is None else self._store.chunk
             if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:
                 # The store resumes the prompt only where a pass has ended.
-                prompt = torch.tensor([ids[:-1]], device=execution_device(self.model))
+                prompt = torch.tensor([ids[:-1]], dtype=torch.int64, device=execution_device(self.model))
                 fill(past, self.model, prompt, max(EVERY // chunk, 1) * chunk, chunk)
             out = past.generate([ids], **options, return_dict_in_generate=False)
             packed = past.packed

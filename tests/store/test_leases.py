@@ -95,15 +95,15 @@ def test_none_waits_for_nobody(opened: Callable[..., kvpack.Store]) -> None:
 
 def test_one_that_never_saves_delays_by_the_lease(opened: Callable[..., kvpack.Store]) -> None:
     ids = prompt(3)
-    idle, other = opened(lease=1.0), opened(lease=1.0)
+    idle, other = opened(lease=2.0), opened(lease=2.0)
     assert idle.load(ids) == (0, None)
     # It may ask again itself.
     begun = time.monotonic()
     assert idle.load(ids) == (0, None)
-    assert time.monotonic() - begun < 0.9
+    assert time.monotonic() - begun < 1.9
     begun = time.monotonic()
     assert other.load(ids) == (0, None)
-    assert 0.3 < time.monotonic() - begun < 3
+    assert 0.2 < time.monotonic() - begun < 6
     whole = save(other, ids)
     assert same(idle.load(ids)[1], whole)
 

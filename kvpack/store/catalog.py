@@ -204,6 +204,27 @@ def read_catalog(
     return Catalog(entries, unreadable, pages, bases, states)
 
 
+def restored_times(catalog: Catalog) -> dict[bytes, int]:
+    """When entries are to have been last used, so that none was before what needs it: by key, of those that were.
+
+    A chunk is needed by what follows it and by its states, a basis by the entries whose recipes name it.
+    """
+    used = {key: entry.stored.used_ns for key, entry in catalog.entries.items()}
+    listed = dict(used)
+    for chunk, states in catalog.states.items():
+        if chunk in used:
+            used[chunk] = max(used[chunk], states.stored.used_ns + 1)
+    for key, entry in sorted(catalog.entries.items(), key=lambda item: -item[1].start):
+        parent = entry.named.parent
+        if parent in used:
+            used[parent] = max(used[parent], used[key] + 1)
+    for key, basis in catalog.bases.items():
+        listed[key] = basis.stored.used_ns
+        needing = [used[one] + 1 for one, entry in catalog.entries.items() if basis.digest.hex() in entry.recipe]
+        used[key] = max([basis.stored.used_ns, *needing])
+    return {key: time_ns for key, time_ns in used.items() if time_ns != listed[key]}
+
+
 def _check_key(file: container.File, named: bytes, stored: Stored) -> None:
     if named != stored.key:
         raise InvalidHeader(f"{file.where}: the entry's key is {named.hex()}")

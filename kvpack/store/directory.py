@@ -19,6 +19,7 @@ from kvpack.runtime.mapping import map_file, may_map
 
 from .abouts import about_pieces
 from .backend import OneTier, Stored
+from .catalog import read_catalog, restored_times
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .folder import Folder
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
@@ -72,7 +73,7 @@ class Directory(OneTier):
         self._sizes = Sizes(self._folder)
         self._usage = Usage(os.path.join(self._folder.root, "usage"), self.trust.own)
         self._index = Index(self._folder)
-        self._evictor = Evictor(self._folder, self._index, self._pins, self._usage, counters, max_bytes, min_free)
+        self._evictor = Evictor(self._folder, self._index, self._pins, self._usage, counters, max_bytes, min_free, self._restore)
         if not looking and self.trust.may_write:
             self._evictor.sweep()
 
@@ -274,6 +275,12 @@ class Directory(OneTier):
     def close(self) -> None:
         """Release the index; the next call opens it again."""
         self._index.close()
+
+    def _restore(self) -> None:
+        """Let ancestors be used later than their descendants, as they are until a copy of the folder gives them other times."""
+        for key, used in restored_times(read_catalog(self)).items():
+            with contextlib.suppress(OSError):
+                os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
 
     def _read(self, key: bytes, *, lazily: bool = False) -> Data:
         """An entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part.

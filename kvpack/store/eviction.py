@@ -76,13 +76,24 @@ class Reservation:
 
 
 class Evictor:
-    """Makes room in a directory. Any number of processes may request room; one at a time removes entries."""
+    """Makes room in a directory. Any number of processes may request room; one at a time removes entries.
+
+    ``restore`` puts the times of entries in the order of their chains again, where a copy of the folder has lost it.
+    """
 
     def __init__(
-        self, folder: Folder, index: Index, pins: Pins, usage: Usage, counters: Counters, max_bytes: int | None, min_free: int
+        self,
+        folder: Folder,
+        index: Index,
+        pins: Pins,
+        usage: Usage,
+        counters: Counters,
+        max_bytes: int | None,
+        min_free: int,
+        restore: Callable[[], None],
     ) -> None:
         self.folder, self._index, self._pins, self.usage, self._counters = folder, index, pins, usage, counters
-        self._max_bytes, self._min_free = max_bytes, min_free
+        self._max_bytes, self._min_free, self._restore = max_bytes, min_free, restore
 
     def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
         """Reserve ``size`` bytes once they fit, removing none of ``kept``; ``taken`` makes the bytes visible to counts.
@@ -144,6 +155,8 @@ class Evictor:
             budget = self._max_bytes if before is None or self._max_bytes is None else before.largest(self._max_bytes)
             if before is not None and not anew and (found := self._evict_indexed(size, kept, budget, before)) is not None:
                 return found
+            if before is None and self.usage.copied():
+                self._restore()
             found, total, entries = self._evict(size, kept, budget)
             self.usage.replace(total, before)
             if entries >= ENTRIES:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from kvpack.file.atomic import lock_now
+from kvpack.file.atomic import is_on_one_host, lock_now
 
 from .reading import read_beginning
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MAGIC = b"kvpusag2"
-_FIELDS = struct.Struct("<8s8sQQQQ")
+_FIELDS = struct.Struct("<8s8sQQQQQ")
 _ID_BYTES = _SUM_BYTES = 8
 _MOST_RUNS = 32
 """The runs of machines that are remembered; a machine that is forgotten counts the folder once more."""
@@ -42,7 +42,8 @@ class Count(NamedTuple):
     """``total`` bytes; ``taken`` is the sum of all bytes ever taken; ``generation`` changes with every count of the folder.
 
     ``limit`` is the largest budget of those who have put entries, in effect up to ``until`` in seconds since 1970. ``runs`` are those
-    of machines that have counted the folder, or have begun with it empty, since they were started.
+    of machines that have counted the folder, or have begun with it empty, since they were started. ``node`` is the inode of the folder,
+    which a copy does not have; 0 on a network.
     """
 
     generation: bytes
@@ -50,6 +51,7 @@ class Count(NamedTuple):
     taken: int
     limit: int = 0
     until: int = 0
+    node: int = 0
     runs: tuple[bytes, ...] = ()
 
     def largest(self, budget: int) -> int:
@@ -71,11 +73,12 @@ class Usage:
 
     def __init__(self, path: str, own: Callable[[int], None]) -> None:
         self._path, self._own = path, own
+        self._local: bool | None = None
 
     def read(self) -> Count | None:
         """The count, or None if it is missing or invalid."""
         with self._opened() as descriptor:
-            return None if descriptor is None else _read(descriptor)
+            return None if descriptor is None else _read(descriptor, self._node())
 
     def take(self, size: int, fits: Callable[[int], bool], taken: Callable[[], None], budget: int | None = None) -> Count | None:
         """Add ``size``, and call ``taken`` while nobody else can count; return the new count, or None if there is none that ``fits``.
@@ -83,7 +86,7 @@ class Usage:
         ``budget`` is that of the writer.
         """
         with self._opened(locked=True) as descriptor:
-            count = None if descriptor is None else _read(descriptor)
+            count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or not fits(count.total + size):
                 return None
             # A later count of the folder sees the file that ``taken`` made at length ``size``, or the bytes added here.
@@ -93,7 +96,7 @@ class Usage:
     def give_back(self, size: int, counted: Count | None) -> None:
         """Subtract ``size`` bytes, removed since they were ``counted``; a later count does not include them."""
         with self._opened(locked=True) as descriptor:
-            count = None if descriptor is None else _read(descriptor)
+            count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or counted is None or count.generation != counted.generation:
                 return
             _write(descriptor, count._replace(total=max(0, count.total - size)))
@@ -102,17 +105,31 @@ class Usage:
         """Replace the count by ``total``, counted since the count was ``before``, plus the bytes taken since then."""
         with self._opened(locked=True, make=True) as descriptor:
             assert descriptor is not None
-            count = _read(descriptor)
+            count = _read(descriptor, self._node())
             late = 0 if count is None or before is None else max(0, count.taken - before.taken)
             # One that this run of the machine may not trust still tells the budget and the other machines.
-            known = count or _read(descriptor, any_run=True) or Count(b"", 0, 0)
+            known = count or _read(descriptor, self._node(), any_run=True) or Count(b"", 0, 0)
             runs = (run_of_machine(), *(run for run in known.runs if run != run_of_machine()))[:_MOST_RUNS]
-            _write(descriptor, known._replace(generation=os.urandom(8), total=total + late, taken=known.taken if count else 0, runs=runs))
+            fields = {"generation": os.urandom(8), "total": total + late, "taken": known.taken if count else 0}
+            _write(descriptor, known._replace(**fields, node=self._node(), runs=runs))
+
+    def copied(self) -> bool:
+        """Whether the folder may be a copy of another, so that the times of its entries are those of copying."""
+        with self._opened() as descriptor:
+            known = None if descriptor is None else _read(descriptor, 0, any_run=True)
+        return known is None or known.node not in (0, self._node())
+
+    def _node(self) -> int:
+        """The inode of the folder; 0 on a network, where machines may see others. Raises OSError."""
+        folder = os.path.dirname(self._path)
+        if self._local is None:
+            self._local = is_on_one_host(folder)
+        return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:
         """Let nobody's budget be in effect until its owner puts the next entry."""
         with self._opened(locked=True) as descriptor:
-            count = None if descriptor is None else _read(descriptor)
+            count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
                 _write(descriptor, count._replace(limit=0, until=0))
 
@@ -152,15 +169,20 @@ def _wait_for_lock(descriptor: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _read(descriptor: int, *, any_run: bool = False) -> Count | None:
-    """The count in an open file; None for one that this run of the machine has no part in, unless ``any_run`` will do."""
+def _read(descriptor: int, here: int, *, any_run: bool = False) -> Count | None:
+    """The count in an open file; None for that of another inode than ``here``, or one that this run of the machine has no part in.
+
+    With ``any_run`` these will do.
+    """
     data = read_beginning(descriptor, _MOST_BYTES + 1)
     body = data[:-_SUM_BYTES]
     if not _FIELDS.size <= len(body) <= _MOST_BYTES - _SUM_BYTES or data[len(body) :] != xxhash.xxh3_64_digest(body):
         return None
-    magic, generation, total, taken, limit, until = _FIELDS.unpack(body[: _FIELDS.size])
+    magic, generation, total, taken, limit, until, node = _FIELDS.unpack(body[: _FIELDS.size])
     runs = tuple(body[at : at + _ID_BYTES] for at in range(_FIELDS.size, len(body), _ID_BYTES))
-    return Count(generation, total, taken, limit, until, runs) if magic == _MAGIC and (any_run or run_of_machine() in runs) else None
+    if magic != _MAGIC or not (any_run or (run_of_machine() in runs and node in (0, here))):
+        return None
+    return Count(generation, total, taken, limit, until, node, runs)
 
 
 def _write(descriptor: int, count: Count) -> Count:

@@ -136,7 +136,7 @@ def test_the_count_stays_small(tmp_path: Path) -> None:
         assert store.save(ids, whole) == 2 * CHUNK
         assert store.delete(ids) == 2
         lengths.add(os.stat(tmp_path / "usage").st_size)
-    assert lengths == {64}
+    assert lengths == {72}
     assert store._backend._usage.read().total == 0
 
 

@@ -115,5 +115,31 @@ def test_the_count_remembers_some_machines(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(usage, "run_of_machine", lambda number=number: b"run %04d" % number)
         save(store, prompt(1, seed=number))
         sizes.add(os.stat(tmp_path / "usage").st_size)
-    assert max(sizes) == 56 + 32 * 8
+    assert max(sizes) == 64 + 32 * 8
     assert store._backend._usage.read().runs[0] == b"run 0039"
+
+
+def test_a_copy_keeps_the_order_of_ancestors(tmp_path: Path) -> None:
+    """cp -r gives entries the times at which it met them."""
+    store = open_store(tmp_path / "a", max_bytes=10**8)
+    branches = [prompt(8, first=3, seed=seed) for seed in range(6)]
+    for ids in branches:
+        save(store, ids)
+    subprocess.run(["cp", "-r", tmp_path / "a", tmp_path / "b"], check=True)
+    copied = sorted((tmp_path / "b").glob("?/?/*"))
+    for number, path in enumerate(copied):
+        # A copy in the order of names, as some tools make it, slow enough for the clock.
+        os.utime(path, ns=(10**18 + number, 10**18 + number))
+    half = on_disk(tmp_path / "b") * 2 // 3
+    assert main(["store", "gc", str(tmp_path / "b"), "--max-bytes", str(half)]) == 0
+    left = len(list((tmp_path / "b").glob("?/?/*")))
+    assert 5 < left < len(copied)
+    copy = open_store(tmp_path / "b")
+    found = {key for ids in branches for key in copy.keys(ids)[: copy.match(ids) // CHUNK]}
+    assert len(found) == left, "every entry that stays is found"
+
+
+def test_without_its_order_a_copy_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage.Usage, "copied", lambda self: False)
+    with pytest.raises(AssertionError, match="every entry that stays is found"):
+        test_a_copy_keeps_the_order_of_ancestors(tmp_path)

@@ -110,8 +110,9 @@ class Usage:
             # One that this run of the machine may not trust still tells the budget and the other machines.
             known = count or _read(descriptor, self._node(), any_run=True) or Count(b"", 0, 0)
             runs = (run_of_machine(), *(run for run in known.runs if run != run_of_machine()))[:_MOST_RUNS]
-            fields = {"generation": os.urandom(8), "total": total + late, "taken": known.taken if count else 0}
-            _write(descriptor, known._replace(**fields, node=self._node(), runs=runs))
+            taken = known.taken if count else 0
+            anew = known._replace(generation=os.urandom(8), total=total + late, taken=taken, node=self._node(), runs=runs)
+            _write(descriptor, anew)
 
     def copied(self) -> bool:
         """Whether the folder may be a copy of another, so that the times of its entries are those of copying."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers.models import named
 from kvpack.models import model_folder, transformers_library
@@ -43,7 +44,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         raise InvalidParameter("--device is 'cuda', and PyTorch sees no CUDA device: use --device cpu")
     network = random_model(shape, None, device, "bf16") if shape is not None else _loaded(model, device)
     ids = torch.randint(1, min(200, network.config.vocab_size), (1, PROMPT), device=device)
-    past = network(ids, use_cache=True).past_key_values
+    past = cache_names.cache_of(network(ids, use_cache=True))
 
     def digest() -> None:
         _ = weights_of(parts(network)).text
@@ -52,7 +53,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         _ = named(network).fields
 
     def decode_step() -> None:
-        network(ids[:, :1], past_key_values=past)
+        network(ids[:, :1], **cache_names.over(network, past))
         past.crop(-1)
 
     def prefill() -> None:

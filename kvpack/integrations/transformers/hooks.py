@@ -246,7 +246,7 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
     For example::
 
         with recording(model) as record:
-            past = model(token_ids).past_key_values
+            logits, past = model(token_ids).to_tuple()
         cache = kvpack.pack(past, "octopus-3", inputs=record.inputs(past))
     """
     hooks, one = Hooks.on(model), Recording()

@@ -116,8 +116,9 @@ class Loader:
     def opens_states(self, chunks: Sequence[bytes]) -> list[bool]:
         """For each key of a chunk, whether the states after it are stored here, and can be read by their front."""
         keys = [states_key(chunk) for chunk in chunks]
-        found = [key in self._known for key in keys]
-        asked = [at for at in range(len(keys)) if not found[at]]
+        present = self._backend.present_each(keys)
+        found = [there and key in self._known for key, there in zip(keys, present, strict=True)]
+        asked = [at for at, there in enumerate(present) if there and not found[at]]
         for at, data in zip(asked, self._backend.fronts([keys[at] for at in asked]), strict=True):
             with suppress(*FAULTS):
                 if data is not None:

@@ -75,17 +75,16 @@ class PrefixStates:
         opens = self._loader.opens_states([chain[end - 1] for end in ends.values()])
         last = 0
         for (position, end), there in zip(ends.items(), opens, strict=True):
-            if self._put(states[position], chain[:end], position, now_ns, there=there):
+            if there or self._put(states[position], chain[:end], position, now_ns):
                 last = position
+        if opens and opens[-1]:
+            # Those that the next prompt resumes from, after their chain: they are evicted before any chunk of it.
+            self._backend.touch([*chain[: ends[last]], states_key(chain[ends[last] - 1])], now_ns)
         return last
 
-    def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int, *, there: bool) -> bool:
-        """Store the states after the last chunk of ``chain``, unless they are ``there``; return whether they are stored now."""
+    def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
+        """Store the states after the last chunk of ``chain``; return whether they are stored now."""
         key = states_key(chain[-1])
-        if there:
-            # Used after its chain, states are evicted before any chunk of it.
-            self._backend.touch([*chain, key], now_ns)
-            return True
         try:
             pieces = state_entries.to_pieces(states, chain[-1], position, self._reader.model, self._reader.recipe)
             if self._cipher is not None:

@@ -308,3 +308,18 @@ def test_states_beyond_the_end_of_a_cache_are_not_used(tmp_path: Path) -> None:
         assert store.save(IDS[: whole.tokens], whole) == 2 * CHUNK
         assert store.stats()["entries"] == 3
     assert list(kvpack.concat([whole]).states_at) == ends(2)
+
+
+def test_states_that_another_process_removed_are_stored_again(tmp_path: Path) -> None:
+    """What a store has read or written before is no sign that it is still there."""
+    whole = stateful(TOKENS, ends(2, 5))
+    with open_store(tmp_path, STATEFUL) as store:
+        for _ in range(3):
+            assert store.save(IDS, whole) == 5 * CHUNK
+            check(store.load(IDS)[1], whole, 5 * CHUNK)
+            for count in (2, 5):
+                states_path(store, IDS, count).unlink()
+            assert store.load(IDS) == (0, None)
+            assert store.save(IDS, whole) == 5 * CHUNK
+            assert store.save(IDS, whole) == 5 * CHUNK
+        assert store.counters()["faults"] == {}

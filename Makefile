@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 # Programs of tests/support, tests/benchmarks and fuzz.
 MODULE = PYTHONPATH=tests $(BIN)/python -m
 
-.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix versions zoo engines code-size
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions zoo engines code-size
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -99,6 +99,10 @@ versions: $(INSTALLED)
 # Every kind of store under every fault, half an hour; KILLS are those of all kinds together, OPTIONS those of `--help`.
 store-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(MODULE) support.store_matrix --kills $(or $(KILLS),7000) $(OPTIONS)
+
+# A store in use by processes that are killed at random, every hit checked; LOCATION is a folder (default: a temporary one) or a URL.
+store-stress: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(MODULE) support.store_endurance --minutes $(or $(MINUTES),10) $(addprefix --location ,$(LOCATION)) $(OPTIONS)
 
 # kvpack in real engines on the CPU, which build/engines holds: some GB, and some minutes. LMCache and SGLang take what vLLM has installed.
 # A process is tests/support/engines/vllm_process.py, whose vLLM loads tests/support/engines/vllm_cpu_spec.py, or

@@ -21,5 +21,5 @@ def plain_entry(tmp_path: Path) -> bytes:
 @pytest.fixture(autouse=True)
 def _disk_of_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk without blocks, whose folders take nothing, so that a budget says how many entries fit; test_disk.py has a real one."""
-    if not request.module.__name__.endswith("test_disk"):
+    if not request.module.__name__.endswith(("test_disk", "test_endurance")):
         disk_of_bytes.install(monkeypatch)

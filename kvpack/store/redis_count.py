@@ -46,12 +46,15 @@ class Count:
         self._phase, self._cursor = 0, _BEGIN
 
     def ready(self) -> bool:
-        """Whether the sum was counted since this store was opened, which the first put waits for; later counts go on page by page."""
+        """Whether the sum was counted since this store was opened, or shortly before, which the first put waits for.
+
+        Later counts go on page by page.
+        """
         with self._lock:
             if self._summed is None:
-                return self._sum(time.monotonic() + WAIT_SECONDS)
+                return self._sum(time.monotonic() + WAIT_SECONDS, trusted=True)
             if self._running or time.monotonic() - self._summed > SUM_SECONDS:
-                answer = self._client.call("sum", int(not self._running), SIZES_AT_ONCE)
+                answer = self._client.call("sum", int(not self._running), SIZES_AT_ONCE, 0)
                 self._running = answer == 0
                 if answer == _DONE:
                     self._summed = time.monotonic()
@@ -91,10 +94,10 @@ class Count:
         self._phase = 0
         return self._sum(deadline, counted=True)
 
-    def _sum(self, deadline: float, *, counted: bool = False) -> bool:
+    def _sum(self, deadline: float, *, counted: bool = False, trusted: bool = False) -> bool:
         begin = 2 if counted else 1
         for _ in range(MAX_PAGES):
-            answer = self._client.call("sum", begin, SIZES_AT_ONCE)
+            answer = self._client.call("sum", begin, SIZES_AT_ONCE, int(trusted))
             if answer == _DONE:
                 self._summed, self._running = time.monotonic(), False
                 return True

@@ -9,23 +9,29 @@ ENTRY = PREFIX + b"entry:"
 LEASE = PREFIX + b"lease:"
 PINS = PREFIX + b"pins"
 USED = PREFIX + b"used"
-KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting"]
+KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting", PREFIX + b"summed"]
 
-# KEYS in all: used, sizes, bytes, pins, counted, counting. Members of the sets are keys of 32 bytes.
+# KEYS in all: used, sizes, bytes, pins, counted, counting, summed. Members of the sets are keys of 32 bytes.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
 
 BEGIN = (
     NAMES
     + """
-for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash'}) do
+for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash', 'string'}) do
     local found = redis.call('TYPE', KEYS[number]).ok
     if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[number]) end
 end
 
-local known = redis.call('GET', KEYS[3])
-known = known and string.match(known, '^%d+$') and #known <= 15
+local function is_number(key)
+    local text = redis.call('GET', key)
+    return text and string.match(text, '^%d+$') and #text <= 15
+end
+
+-- The sum, and a copy of it that only whoever changes both keeps equal.
+local known, copied = is_number(KEYS[3]), is_number(KEYS[7])
 local function add(bytes)
     if known and bytes ~= 0 then redis.call('INCRBY', KEYS[3], string.format('%.0f', bytes)) end
+    if copied and bytes ~= 0 then redis.call('INCRBY', KEYS[7], string.format('%.0f', bytes)) end
 end
 
 local function microseconds()
@@ -35,7 +41,12 @@ end
 
 local function size_of(key)
     local size = redis.call('HGET', KEYS[2], key)
-    return size and string.match(size, '^%d+$') and #size <= 15 and tonumber(size) or 0
+    if not size then return 0 end
+    if string.match(size, '^%d+$') and #size <= 15 then return tonumber(size) end
+    -- Another program has changed it: all is counted again.
+    redis.call('DEL', KEYS[3], KEYS[7])
+    known, copied = false, false
+    return 0
 end
 
 -- A count goes on in pages: the entries counted so far, and their sum, follow every change.
@@ -295,7 +306,8 @@ return {page[1], gone}
 """
 )
 
-# ARGV: 1 to begin to sum the sizes, 2 to begin after a scan of all names, unless others have begun; 0 to go on; how many in a page.
+# ARGV: 1 to begin to sum the sizes, 2 to begin after a scan of all names, unless others have begun; 0 to go on; how many in a page;
+# 1 to take a sum as it is that was counted in the last minutes, and that nobody but these scripts has changed since.
 # Returns 0 until all are summed, then 1; -1 where nothing can be said of what is stored.
 SUM = (
     BEGIN
@@ -316,6 +328,7 @@ end
 if not counting then
     if ARGV[1] == '0' then return 1 end
     if ARGV[1] == '1' and not sound() then return -1 end
+    if ARGV[3] == '1' and copied and redis.call('GET', KEYS[7]) == redis.call('GET', KEYS[3]) then return 1 end
     begin(0)
 end
 if ARGV[1] == '2' then redis.call('HSET', KEYS[6], 'whole', '1') end
@@ -345,7 +358,8 @@ if page[1] == '0' then
     local total = tonumber(redis.call('HGET', KEYS[6], 'sum'))
     if redis.call('HGET', KEYS[6], 'whole') ~= '1' and not sound() then return stop(-1) end
     if redis.call('SCARD', KEYS[5]) == redis.call('HLEN', KEYS[2]) then
-        redis.call('SET', KEYS[3], string.format('%.0f', total))
+        for at = 3, 7, 4 do redis.call('SET', KEYS[at], string.format('%.0f', total)) end
+        redis.call('PEXPIRE', KEYS[7], 2 * KEPT_MS)
         return stop(1)
     end
     -- A program that does not follow a count in pages has changed entries meanwhile.

@@ -350,3 +350,31 @@ def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
     refused = open_store(shared, max_bytes=700 * 64 + 10)
     assert refused.save(prompt(1, seed=5), cache(CHUNK + 5, EVEN.recipe)) == 0
     assert refused.counters()["refused_chunks"] == 1
+
+
+@pytest.mark.usefixtures("in_pages")
+def test_a_sum_that_only_kvpack_has_changed_is_not_counted_again(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that starts beside others does not wait for a count; after any other change it does."""
+    fill(client, 100)
+    most = 10**6
+    save(open_store(shared, max_bytes=most), prompt(1))
+    asked: list[str] = []
+    real = redis_client.Client.call
+
+    def listed(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(script)
+        return real(self, script, *arguments, **options)
+
+    monkeypatch.setattr(redis_client.Client, "call", listed)
+    for seed in range(1, 4):
+        asked.clear()
+        store = open_store(shared, max_bytes=most)
+        save(store, prompt(1, seed=seed))
+        store.delete(prompt(1, seed=seed - 1))
+        assert asked.count("sum") == 1
+        assert int(client.get(BYTES)) == stored_bytes(client)[1]
+    client.incrby(BYTES, 7)
+    asked.clear()
+    save(open_store(shared, max_bytes=most), prompt(1, seed=9))
+    assert asked.count("sum") > 5
+    assert int(client.get(BYTES)) == stored_bytes(client)[1]

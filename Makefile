@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 # Programs of tests/support, tests/benchmarks and fuzz.
 MODULE = PYTHONPATH=tests $(BIN)/python -m
 
-.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions zoo engines code-size
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -92,9 +92,16 @@ code-size: $(INSTALLED)
 roundtrip: $(INSTALLED)
 	$(MODULE) fuzz.roundtrip --seconds $(or $(SECONDS),60)
 
-# The oldest and the newest dependencies that pyproject.toml allows; the fast part, which CI runs, is `.ci/versions.py`.
+# The tests of caches and attention by PyTorch operations, as where no C compiler was found.
+without-c: $(INSTALLED)
+	KVPACK_KERNELS=torch $(PYTEST) tests/test_attention.py tests/cache
+
+# The oldest and the newest dependencies that pyproject.toml allows; the fast part, which CI runs, is `make versions-part`.
 versions: $(INSTALLED)
 	$(BIN)/python .ci/versions.py --whole
+
+versions-part: $(INSTALLED)
+	$(BIN)/python .ci/versions.py
 
 # Every kind of store under every fault, half an hour; KILLS are those of all kinds together, OPTIONS those of `--help`.
 store-matrix: $(INSTALLED)

@@ -130,7 +130,10 @@ def _row(values: Array) -> torch.Tensor:
 
 
 def _table(values: Array, width: int) -> Array:
-    """The Lloyd-Max table of ``values`` with 2^``width`` entries, ascending; wide ones begin as steps over the whole range."""
+    """The Lloyd-Max table of ``values`` with 2^``width`` entries, ascending, scaled to the energy of the values.
+
+    Wide ones begin as steps over the whole range.
+    """
     table: Array
     values = numpy.sort(values[:: max(1, len(values) // TRAINED)])
     count, levels = len(values), 1 << width
@@ -144,4 +147,8 @@ def _table(values: Array, width: int) -> Array:
         counts = numpy.diff(ends)
         means = numpy.diff(below[ends]) / numpy.maximum(counts, 1)
         table = numpy.sort(numpy.where(counts > 0, means, table))
+    # Centroids have less energy than what they stand for: products with queries and weighted sums would shrink.
+    energy, kept = numpy.square(values).sum(), (numpy.square(means) * counts).sum()
+    if kept > 0:
+        table *= numpy.sqrt(energy / kept)
     return table

@@ -386,10 +386,12 @@ def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyP
     assert [float(found.shares[layer]) for layer in "01"] == pytest.approx([6 / 200, 5 / 200])
 
 
-def test_tables_are_lloyd_max() -> None:
+def test_tables_are_lloyd_max_with_the_energy_of_the_values() -> None:
     values = numpy.random.default_rng(0).standard_normal(40_000)
-    assert basis_fit._table(values, 1) == pytest.approx([-0.798, 0.798], abs=0.02)
-    assert basis_fit._table(values, 2) == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=0.03)
+    # Max 1960, Table I, divided by the root of 1 less the error.
+    assert basis_fit._table(values, 1) == pytest.approx([-1, 1], abs=0.02)
+    assert basis_fit._table(values, 2) == pytest.approx([-1.607, -0.4820, 0.4820, 1.607], abs=0.03)
+    assert basis_fit._table(numpy.zeros(100), 2).tolist() == [0, 0, 0, 0]
     wide = basis_fit._table(values, 8)
     nearest = wide[numpy.abs(values[:2000, None] - wide).argmin(1)]
     assert ((nearest - values[:2000]) ** 2).mean() < 2e-4

@@ -16,7 +16,7 @@ from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
-from .rotation import KINDS, Rotation
+from .rotation import KINDS, Rotation, rotation_of
 from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Angle(CodecFamily):
 
     @property
     def rotation(self) -> Rotation:
-        return Rotation(self.rotation_kind, self.dim, self.seed)
+        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def directions(self) -> torch.Tensor:

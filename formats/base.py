@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from .columns import Columns
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
-from .rotation import Rotation
+from .rotation import Rotation, rotation_of
 from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Codec(ABC):
     @property
     def rotation(self) -> Rotation:
         """The rotation between the original and the coded frame."""
-        return Rotation("none", self.dim)
+        return rotation_of("none", self.dim)
 
     @property
     def exact_dtype(self) -> str | None:

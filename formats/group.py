@@ -16,7 +16,7 @@ from .columns import Columns, default_fields
 from .family import OPTIONAL, SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
-from .rotation import KINDS, Rotation
+from .rotation import KINDS, Rotation, rotation_of
 from .tables import TABLES_KEPT
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Group(CodecFamily):
 
     @property
     def rotation(self) -> Rotation:
-        return Rotation(self.rotation_kind, self.dim, self.seed)
+        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def token_group(self) -> int:

@@ -20,7 +20,7 @@ from .lloyd_max import direction_table, triplet_norm_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .products import product
-from .rotation import KINDS, Rotation
+from .rotation import KINDS, Rotation, rotation_of
 from .tables import TABLES_KEPT, kept_on_device
 from .value_blocks import first_place, in_memory, row_blocks
 
@@ -107,7 +107,7 @@ class Octahedral(CodecFamily):
 
     @property
     def rotation(self) -> Rotation:
-        return Rotation(self.rotation_kind, self.dim, self.seed)
+        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def triplets(self) -> int:

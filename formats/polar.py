@@ -20,7 +20,7 @@ from .lazy import functional, torch
 from .lloyd_max import polar_angle_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
-from .rotation import KINDS, Rotation
+from .rotation import KINDS, Rotation, rotation_of
 from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Polar(CodecFamily):
 
     @property
     def rotation(self) -> Rotation:
-        return Rotation(self.rotation_kind, self.dim, self.seed)
+        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -14,7 +14,7 @@ from .base import NORMS, Layout, check_choice, check_range, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
-from .rotation import Rotation
+from .rotation import Rotation, rotation_of
 from .side_car import ResidualSketch, typed_map
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Qjl(ResidualSketch):
     @property
     def rotation(self) -> Rotation:
         """The second rotation, R' in the paper."""
-        return Rotation("signed-hadamard", self.dim, self.seed)
+        return rotation_of("signed-hadamard", self.dim, self.seed)
 
     @cached_property
     def packing(self) -> Columns:

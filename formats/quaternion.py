@@ -18,7 +18,7 @@ from .generator import unit_quaternions
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .quaternion_search import UNITS, Search
-from .rotation import KINDS, Rotation
+from .rotation import KINDS, Rotation, rotation_of
 from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Quaternion(CodecFamily):
 
     @property
     def rotation(self) -> Rotation:
-        return Rotation(self.rotation_kind, self.dim, self.rotation_seed)
+        return rotation_of(self.rotation_kind, self.dim, self.rotation_seed)
 
     @property
     def codebook(self) -> torch.Tensor:

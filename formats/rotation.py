@@ -11,7 +11,7 @@ from .errors import InvalidParameter
 from .generator import signs
 from .lazy import torch
 from .products import product
-from .tables import kept_on_device
+from .tables import TABLES_KEPT, kept_on_device
 
 KINDS = ("none", "hadamard", "signed-hadamard")
 PALEY_ORDERS = (12, 20, 28)
@@ -103,6 +103,12 @@ class Rotation:
     def inverse(self, u: torch.Tensor) -> torch.Tensor:
         """Rotate ``[..., dim]`` float32 back into the original frame."""
         return u if self.kind == "none" else _turned(u, self.matrix(u.device))
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
+    """The rotation, which all codecs with these parameters share. Raises as ``Rotation`` does."""
+    return Rotation(kind, dim, seed)
 
 
 def _turned(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .lazy import torch
 from .lloyd_max import coordinate_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
-from .rotation import KINDS, Rotation
+from .rotation import KINDS, Rotation, rotation_of
 from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Scalar(CodecFamily):
 
     @property
     def rotation(self) -> Rotation:
-        return Rotation(self.rotation_kind, self.dim, self.seed)
+        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def parts(self) -> tuple[Part, ...]:

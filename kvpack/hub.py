@@ -19,8 +19,8 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 """Files of weights, the better kind first: a repository may hold both."""
 
 
-def model_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """The folder of ``model``: its path, or its name on the hub, of which the newest revision in huggingface_hub's cache is taken.
+def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None) -> Path:
+    """The folder of ``model``: its path, or its name on the hub, of which ``revision``, or the newest in huggingface_hub's cache, is taken.
 
     A model that is not in the cache is downloaded there, unless HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises
     MissingFile, naming the command that gets the model, and MissingPackage without huggingface_hub.
@@ -32,12 +32,12 @@ def model_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path
     if folder.exists() or not _NAME.fullmatch(name):
         expected = "expected the folder of a transformers model, or a model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
         raise MissingFile(f"{name}: has no config.json, {expected}", filename=name)
-    return _cached(name, weights) or _downloaded(name, weights)
+    return _cached(name, weights, revision) or _downloaded(name, weights, revision)
 
 
-def _cached(name: str, weights: bool) -> Path | None:
+def _cached(name: str, weights: bool, revision: str | None) -> Path | None:
     """The folder in the cache; None unless it is complete."""
-    config = _library(name).try_to_load_from_cache(name, "config.json")
+    config = _library(name).try_to_load_from_cache(name, "config.json", revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     return folder if folder is not None and _is_complete(folder, weights) else None
 
@@ -56,19 +56,20 @@ def _has_weights(folder: Path, pattern: str) -> bool:
     return any(True for _ in folder.glob(pattern))
 
 
-def _downloaded(name: str, weights: bool) -> Path:
+def _downloaded(name: str, weights: bool, revision: str | None) -> Path:
     hub = _library(name)
     reason = "it has no config.json, or no weights"
     try:
         for files in ([*_SETTINGS, kind] for kind in _WEIGHTS) if weights else (["config.json"],):
-            folder = Path(hub.snapshot_download(name, allow_patterns=files))
+            folder = Path(hub.snapshot_download(name, allow_patterns=files, revision=revision))
             if _is_complete(folder, weights):
                 return folder
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+    command = f"hf download {name}{'' if weights else ' config.json'}{'' if revision is None else f' --revision {revision}'}"
     raise MissingFile(
         f"{name}: is not a folder with a config.json, nor whole in huggingface_hub's cache, and it cannot be downloaded ({reason}); where "
-        f"the hub can be reached, get it with: hf download {name}{'' if weights else ' config.json'}; or give the folder of a model",
+        f"the hub can be reached, get it with: {command}; or give the folder of a model",
         filename=name,
     )
 

@@ -34,6 +34,11 @@ def test_identities_of_engines_take_a_name(cache: Path) -> None:
     identity = Identity.of_engine(NAME, "octopus-4", **ENGINE)
     assert identity == Identity.of_engine(snapshot, "octopus-4", **ENGINE)
     assert identity.model == NAME
+    # A revision names the weights, and they need not be there.
+    (snapshot / "model.safetensors").unlink()
+    assert Identity.of_engine(NAME, "octopus-4", **ENGINE, revision=hub_cache.COMMIT).weights == hub_cache.COMMIT
+    with pytest.raises(MissingFile, match=f"get it with: hf download {NAME} config.json --revision {'6' * 40};"):
+        Identity.of_engine(NAME, "octopus-4", **ENGINE, revision="6" * 40)
 
 
 def test_commands_take_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

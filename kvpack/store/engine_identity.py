@@ -42,7 +42,8 @@ def engine_fields(
         raise InvalidParameter(f"tp is {tp!r:.80}, expected the rank and the number of ranks, such as (0, 1)")
     folder = Path(path_text(model_path)).expanduser()
     if not folder.is_dir():
-        folder = model_folder(folder)
+        # A revision names the weights, so that their files are not read.
+        folder = model_folder(folder, weights=revision is None, revision=revision)
     try:
         config = (folder / "config.json").read_bytes()
         settings = json.loads(config)

@@ -160,7 +160,7 @@ class Identity:
         tenant: str = "",
         extra: str = "",
     ) -> Self:
-        """The identity of an engine's pages, from the folder ``model_path`` of its model, without loading it.
+        """The identity of an engine's pages, from the folder ``model_path`` of its model or its name on the hub, without loading it.
 
         ``weights`` is ``revision`` (such as a hub's commit), or a digest of every safetensors file's name and bytes. Files are read whole
         the first time, and again when their path, inode, size or times have changed: digests are kept in ``kvpack-checkpoints`` in the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -117,6 +118,12 @@ class Counters:
             counts["faults"] = {f"{operation} {reason}": count for (operation, reason), count in sorted(self._faults.items())}
         return counts
 
+    def histogram(self, name: str, labels: Mapping[str, str]) -> list[str]:
+        """The seconds of the operations that were timed, in Prometheus' text format."""
+        with self._lock:
+            latencies = sorted(self._latencies.items())
+            return [line for operation, latency in latencies for line in latency.lines(name, {**labels, "operation": operation})]
+
     def prometheus(self, gauges: Mapping[str, tuple[str, int]], tiers: Sequence[Mapping[str, Any]] = ()) -> str:
         """Prometheus' text format, version 0.0.4: ``gauges`` maps names to (meaning, value), and ``tiers`` are those of ``Tiers.stats``."""
         lines = []
@@ -130,8 +137,7 @@ class Counters:
         for both, count in faults.items():
             operation, _, reason = both.partition(" ")
             lines.append(f'kvpack_store_faults_total{{operation="{operation}",reason="{reason}"}} {count}')
-        with self._lock:
-            latencies = [line for operation, latency in sorted(self._latencies.items()) for line in latency.lines(operation)]
+        latencies = self.histogram("kvpack_store_seconds", {})
         lines += ["# HELP kvpack_store_seconds Seconds of a call, by operation.", "# TYPE kvpack_store_seconds histogram", *latencies]
         for name, (meaning, value) in gauges.items():
             lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
@@ -169,17 +175,36 @@ class Latency:
         self._counts[bisect_left(SECONDS, seconds)] += 1
         self._sum += seconds
 
-    def lines(self, operation: str) -> list[str]:
-        """The histogram in Prometheus' text format."""
+    def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
+        """The histogram ``name`` in Prometheus' text format."""
+        given = labels_text(labels)
         found, below = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
             below += count
-            found.append(f'kvpack_store_seconds_bucket{{operation="{operation}",le="{bound}"}} {below}')
-        return [
-            *found,
-            f'kvpack_store_seconds_sum{{operation="{operation}"}} {self._sum}',
-            f'kvpack_store_seconds_count{{operation="{operation}"}} {below}',
-        ]
+            found.append(f'{name}_bucket{{{given},le="{bound}"}} {below}')
+        return [*found, f"{name}_sum{{{given}}} {self._sum}", f"{name}_count{{{given}}} {below}"]
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """Labels as Prometheus' text format has them between braces."""
+    return ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
+
+
+_ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+def with_labels(text: str, labels: Mapping[str, str]) -> str:
+    """Metrics in Prometheus' text format, each with ``labels`` before its own."""
+    if not labels:
+        return text
+    given, lines = labels_text(labels), []
+    for line in text.splitlines():
+        name, rest = _SAMPLE.fullmatch(line).groups() if not line.startswith("#") else ("", "")  # type: ignore[union-attr]
+        lines.append(line if not name else f"{name}{{{given},{rest[1:]}" if rest.startswith("{") else f"{name}{{{given}}}{rest}")
+    return "\n".join(lines) + "\n"
+
+
+_SAMPLE = re.compile(r"(\w+)(.*)", re.DOTALL)
 
 
 def _warn(operation: str, error: BaseException) -> None:

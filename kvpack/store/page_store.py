@@ -20,17 +20,17 @@ from kvpack.runtime.threads import OwnThreads
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .catalog import rows_of
-from .counters import Counters
+from .counters import Counters, with_labels
 from .encryption import in_clear
 from .forms import MAX_ID_BYTES, check_size, sealed_bytes
 from .loading import FAULTS, refuse
 from .opening import check_identity, opened
 from .options import StoreOptions, check_count
 from .page_keys import page_key
-from .tiers import Tiers
+from .tiers import Tiers, told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvpack.coding.bases import Basis
     from kvpack.pages.geometry import PageGeometry
@@ -275,8 +275,11 @@ class PageStore:
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
-    def prometheus(self) -> str:
-        """``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, which are the ratio."""
+    def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
+        """``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, which are the ratio.
+
+        Every metric has ``labels`` (default: the identity's model).
+        """
         entries, size = self._backend.size()
         gauges = {
             "entries": ("Entries at the location.", entries),
@@ -284,7 +287,8 @@ class PageStore:
             "page_bytes": ("Bytes of a page in the engine's memory.", self.codec.geometry.raw_bytes),
             "row_bytes": ("Bytes of a page as a row.", self.codec.nbytes),
         }
-        return self._counters.prometheus(gauges, self._backend.stats() if isinstance(self._backend, Tiers) else ())
+        text = told(self._counters, self._backend, gauges)
+        return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def recent(self) -> list[tuple[str, float]]:
         """The loads and saves since the last call, as ("load" or "save", seconds): for histograms of an engine's own."""

@@ -15,7 +15,7 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .bases import StoredBasis
 from .catalog import read_catalog
 from .chunk_sizes import OtherChunks
-from .counters import Counters
+from .counters import Counters, with_labels
 from .entries import Reader, check_decoded, to_pieces
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
 from .forms import check_size
@@ -30,12 +30,12 @@ from .prefix_states import PrefixStates
 from .reclaim import reclaim
 from .removal import chains_from, remove
 from .rope import longest_sequence
-from .tiers import Tiers
+from .tiers import Tiers, told
 from .windows import Windows, check_held
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -386,11 +386,12 @@ class Store:
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
-    def prometheus(self) -> str:
-        """``stats`` in Prometheus' text format."""
+    def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
+        """``stats`` in Prometheus' text format, every metric with ``labels`` (default: the identity's model)."""
         entries, size = self._backend.size()
         gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)}
-        return self._counters.prometheus(gauges, self._backend.stats() if isinstance(self._backend, Tiers) else ())
+        text = told(self._counters, self._backend, gauges)
+        return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def _loaded(self, keys: Sequence[bytes]) -> Cache | None:
         """The cache of the longest stored prefix, once no other worker computes what is missing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvpack.runtime.locks import Lock
@@ -18,6 +19,7 @@ from .write_back import WriteBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from .backend import Backend, Data, Hold
     from .counters import Counters
@@ -69,7 +71,7 @@ class Tiers:
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
         return [
             Found(data, tier)
-            for tier, entries in self._in_turn(keys, lambda backend, rest: backend.get(rest), len, beyond)
+            for tier, entries in self._in_turn(keys, self._timed_get, len, beyond)
             for data in entries
         ]
 
@@ -77,7 +79,8 @@ class Tiers:
         found: list[Found | None] = [None] * len(keys)
         for tier, backend in enumerate(self._backends):
             missing = [number for number, entry in enumerate(found) if entry is None and beyond[number] < tier]
-            entries = backend.find_each([keys[number] for number in missing], [-1] * len(missing), max_bytes) if missing else ()
+            with self._timed(backend, "load") if missing else nullcontext():
+                entries = backend.find_each([keys[number] for number in missing], [-1] * len(missing), max_bytes) if missing else ()
             for number, entry in zip(missing, entries, strict=True):
                 found[number] = None if entry is None else Found(entry.data, tier)
         return found
@@ -184,6 +187,22 @@ class Tiers:
             for counts, (entries, size) in zip(self._tier_counters, sizes, strict=True)
         ]
 
+    def histograms(self) -> str:
+        """The seconds of the loads from every tier, and of the saves to it, in Prometheus' text format."""
+        name = "kvpack_store_tier_seconds"
+        lines = [f"# HELP {name} Seconds of a call of a tier, by operation.", f"# TYPE {name} histogram"]
+        for tier, counts in enumerate(self._tier_counters):
+            lines += counts.histogram(name, {"tier": str(tier)})
+        return "\n".join(lines) + "\n"
+
+    def _timed(self, backend: Backend, operation: str) -> AbstractContextManager[None]:
+        number = next(number for number, one in enumerate(self._backends) if one is backend)
+        return self._tier_counters[number].timed(operation)
+
+    def _timed_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
+        with self._timed(backend, "load"):
+            return backend.get(keys)
+
     def _put_below(self, chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
         return self._put_in(self._backends[1:], chain, {len(chain) - 1: [memoryview(data)]}, now_ns)[0]
 
@@ -191,7 +210,10 @@ class Tiers:
         self, backends: Sequence[Backend], chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int
     ) -> Sequence[bool]:
         """For each entry whether any of ``backends`` has stored it."""
-        answers = [backend.put_all(chain, entries, now_ns) for backend in backends] if entries else []
+        answers = []
+        for backend in backends if entries else ():
+            with self._timed(backend, "save"):
+                answers.append(backend.put_all(chain, entries, now_ns))
         return [any(each) for each in zip(*answers, strict=True)] if answers else [False] * len(entries)
 
     def _in_turn(
@@ -227,6 +249,13 @@ class Tiers:
             if len(self._noted) > _NOTED:
                 self._noted.popitem(last=False)
         return True
+
+
+def told(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, int]]) -> str:
+    """The metrics of a store in Prometheus' text format, with those of its tiers."""
+    if not isinstance(backend, Tiers):
+        return counters.prometheus(gauges)
+    return counters.prometheus(gauges, backend.stats()) + backend.histograms()
 
 
 def _each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:

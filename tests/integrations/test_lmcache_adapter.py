@@ -212,7 +212,7 @@ def test_lmcaches_registry_has_the_metrics_of_every_store(opened: Callable[..., 
 
     def saved() -> dict[tuple[str, ...], float]:
         (family,) = [one for one in collector.collect() if one.name == "kvpack_store_saved_chunks_total"]
-        return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+        return {(sample.labels["adapter"], sample.labels["shape"]): sample.value for sample in family.samples}
 
     first, second = (str(adapter._number) for adapter in adapters)
     assert saved() == {(first, "bf16 2x2x16x64"): 1, (first, "bf16 2x2x32x64"): 1, (second, "bf16 2x2x16x64"): 1}

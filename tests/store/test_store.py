@@ -361,7 +361,7 @@ def test_counters_as_prometheus_text(tmp_path: Path) -> None:
     store.load(prompt(2, seed=3))
     os.truncate(entry_of(store, ids, 0), 7)
     store.load(ids)
-    text = store.prometheus()
+    text = store.prometheus({})
     values = dict(re.findall(r"^(kvpack_store_\w+(?:\{[^}]*\})?) (\d+)$", text, re.MULTILINE))
     assert int(values["kvpack_store_loads_total"]) == 3
     assert int(values["kvpack_store_load_tokens_total"]) == 8 * CHUNK
@@ -384,7 +384,7 @@ def test_latencies_are_counted_below_their_bounds() -> None:
     latency = Latency()
     for seconds in (0.0001, 0.0002, 0.5, 100.0):
         latency.add(seconds)
-    found = dict(line.split("} ") for line in latency.lines("load"))
+    found = dict(line.split("} ") for line in latency.lines("kvpack_store_seconds", {"operation": "load"}))
     bounds = {name.partition('le="')[2].rstrip('"'): int(count) for name, count in found.items() if "bucket" in name}
     assert (bounds["0.0001"], bounds["0.0003"], bounds["0.3"], bounds["1.0"], bounds["10.0"], bounds["+Inf"]) == (1, 2, 2, 3, 3, 4)
     assert float(found['kvpack_store_seconds_sum{operation="load"']) == 0.0001 + 0.0002 + 0.5 + 100.0
@@ -411,13 +411,13 @@ def test_metrics_are_registered_with_prometheus_client(tmp_path: Path, monkeypat
         (family,) = [one for one in collector.collect() if one.name == "kvpack_store_loads_total"]
         return [(sample.labels, sample.value) for sample in family.samples]
 
-    assert loads() == [({}, 1)]
+    assert loads() == [({"model": "model"}, 1)]
     # Two stores in one registry are told apart by their labels.
     other = open_store(tmp_path)
     collector.add(other, {"pool": "swa"})
-    assert loads() == [({}, 1), ({"pool": "swa"}, 0)]
+    assert loads() == [({"model": "model"}, 1), ({"pool": "swa", "model": "model"}, 0)]
     collector.remove(store)
-    assert loads() == [({"pool": "swa"}, 0)]
+    assert loads() == [({"pool": "swa", "model": "model"}, 0)]
 
 
 def test_every_tier_has_metrics(tmp_path: Path) -> None:
@@ -425,11 +425,21 @@ def test_every_tier_has_metrics(tmp_path: Path) -> None:
     ids = prompt(3)
     save(store, ids)
     store.load(ids)
-    values = dict(re.findall(r"^(kvpack_store_tier_\w+\{[^}]*\}) (\d+)$", store.prometheus(), re.MULTILINE))
+    values = dict(re.findall(r"^(kvpack_store_tier_\w+\{[^}]*\}) (\d+)$", store.prometheus({}), re.MULTILINE))
     for tier in "01":
+        assert values[f'kvpack_store_tier_seconds_count{{tier="{tier}",operation="save"}}'] == "1"
         assert values[f'kvpack_store_tier_entries{{tier="{tier}"}}'] == "3"
         assert values[f'kvpack_store_tier_saved_chunks_total{{tier="{tier}"}}'] == "3"
     assert (values['kvpack_store_tier_hit_chunks_total{tier="0"}'], values['kvpack_store_tier_hit_chunks_total{tier="1"}']) == ("3", "0")
+
+
+def test_every_metric_has_the_model(tmp_path: Path) -> None:
+    store = open_store([tmp_path / "fast", tmp_path / "slow"], dataclasses.replace(IDENTITY, model='a "b"\\c'))
+    save(store, prompt(2))
+    for text, given in ((store.prometheus(), 'model="a \\"b\\"\\\\c"'), (store.prometheus({"pool": "x"}), 'pool="x"')):
+        samples = [line for line in text.splitlines() if not line.startswith("#")]
+        assert len(samples) > 50
+        assert all(f"{{{given}" in line for line in samples)
 
 
 def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ class Client:
     def _greet(self, uses_ttl: bool) -> None:
         """Load the scripts, and warn of a server that evicts by itself. One that does not answer now may answer later.
 
-        Raises InvalidParameter if the server speaks another protocol.
+        Raises InvalidParameter if the server speaks another protocol, or refuses the URL's user or database.
         """
         import redis
 
@@ -152,6 +152,11 @@ class Client:
                     f"the server at the location is not Redis: it answers with {str(error)!r:.100}; check the host and the port"
                 ) from None
             return
+        except (redis.AuthenticationError, redis.ResponseError) as error:
+            # What opens a connection is refused: it never works. Answers to the commands themselves are not raised.
+            raise InvalidParameter(
+                f"the Redis server refuses the user, the password or the database of the location: {str(error)!r:.100}; check the URL"
+            ) from None
         except Exception:
             return
         if policy.startswith("allkeys-") or (uses_ttl and policy.startswith("volatile-")):

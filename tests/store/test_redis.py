@@ -346,3 +346,11 @@ def test_options_that_cannot_work_are_refused(server: Server) -> None:
         open_store(server, ttl=0)
     with pytest.raises(InvalidParameter, match="not the URL of a Redis server"):
         kvpack.Store("redis://host:port/", EVEN)
+
+
+def test_a_url_that_the_server_refuses_is_named_at_opening(server: Server) -> None:
+    address = server.url.removeprefix("redis://").removesuffix("/0")
+    for url, why in ((f"redis://nobody:wrong@{address}", "password"), (f"redis://{address}/99", "DB index is out of range")):
+        with pytest.raises(InvalidParameter, match=f"refuses the user, the password or the database of .*: .*{why}.*; check the URL"):
+            kvpack.Store(url, EVEN)
+    assert save(open_store(server), prompt(1)).tokens == CHUNK + 5

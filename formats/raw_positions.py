@@ -130,9 +130,12 @@ class RawPositions(KeptTokens):
         ``start`` is the number of the first token in its run. Raises OutOfRange when a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
+        return replaced(x, token, sequence, chosen, token_group), self.stored(x, token, sequence, start)
+
+    def stored(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
+        """The streams that hold each ``token`` of a ``sequence`` of ``x``, as ``encode``."""
         values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
-        streams = {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
-        return replaced(x, token, sequence, chosen, token_group), streams
+        return {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
 
     def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return _places(streams[POSITIONS])

@@ -333,9 +333,9 @@ def _trellis(codec: Trellis) -> Described | None:
 
 
 def _completed(codec: WithSideCars) -> Described | None:
-    """``described``, for a codec with at most one side-car of each kind that stores something in the coded frame."""
+    """``described``, for a codec with at most one side-car of each kind that stores something in the coded frame, and any raw tokens."""
     plain = described(codec.codec)
-    if plain is None or any(len(kind) > 1 for kind in (codec.kept_tokens, codec.frame_parts, codec.sketches)):
+    if plain is None or any(len(kind) > 1 for kind in (codec.frame_parts, codec.sketches)):
         return None
     if any(type(one) not in (Outliers, Qjl) for one in (*codec.frame_parts, *codec.sketches)):
         return None

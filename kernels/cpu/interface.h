@@ -226,7 +226,8 @@ typedef struct {
 
 /* raw slots: which tokens of each layer of a page are stored raw, by the norms of its keys x [layer, kv_head, token, dim]
    (formats/raw_positions.py, in_slots). `low` and `high` are 0 where they choose none. chosen [layer][slots] has the tokens in ascending
-   order, then -1; left_out [layer] is the number of tokens without a slot. norms [layer][tokens] is memory. */
+   order, then -1; left_out [layer] is the number of tokens without a slot, norms [layer][tokens] has all norms. Without slots
+   and bounds, norms are all that is found. */
 typedef struct {
     Stream x;
     int64_t dtype, layers, heads, tokens, dim, slots, page;

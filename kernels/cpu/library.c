@@ -253,6 +253,7 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
     float *sorted = (float *)(wanted + call->tokens);
     int64_t count = 0, *chosen = call->chosen + layer * call->slots;
     ((const Choosing *)context)->level->norms(call, layer);
+    if (!call->low && !call->high && !call->slots) return;
     for (int64_t first = 0; first < call->tokens; first += call->page) {
         /* The last tokens, if they fill no page, are measured by the median of as many tokens up to them. */
         int64_t stop = first + call->page, begin = first;

@@ -7,9 +7,15 @@ INLINE vf values_at(const char *x, int64_t dtype) {
     return dtype == BF16 ? (vf)(words << 16) : from_half(words);
 }
 
-INLINE float sum_of_squares(const char *row, int64_t dim, int64_t dtype) {
+/* The squares of a row of values, in LANES sums. */
+INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype) {
     int64_t size = dtype == F32 ? 4 : 2, d = 0;
-    vf sum = splat(0);
+    vf sum = splat(0), other = splat(0);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+        vf x = values_at(row + size * d, dtype), y = values_at(row + size * (d + LANES), dtype);
+        sum += x * x;
+        other += y * y;
+    }
     for (; d + LANES <= dim; d += LANES) {
         vf x = values_at(row + size * d, dtype);
         sum += x * x;
@@ -20,16 +26,24 @@ INLINE float sum_of_squares(const char *row, int64_t dim, int64_t dtype) {
         vf x = values_at(rest, dtype);
         sum += x * x;
     }
-    return sum_of(sum);
+    return sum + other;
 }
 
 INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
-    for (int64_t t = 0; t < call->tokens; t++) {
-        float sum = 0;
-        for (int64_t h = 0; h < call->heads; h++)
-            sum += sum_of_squares(call->x.data + layer * call->x.batch + h * call->x.head + t * call->x.row, call->dim, dtype);
-        call->norms[layer * call->tokens + t] = sqrtf(sum);
+    float *norms = call->norms + layer * call->tokens;
+    for (int64_t h = 0; h < call->heads; h++) {
+        const char *x = call->x.data + layer * call->x.batch + h * call->x.head;
+        for (int64_t t = 0; t < call->tokens; t += LANES) {
+            int64_t count = call->tokens - t < LANES ? call->tokens - t : LANES;
+            vf squares[LANES];
+            float sums[LANES];
+            for (int64_t i = 0; i < LANES; i++)
+                squares[i] = i < count ? squares_of(x + (t + i) * call->x.row, call->dim, dtype) : splat(0);
+            store(sums, sums_of(squares));
+            for (int64_t i = 0; i < count; i++) norms[t + i] = (h ? norms[t + i] : 0) + sums[i];
+        }
     }
+    for (int64_t t = 0; t < call->tokens; t++) norms[t] = sqrtf(norms[t]);
 }
 
 static void layer_norms(const RawSlots *call, int64_t layer) {

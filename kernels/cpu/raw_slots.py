@@ -42,11 +42,32 @@ class Chooser:
         call = library.RawSlots.from_buffer_copy(self._call)
         call.x, call.threads = library.Stream(*keys), threads
         call.norms, call.chosen, call.left_out = norms.ctypes.data, chosen.ctypes.data, left_out.ctypes.data
-        compiled = library.library()
-        assert compiled is not None
-        if compiled.kvpack_raw_slots(ctypes.byref(call)):
-            raise MemoryError("there is not enough memory to choose raw tokens")
+        _run(call)
         return chosen, int(left_out.sum())
+
+
+def measures(x: torch.Tensor) -> bool:
+    """Whether C finds the norms of ``x`` ``[batch, kv_head, token, dim]``."""
+    return chooses(x.dtype) and (x.stride(3) == 1 or x.shape[3] == 1)
+
+
+def norms(x: torch.Tensor) -> torch.Tensor:
+    """``formats.raw_positions.norms_of``. Raises MemoryError."""
+    batch, heads, tokens, dim = x.shape
+    found, left_out = torch.zeros(batch, tokens, dtype=torch.float32, device="cpu"), numpy.zeros(batch, numpy.int64)
+    if x.numel():
+        values = library.Stream(x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))
+        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE}
+        pointers = {"norms": found.data_ptr(), "left_out": left_out.ctypes.data}
+        _run(library.RawSlots(x=values, dtype=encode.DTYPES.index(x.dtype), threads=1, **pointers, **sizes))
+    return found
+
+
+def _run(call: library.RawSlots) -> None:
+    compiled = library.library()
+    assert compiled is not None
+    if compiled.kvpack_raw_slots(ctypes.byref(call)):
+        raise MemoryError("there is not enough memory to choose raw tokens")
 
 
 def chooses(dtype: torch.dtype) -> bool:

@@ -269,17 +269,20 @@ def _raw_tokens(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
     """The streams ``codecs.ENTRY`` and ``codecs.ENTRIES``; None where C cannot use them, or flags and raw tokens disagree."""
     codec = stretch.codec
     assert isinstance(codec, WithSideCars)
-    (tokens,) = codec.kept_tokens
     if len(stretch.ends) > 1 and _framed(codec):
         # Each run has a coded frame of its own.
         return None
-    (token, sequence), kept = tokens.places(stretch.streams), tokens.kept(stretch.streams)
-    if len(token) != len(kept):
-        return None
     numbers = torch.full((batch, 1, int(stretch.ends[-1])), -1, dtype=torch.int32, device="cpu")
-    numbers[sequence, 0, token] = torch.arange(len(kept), dtype=torch.int32, device="cpu")
-    coded = codec.coded(kept, sequence, stretch.streams)
-    return {codecs.ENTRY: numbers, codecs.ENTRIES: coded.transpose(0, 1)[None].contiguous()}
+    entries, first = [], 0
+    # Where several have a token, it is that of the last.
+    for tokens in codec.kept_tokens:
+        (token, sequence), kept = tokens.places(stretch.streams), tokens.kept(stretch.streams)
+        if len(token) != len(kept):
+            return None
+        numbers[sequence, 0, token] = torch.arange(first, first + len(kept), dtype=torch.int32, device="cpu")
+        entries.append(codec.coded(kept, sequence, stretch.streams))
+        first += len(kept)
+    return {codecs.ENTRY: numbers, codecs.ENTRIES: torch.cat(entries).transpose(0, 1)[None].contiguous()}
 
 
 def _outliers(stretch: Stretch) -> dict[str, torch.Tensor] | None:

@@ -120,9 +120,18 @@ static void load_runs(const Codec *codec, int64_t batch, int64_t head, const Pie
 
 static void load_patches(const Codec *codec, int64_t batch, int64_t head, const Piece *piece, Loaded *tile) {
     const Stream *entry = piece->segment->streams + codec->patch_stream, *values = entry + 1;
+    const char *numbers = entry->data + batch * entry->batch + piece->token * entry->row;
+    int32_t number, every = -1;
+    if (entry->row == 4) {
+        /* Raw tokens are few: most pieces have none. */
+        for (int64_t t = 0; t < piece->count; t++) {
+            memcpy(&number, numbers + 4 * t, 4);
+            every &= number;
+        }
+        if (every == -1) return;
+    }
     for (int64_t t = 0; t < piece->count; t++) {
-        int32_t number;
-        memcpy(&number, entry->data + batch * entry->batch + (piece->token + t) * entry->row, 4);
+        memcpy(&number, numbers + t * entry->row, 4);
         if (number >= 0) tile->patch[tile->patches++] = (Patch){piece->at + t, values->data + head * values->head + number * values->row};
     }
 }

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from kvpack.coding import dispatch
 from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
-from kvpack.formats.raw_positions import RawPositions, norms_of
+from kvpack.formats.raw_positions import RawPositions
 
 from .arguments import explained, integer, refuse_pickle
 from .rows import check_rows, row_numbers
@@ -128,7 +129,7 @@ class Layer:
             if self.k is None or k is None or unit is None:
                 return None
             held = self.k.norms(start) if start < self.k.tokens else k.new_zeros(k.shape[0], 0, dtype=torch.float32)
-            return torch.cat([held, norms_of(k)], 1)[:, : stop - start]
+            return torch.cat([held, dispatch.norms(k)], 1)[:, : stop - start]
 
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):

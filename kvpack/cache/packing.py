@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from kvpack.coding import dispatch
 from kvpack.coding.encoding import RAW_NAMES
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
@@ -27,7 +28,7 @@ from kvpack.formats.errors import (
     MissingBasis,
     OutOfBounds,
 )
-from kvpack.formats.raw_positions import RawPositions, norms_of
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.memory import together
 from kvpack.runtime.modes import own_modes
 
@@ -167,7 +168,7 @@ def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 
 def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tensor | None]:
     """What computes the norms of a layer's keys once for both sides."""
-    return cache(lambda: norms_of(k) if isinstance(k, torch.Tensor) else None)
+    return cache(lambda: dispatch.norms(k) if isinstance(k, torch.Tensor) else None)
 
 
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:

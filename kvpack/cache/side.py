@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
+from kvpack.coding import dispatch
 from kvpack.coding.blocks import caches_of, for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
-from kvpack.formats.raw_positions import norms_of
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import own_modes
 
@@ -185,7 +185,7 @@ class Side:
             if first >= start:
                 page, begin = self.place(first, stop)
                 own = self.tail[:, :, first - begin : stop - begin] if page is None else page.decode(first - begin, stop - begin)
-                found.append(norms_of(own))
+                found.append(dispatch.norms(own))
         return torch.cat(found, 1)
 
     def prefix(self, tokens: int) -> Side:

@@ -14,6 +14,7 @@ from kvpack.file import row
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.lossless import Lossless
+from kvpack.formats.raw_positions import norms_of
 from kvpack.formats.side_cars import WithSideCars
 
 from . import cpu_library, triton_version
@@ -151,6 +152,16 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
     found = digests.digests(places)
     return lambda: [digest.tobytes() for digest in found.cpu().numpy().astype(">i8")]
+
+
+def norms(x: torch.Tensor) -> torch.Tensor:
+    """``raw_positions.norms_of``, in C where that runs: their last bits depend on the order of sums."""
+    if uses_c(x.device):
+        from kvpack.kernels.cpu import raw_slots
+
+        if raw_slots.measures(x):
+            return raw_slots.norms(x)
+    return norms_of(x)
 
 
 def choice() -> tuple[str | None, str | None]:

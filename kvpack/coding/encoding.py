@@ -14,7 +14,7 @@ from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import NonFinite, OutOfRange
 from kvpack.formats.raw import HOLDS
-from kvpack.formats.raw_positions import VALUES, RawPositions, norms_of
+from kvpack.formats.raw_positions import VALUES, RawPositions, replaced
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import own_modes
@@ -92,13 +92,46 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """``encode``, for a codec that keeps some tokens raw: what encodes the others then sees a whole run, kernels too."""
     with own_modes(x.device):
-        chosen = raw.choose(norms_of(x) if norms is None else norms.to(x.device), position, before is not None)
+        chosen = raw.choose(dispatch.norms(x) if norms is None else norms.to(x.device), position, before is not None)
+        token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
-            rest, own = raw.encode(x, chosen, codec.token_group)
+            own = raw.stored(x, token, sequence)
         if not torch.isfinite(own[VALUES]).all():
             check_finite(x, 0, where)
-    streams = encode(codec.without_raw, rest, where, before, position) | own
-    return {name: streams[name] for name in codec.layout(1, 1, 0)}
+        streams = None
+        if all(entry.per == "token" for entry in codec.without_raw.layout(1, 1, 0).values()):
+            # A copy of all values without the raw tokens would take longer than to encode them.
+            with contextlib.suppress(OutOfRange):
+                streams = encode(codec.without_raw, x, where, before, position)
+                _encode_groups_again(codec.without_raw, x, chosen, streams, where, before)
+        if streams is None:
+            streams = encode(codec.without_raw, replaced(x, token, sequence, chosen, codec.token_group), where, before, position)
+    return {name: (streams | own)[name] for name in codec.layout(1, 1, 0)}
+
+
+def _encode_groups_again(
+    codec: Codec,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    streams: dict[str, torch.Tensor],
+    where: str,
+    before: Mapping[str, torch.Tensor] | None,
+) -> None:
+    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, to their rows of ``streams``."""
+    group, tokens = codec.token_group, x.shape[2]
+    groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
+    if not len(groups):
+        return
+    places = (groups[:, None] * group + torch.arange(group, device=x.device)).flatten()
+    places = places[places < tokens]
+    some = chosen[:, places]
+    token, sequence = some.T.nonzero().unbind(1)
+    made = encode(codec, replaced(x[:, :, places], token, sequence, some, group), where, before)
+    for name, entry in codec.layout(1, 1, 0).items():
+        rows = torch.unique(places // entry.tokens_per_row)
+        # Not every version of PyTorch indexes uint16 on every device.
+        target, source = (one.view(torch.int16) if one.dtype == torch.uint16 else one for one in (streams[name], made[name]))
+        target[:, :, rows] = source
 
 
 def _encode_in_blocks(

@@ -11,9 +11,10 @@ import torch
 from kvpack.attention import attend
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import check_tensor
+from kvpack.coding import dispatch
 from kvpack.coding.encoding import check_finite
 from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
-from kvpack.formats.raw_positions import RawPositions, norms_of
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import own_modes
 
 from .side import LiveSide
@@ -250,7 +251,7 @@ class LiveLayer:
             return position, None
         held = self.sides["k"].side(0)
         before = held.norms(first) if first < held.tokens else k.new_zeros(k.shape[0], 0, dtype=torch.float32)
-        return position, torch.cat([before, norms_of(k)[:, max(0, first - held.tokens) :]], 1)
+        return position, torch.cat([before, dispatch.norms(k)[:, max(0, first - held.tokens) :]], 1)
 
     def _encoded(
         self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None

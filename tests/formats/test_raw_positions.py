@@ -276,8 +276,9 @@ def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
     x[[0, 2], :, 5] *= 0.1
     x[[1, 2], 0, 9] *= 1000
     raw = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0)
-    together, one_by_one = (in_slots(raw, x, norms_of(x), group) for group in (32, 1))
-    assert [slots.used.tolist() for slots in (together, one_by_one)] == [[[True]] * 3, [[True], [False], [True]]]
+    together, one_by_one = (in_slots(raw, x, norms_of(x), group, 1) for group in (32, 1))
+    used = [slots.streams[POSITIONS][..., 0].to(torch.int64).bool().tolist() for slots in (together, one_by_one)]
+    assert used == [[[True]] * 3, [[True], [False], [True]]]
     assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[0, 0, 1], [0, 0, 0]]
     assert together.streams[POSITIONS][:, 0, 0].tolist() == [6, 10, 10]
     assert together.rest.abs().max() < 10
@@ -291,3 +292,21 @@ def test_positions_are_put_over_flags() -> None:
     x = pairs()[0][0].to(torch.float32)
     for streams in (codec.encode(x), encode(codec, x, "x")):
         assert torch.equal(codec.decode(streams)[:, :, :3], x[:, :, :3])
+
+
+@pytest.mark.parametrize("words", ["scalar:b=2", "octahedral:b=3", "group:b=2,g=32", "group:b=2,g=32,axis=channel", "polar:b=3"])
+def test_groups_without_their_raw_tokens_are_encoded_alone(words: str) -> None:
+    """The streams are those of all values without the raw tokens, also in the last group, which is not full."""
+    from kvpack.coding.encoding import encode
+
+    codec_id, _, options = words.partition(":")
+    codec = create(codec_id, 64, "k", raw_first="2", raw_low_norm="0.6", **dict(word.split("=") for word in options.split(",")))
+    x = torch.randn(2, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    x[0, :, [70, 299]] *= 0.1
+    x[1, :, 140] *= 0.1
+    found, plain = encode(codec, x, "x", position=0), codec.without_raw
+    (raw,) = codec.side_cars
+    rest, own = raw.encode(x, raw.choose(norms_of(x), 0), codec.token_group)
+    assert own[POSITIONS].shape[2] == 7
+    for name, stream in encode(plain, rest, "x").items():
+        assert torch.equal(found[name].view(torch.uint8), stream.view(torch.uint8)), name

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kvpack import PageBuffer, PageCodec, PageGeometry
+from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
+from kvpack.formats.raw_positions import norms_of
 from kvpack.kernels.cpu import checksum, library
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
@@ -43,3 +45,12 @@ def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
         for at in range(0, len(data), 4):
             expected = (expected * rows_of.MULTIPLIER + int.from_bytes(data[at : at + 4], "little")) % 2**64
         assert checksum.added(data, start) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 37, 100), (1, 2, 5, 7), (1, 1, 130, 64)], ids=str)
+def test_norms_are_those_of_the_format(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = norms_of(x)
+    for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([x, x], 3)[..., : shape[3]]):
+        torch.testing.assert_close(dispatch.norms(given), expected, rtol=1e-6, atol=0)

@@ -40,6 +40,8 @@ _BEYOND = 64
 """A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
 _MOST_BEYOND = 256
 """The most that it removes more where it need not list what is there."""
+_MOST_AT_ONCE = 384
+"""The most that one such round removes, so that it takes some ten milliseconds."""
 _PAGE = 64
 """Entries that are removed before others may change the index."""
 _LOST = 32
@@ -218,9 +220,10 @@ class Evictor:
         latest = time.time_ns() + FUTURE_NS
         order = least_recently_used(self._index, self.folder, latest)
         with contextlib.closing(order):
-            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MOST_BEYOND))
+            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MOST_BEYOND), _MOST_AT_ONCE)
         self.usage.give_back(freed, before)
-        return Round(freed < excess, len(pending))
+        # Where more is to go, others have their turn first.
+        return Round(not freed, len(pending))
 
     def _pending(self) -> list[int]:
         """What each unfinished file will take on the disk."""
@@ -230,13 +233,15 @@ class Evictor:
         excess = self._missing_on_disk(size)
         return excess if budget is None else max(excess, total + size - budget)
 
-    def _remove(self, order: Iterator[tuple[bytes, int]], excess: int, kept: set[bytes], beyond: int) -> int:
+    def _remove(
+        self, order: Iterator[tuple[bytes, int]], excess: int, kept: set[bytes], beyond: int, most: int | None = None
+    ) -> int:
         """Remove entries, by key and size, in ``order``, until ``excess`` bytes are freed, and ``beyond`` entries more; the bytes.
 
-        Those of ``kept`` stay, and so do the pinned ones.
+        Those of ``kept`` stay, and so do the pinned ones; no more than ``most`` go.
         """
         kept = kept | self._pins.keys()
-        going = ((key, size) for key, size in order if key not in kept)
+        going = islice(((key, size) for key, size in order if key not in kept), most)
         freed = 0
         while freed < excess and (page := self._page(going, excess - freed)):
             freed += self._freed(page)

@@ -306,3 +306,17 @@ def test_encrypted_entries_are_not_described(tmp_path: Path) -> None:
     summary = summarize(opened(tmp_path), cipher=Cipher(KEYS, IDENTITY.tenant))
     assert summary.identities()[0][2]["entries"] == 3
     assert opened(tmp_path).described() == []
+
+
+def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What must go at once goes in several rounds, between which others have their turn."""
+    size = 100 + len(HEAD)
+    indexed(tmp_path)
+    monkeypatch.setattr(eviction, "_MOST_AT_ONCE", 3)
+    small, rounds = opened(tmp_path, max_bytes=8 * size), []
+    real = eviction.Evictor._freed
+    monkeypatch.setattr(eviction.Evictor, "_freed", lambda self, keys: rounds.append(len(keys)) or real(self, keys))
+    assert put(small, 50)
+    assert truth(tmp_path) == (8, 8 * size)
+    assert max(rounds) == 3
+    assert sum(rounds) == 13

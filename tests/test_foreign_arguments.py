@@ -31,6 +31,14 @@ SLOTS = [0, 2]
 MODEL = model_of("Llama")
 
 
+def letters(text: str) -> dict[str, list[int]]:
+    """A tokenizer for a model of 64 tokens."""
+    return {"input_ids": [1 + ord(letter) % 60 for letter in text]}
+
+
+letters.bos_token_id = None  # type: ignore[attr-defined]
+
+
 def live() -> kvpack.LiveCache:
     made = kvpack.LiveCache("kivi-4", layers=2)
     for number, (k, v) in enumerate(PAIRS):
@@ -131,6 +139,23 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
             lambda **given: kvpack.prefill(**given).release(),
             {"model": MODEL, "token_ids": [1, 2, 3], "contents": "raw", "every": 256, "chunk": 256},
         ),
+        "evaluate": (
+            partial(kvpack.evaluate, tokenizer=letters),
+            {
+                "model": MODEL,
+                "texts": "text " * 20,
+                "recipes": "raw",
+                "basis": None,
+                "reference": None,
+                "tokens": 16,
+                "score": 4,
+                "windows": 1,
+                "step": 4,
+                "seed": 0,
+                "progress": None,
+            },
+        ),
+        "Evaluation": (kvpack.Evaluation, {"report": {}}),
         "save": (
             kvpack.save,
             {"cache": CACHE, "path": folder / "b", "compress": False, "durable": False, "metadata": {"a": 1}, "progress": None},
@@ -146,6 +171,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
                 "copy": False,
                 "basis": None,
                 "recipe": None,
+                "progress": None,
             },
         ),
         "attend": (kvpack.attend, {"q": Q, "layer": layer, **window, "lengths": [40]}),

@@ -15,7 +15,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation.models import tokenized
 from kvpack.evaluation.sizes import positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import check_callback, integer, shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter
 from kvpack.integrations.transformers.models import execution_device
 from kvpack.integrations.transformers.switch import Switch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import Forgotten, Measured
 
 TOKENS, SCORE, WINDOWS = 1024, 256, 4
+MAX_SEED = 2**63
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -103,13 +104,18 @@ def evaluate(
         raise InvalidDtype(f"model is {shown(model)}, expected a transformers model, such as AutoModelForCausalLM.from_pretrained(name)")
     if model.training:
         raise InvalidParameter("the model is in training mode, in which it may drop values at random: call model.eval()")
-    given = [texts] if isinstance(texts, str) else list(texts)
+    check_callback(progress)
+    if tokenizer is not None and not callable(tokenizer):
+        raise InvalidDtype(f"tokenizer is {shown(tokenizer)}, expected the model's, such as AutoTokenizer.from_pretrained(name), or None")
+    seed = integer(seed, "seed")
+    if not 0 <= seed < MAX_SEED:
+        raise InvalidParameter(f"seed is {shown(seed)}, expected an integer from 0 to {MAX_SEED - 1}")
+    given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
     if not given or not all(isinstance(text, str) for text in given):
-        raise InvalidDtype(f"texts is {shown(texts)}, expected strings")
-    named: list[str | os.PathLike[str] | Recipe] = [recipes] if isinstance(recipes, (str, os.PathLike, Recipe)) else list(recipes)
-    named = list(dict.fromkeys([*named, *([] if reference is None else [reference])]))
+        raise InvalidDtype(f"texts is {shown(texts)}, expected a string or a list of strings")
     source = None if basis is None else basis_of(basis)
-    parsed = {getattr(recipe, "text", str(recipe)): parse_recipe(recipe, source) for recipe in named}
+    asked = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
+    parsed = {_name(one): recipe for one, recipe in [(one, parse_recipe(one, source)) for one in asked]}
     words = [tokenized(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
     places, sizes = _places(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)
@@ -128,7 +134,7 @@ def evaluate(
         "basis": None if source is None else {"file": source.where, "digest": source.digest.hex()},
         "settings": {**sizes, "windows": len(places), "seed": seed},
         "precision": f"{dtype_text(model)} on {execution_device(model).type}",
-        **summary([start for _, start in places], exact, forgotten, None, rows, None if reference is None else str(reference)),
+        **summary([start for _, start in places], exact, forgotten, None, rows, None if reference is None else _name(reference)),
         "others": [], "generated": None,
     }  # fmt: skip
     return Evaluation(report)
@@ -140,14 +146,11 @@ def _places(
     """Where the windows begin, in which text, and their sizes. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in words) - 1
     most = min(longest, positions(model) or longest)
-    size = min(TOKENS, most) if tokens is None else tokens
-    _check_size("tokens", size, 2, most, "by the model's positions and the longest text")
-    scored = min(SCORE, size // 2) if score is None else score
-    _check_size("score", scored, 1, size - 1, f"of a window of {size} tokens")
-    _check_size("step", step, 1, size, f"of a window of {size} tokens")
+    size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "by the model's positions and the longest text")
+    scored = _size("score", min(SCORE, size // 2) if score is None else score, 1, size - 1, f"of a window of {size} tokens")
+    step = _size("step", step, 1, size, f"of a window of {size} tokens")
     rooms = [len(text.ids) // window_ids(size, text) for text in words]
-    count = min(WINDOWS, sum(rooms)) if windows is None else windows
-    _check_size("windows", count, 1, sum(rooms), f"of {size} tokens in the texts")
+    count = _size("windows", min(WINDOWS, sum(rooms)) if windows is None else windows, 1, sum(rooms), f"of {size} tokens in the texts")
     # Each text in turn, as long as it has room for one more.
     shares = [0] * len(words)
     while sum(shares) < count:
@@ -163,9 +166,16 @@ def _places(
     return places, {"tokens": size, "score": scored, "step": step}
 
 
-def _check_size(name: str, value: int, least: int, largest: int, why: str) -> None:
-    if not least <= integer(value, name) <= largest:
+def _size(name: str, value: int, least: int, largest: int, why: str) -> int:
+    """``value`` as an int. Raises InvalidParameter."""
+    found = integer(value, name)
+    if not least <= found <= largest:
         raise InvalidParameter(f"{name} is {shown(value)}, expected an integer from {least} to {largest} {why}")
+    return found
+
+
+def _name(recipe: str | os.PathLike[str] | Recipe) -> str:
+    return recipe.text if isinstance(recipe, Recipe) else str(recipe)
 
 
 def _measured(

@@ -92,8 +92,8 @@ def test_windows_come_from_all_texts(model: Any) -> None:
     ("change", "error", "message"),
     [
         ({"model": "gpt2"}, InvalidDtype, "expected a transformers model, such as AutoModelForCausalLM.from_pretrained"),
-        ({"texts": []}, InvalidDtype, r"texts is .*, expected strings"),
-        ({"texts": [b"x"]}, InvalidDtype, "expected strings"),
+        ({"texts": []}, InvalidDtype, r"texts is .*, expected a string or a list of strings"),
+        ({"texts": [b"x"]}, InvalidDtype, "expected a string or a list of strings"),
         ({"recipes": "octopus-33"}, InvalidRecipe, "did you mean octopus-3"),
         ({"recipes": "klt-1.75"}, MissingBasis, "needs a basis"),
         ({"tokens": 1}, InvalidParameter, "^tokens is 1, expected an integer from 2 to 2500 by the model's positions"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvpack.store.backend import Data, Found
+    from kvpack.store.backend import Data, Found, Hold
     from kvpack.store.counters import Counters
     from kvpack.store.forms import Form
 
@@ -62,10 +62,10 @@ class Toy(OneTier):
     def size(self) -> tuple[int, int]:
         return len(self._entries), sum(map(len, self._entries.values()))
 
-    def pin(self, keys: Sequence[bytes]) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         return False
 
-    def unpin(self, keys: Sequence[bytes]) -> bool:
+    def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         return False
 
     def pinned(self) -> set[bytes]:

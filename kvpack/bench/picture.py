@@ -26,8 +26,9 @@ STYLES = {
     "polar": ("#56B4E9", "X"),
     "klt": ("#882255", "d"),
     "transform": ("#999933", "8"),
+    "trellis": ("#332288", "H"),
 }
-"""Colour and first marker by the keys' codec; lossless, minifloat, klt and transform have colours from outside Okabe and Ito's palette."""
+"""Colour and first marker by the keys' codec. Lossless, minifloat, klt, transform and trellis: from outside Okabe and Ito's palette."""
 
 OTHER = ("#666666", "p")
 

@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 # Programs of tests/support, tests/benchmarks and fuzz.
 MODULE = PYTHONPATH=tests $(BIN)/python -m
 
-.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-compile gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -135,6 +135,13 @@ GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/te
 
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal $(GPU_TESTS)
+
+# The kernels compiled for chips that are not there, with the registers and shared memory that they take beside what each chip has.
+CHIPS = 80 86 89 90 100 120
+COMPILED = octopus-3 oscar-2 kivi-4 turboquant-3 fp8 nvfp4 hqmq-s24-r3 kv=trellis:b=2
+
+gpu-compile: $(INSTALLED)
+	for chip in $(CHIPS); do $(MODULE) support.compile_kernels --capability $$chip $(COMPILED) || exit 1; done
 
 # Every tile loader, on any words, the side-cars and the lookups, under the checkers of memory accesses and of races.
 SANITIZED_TESTS = $(addprefix tests/kernels/test_,attention.py side_cars.py shared_table.py)

@@ -17,6 +17,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.tiles.shared_memory import shared_memory
 from kvpack.kernels.triton_insides import CachedLaunch
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -34,11 +35,16 @@ class Block(NamedTuple):
     stages: int
 
 
-def block_of(dim: int) -> Block:
-    """The shape of a program for head dims up to ``dim``, a power of two: what fits an H100's registers and shared memory."""
+def block_of(dim: int, room: int) -> Block:
+    """The shape of a program for head dims up to ``dim``, a power of two: what fits registers and ``room`` bytes of shared memory.
+
+    Shared memory holds the queries, and for each stage the keys and values of a tile.
+    """
     if dim <= 64:
         return Block(128, 64, 4, 3)
-    return Block(128, 64, 8, 3) if dim <= 128 else Block(64, 32, 8, 2)
+    block = Block(128, 64, 8, 3) if dim <= 128 else Block(64, 32, 8, 2)
+    fitting = (room // (2 * dim) - block.rows) // (2 * block.tokens)
+    return block._replace(stages=max(1, min(block.stages, fitting)))
 
 
 def attend(
@@ -100,7 +106,7 @@ def _attend_launch(
     batch, heads, queries, dim = shape
     kv_heads, count, v_dim = held
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
-    block = block_of(max(pads))
+    block = block_of(max(pads), shared_memory(str(device)))
     rows = min(block.rows, max(16, next_power_of_two(queries)))
     return CachedLaunch(
         _attend,

@@ -26,7 +26,6 @@ from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
 from . import segments
 
 if TYPE_CHECKING:
-
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
     from kvpack.kernels.tiles.layers import Layer, Side

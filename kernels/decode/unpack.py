@@ -27,6 +27,7 @@ from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
 from kvpack.kernels.tiles.bound_loader import bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
+from kvpack.kernels.tiles.shared_memory import shared_memory
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_insides import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
@@ -50,9 +51,6 @@ BOUNDED = (Angle, Octahedral, Polar, Quaternion, Scalar)
 
 MOST_COLUMNS = 256
 """Columns and channels at most."""
-
-INTERPRETED_BYTES = 227 << 10
-"""Shared memory of a program without a device: that of an H200."""
 
 
 class Shape(NamedTuple):
@@ -138,10 +136,7 @@ def _shape(codec: Codec, device: str) -> Shape:
 @lru_cache(maxsize=256)
 def _shape_of(codec: Codec, device: str) -> Shape | None:
     """The first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables beside them; None if none does."""
-    loader, room = _loader(codec), INTERPRETED_BYTES - LARGEST_BYTES
-    if device != "cpu":
-        properties = torch.cuda.get_device_properties(device)
-        room = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block) - LARGEST_BYTES
+    loader, room = _loader(codec), shared_memory(device) - LARGEST_BYTES
     tokens, count, width = tiles.tile_tokens(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
         channels = min(shape.channels, _padded(codec.dim))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,15 +38,29 @@ EVERY_CALL = ("octopus-3",)
 """The recipes of which calls with every option are compiled."""
 
 
+def compiled(folder: Path, *arguments: str) -> Any:
+    """What compiling printed, in a process whose kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-c", PROGRAM, "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["failed"] == {}
+    return found
+
+
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
 @pytest.mark.parametrize("recipe", KERNELS)
 def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    arguments = ["--every", recipe] if recipe in EVERY_CALL else [recipe]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["failed"] == {}
+    found = compiled(tmp_path, *(["--every"] if recipe in EVERY_CALL else []), recipe)
     assert KERNELS[recipe] <= set(found["kernels"])
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.parametrize("capability", ["80", "89"])
+def test_kernels_fit_chips_with_less_shared_memory(capability: str, tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--capability", capability, "octopus-3")
+    assert found["registers_and_shared_memory"]["_attend"][1] <= found["shared_memory"]

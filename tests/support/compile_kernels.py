@@ -1,17 +1,19 @@
-"""Compile what operations launch on a CUDA device, for a chip of compute capability 9.0, on a machine without one.
+"""Compile what operations launch on a CUDA device, for chips of one compute capability, on a machine without one.
 
-    python compile_kernels.py [--every] RECIPE...
+    python compile_kernels.py [--json] [--every] [--capability 90] RECIPE...
 
 Triton's interpreter takes programs that its compiler refuses: constants that are given two values, tuples without names, variables of a
 loop that change their shape. Launches only compile here, so results are memory as it was. Calls are those with the fewest and the most
-options, which are not what loaders differ by, or with ``--every`` all that differ in code. The last line is a JSON object: the kernels
-that were compiled, and what failed.
+options, which are not what loaders differ by, or with ``--every`` all that differ in code. It prints the most registers of a thread and
+shared memory of a program of each kernel, beside what the chip has, and what failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import struct
 import sys
 import time
 from functools import partial
@@ -32,7 +34,7 @@ from kvpack.kernels.attend import attention, growing, many_queries, plan
 from kvpack.kernels.attend.prepared import Options
 from kvpack.kernels.decode import decode, sides
 from kvpack.kernels.encode import encode, rows
-from kvpack.kernels.tiles import addresses
+from kvpack.kernels.tiles import addresses, shared_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,12 +44,34 @@ if TYPE_CHECKING:
 
 HEADS, TOKENS, DIM = 2, 640, 128
 
+CHIPS = {
+    80: ("A100", 163 << 10),
+    86: ("A10, RTX 30", 99 << 10),
+    89: ("L40S, RTX 40", 99 << 10),
+    90: ("H100, H200", 227 << 10),
+    100: ("B200", 227 << 10),
+    120: ("RTX 50", 99 << 10),
+}
+"""Chips of each compute capability, and the shared memory that a program may have there in bytes (CUDA C++ Programming Guide, 16.2)."""
+
+OVERLAPS_FROM = 90
+"""Programmatic dependent launch exists from this capability on."""
+
+MOST_REGISTERS = 255
+"""Registers of a thread, at most."""
+
+_REGISTERS = 0x2F
+"""The attribute of a cubin's .nv.info with the registers of a function."""
+
 
 class NoDevice:
     """What Triton's compiler asks of a driver."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -66,6 +90,13 @@ class Compiled:
         self.kernels: set[str] = set()
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
+        self.used: dict[str, tuple[int, int]] = {}
+
+    def note(self, name: str, kernel: Any) -> None:
+        """Note the registers and shared memory of a kernel as far as they are the most of its name."""
+        registers, shared = self.used.get(name, (0, 0))
+        declared = sum(size for section, size in _sections(kernel.asm["cubin"]) if section.startswith(".nv.shared."))
+        self.used[name] = max(registers, registers_of(kernel.asm["cubin"])), max(shared, kernel.metadata.shared + declared)
 
     def attempt(self, what: str, operation: Callable[[], object]) -> None:
         begin = time.process_time()
@@ -76,13 +107,45 @@ class Compiled:
         self.seconds[what] = round(time.process_time() - begin, 1)
 
 
-def compile_alone(compiled: Compiled) -> None:
+def _section_table(cubin: bytes) -> list[tuple[str, int, int, int]]:
+    """Name, type, offset and size of each section of an ELF file."""
+    begin = struct.unpack_from("<Q", cubin, 40)[0]
+    entry, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, begin + number * entry) for number in range(count)]
+    text = headers[names][4]
+    return [(cubin[text + name : cubin.index(b"\0", text + name)].decode(), kind, at, size) for name, kind, _, _, at, size in headers]
+
+
+def _sections(cubin: bytes) -> list[tuple[str, int]]:
+    return [(name, size) for name, _, _, size in _section_table(cubin)]
+
+
+def registers_of(cubin: bytes) -> int:
+    """The most registers that a thread of a function in ``cubin`` takes."""
+    most = 0
+    for name, _, at, size in _section_table(cubin):
+        if name != ".nv.info":
+            continue
+        place = at
+        while place < at + size:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, place)
+            place += 4
+            if form == 4:
+                if attribute == _REGISTERS:
+                    most = max(most, struct.unpack_from("<II", cubin, place)[1])
+                place += value
+    return most
+
+
+def compile_alone(compiled: Compiled, capability: int) -> None:
     """From now on every launch compiles its kernel and does nothing else, and tensors of the CPU go to the kernels."""
     run = JITFunction.run
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
         compiled.kernels.add(self.__name__)
-        return run(self, *args, grid=grid, warmup=True, **given)
+        kernel = run(self, *args, grid=grid, warmup=True, **given)
+        compiled.note(self.__name__, kernel)
+        return kernel
 
     def launch(self: Any, *pointers: tuple[torch.Tensor, int]) -> None:
         tensors = [tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers]
@@ -90,9 +153,11 @@ def compile_alone(compiled: Compiled) -> None:
 
     JITFunction.run = warm
     triton_insides.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
-    driver.set_active(NoDevice())
+    driver.set_active(NoDevice(capability))
+    shared_memory.shared_memory.cache_clear()
+    shared_memory.INTERPRETED_BYTES = CHIPS[capability][1]
     addresses.uses_assembly = lambda device: True  # type: ignore[assignment]
-    plan.overlaps = lambda device: True  # type: ignore[assignment]
+    plan.overlaps = lambda device: capability >= OVERLAPS_FROM  # type: ignore[assignment]
     plan._multiprocessors = lambda device: 132
     rows.operand_of = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]
     # What is attended depends on the values of outliers, which no kernel decodes here.
@@ -154,17 +219,42 @@ def check(side: Side) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    every, recipes = "--every" in arguments, [argument for argument in arguments if argument != "--every"]
-    layers = {recipe: packed(recipe) for recipe in recipes}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE")
+    parser.add_argument("--json", action="store_true", help="a JSON object on the last line")
+    parser.add_argument("--every", action="store_true", help="all calls that differ in code")
+    parser.add_argument("--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten (default 90)")
+    options = parser.parse_args(arguments)
+    layers = {recipe: packed(recipe) for recipe in options.recipes}
     compiled = Compiled()
-    compile_alone(compiled)
+    compile_alone(compiled, options.capability)
     dispatch.uses_triton = lambda device: True  # type: ignore[assignment]
     for recipe, layer in layers.items():
-        attend(layer, recipe, compiled, every)
+        attend(layer, recipe, compiled, options.every)
         code(layer, recipe, compiled)
-    found = {"triton": triton.__version__, "kernels": sorted(compiled.kernels), "failed": compiled.failed, "seconds": compiled.seconds}
-    # Triton prints modules that it refuses, without an end of line.
-    print(f"\n{json.dumps(found)}")
+    chip, room = CHIPS[options.capability]
+    for name, (registers, shared) in compiled.used.items():
+        if shared > room or registers > MOST_REGISTERS:
+            compiled.failed[name] = f"{registers} registers and {shared} bytes of shared memory; {chip} has {MOST_REGISTERS} and {room}"
+    found = {
+        "triton": triton.__version__,
+        "chip": chip,
+        "shared_memory": room,
+        "kernels": sorted(compiled.kernels),
+        "registers_and_shared_memory": compiled.used,
+        "failed": compiled.failed,
+        "seconds": compiled.seconds,
+    }
+    if options.json:
+        # Triton prints modules that it refuses, without an end of line.
+        print(f"\n{json.dumps(found)}")
+    else:
+        print(f"compute capability {options.capability / 10} ({chip}), {room:,} bytes of shared memory for a program")
+        print(f"  {', '.join(options.recipes)}")
+        for name, (registers, shared) in sorted(compiled.used.items()):
+            print(f"  {name:<20} {registers:>4} registers {shared:>8,} bytes of shared memory")
+        for what, failure in compiled.failed.items():
+            print(f"  FAILED {what}: {failure}")
     return 1 if compiled.failed else 0
 
 

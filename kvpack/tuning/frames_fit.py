@@ -36,6 +36,8 @@ REACH = 63
 _TABLES = (MOST_OCTAVES - LEAST_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
 _LEAST_BITS, _MOST_BITS = 0.1, 3.0
 """Average bits per value of a side, between which a step counts for the tables."""
+LARGEST_SCALE = 1.25
+"""What the values of a table are multiplied by at most: most columns of small tables are 0, and their energy is not to be made up for."""
 _SMOOTHED = 8.0
 """Levels of a Laplace distribution that are added to those of a table."""
 _LEAST_PART = 1e-5
@@ -92,7 +94,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     """Tables for columns by their standard deviation in steps: the levels of all columns at all steps that ordinary recipes have."""
     levels = 2 * REACH + 1
     # The last place stands for levels that have no symbol.
-    counts, sums = numpy.zeros((_TABLES, levels + 1)), numpy.zeros((_TABLES, levels + 1))
+    counts, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(3))
     grid = numpy.arange(-REACH, REACH + 1)
     for place, found in columns.items():
         for step in range(0, 256, SCALES_PER_TABLE):
@@ -105,7 +107,8 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
                 table = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :]
                 at = table * (levels + 1) + numpy.where(numpy.abs(coded) <= REACH, coded + REACH, levels).astype(numpy.int64)
                 counts += numpy.bincount(at.ravel(), minlength=counts.size).reshape(counts.shape)
-                sums += numpy.bincount(at.ravel(), weights=steps.ravel(), minlength=counts.size).reshape(counts.shape)
+                for of, added in ((sums, steps), (squares, numpy.square(steps))):
+                    of += numpy.bincount(at.ravel(), weights=added.ravel(), minlength=counts.size).reshape(counts.shape)
     seen, within = counts[:, :levels], sums[:, :levels]
     deviations = 2.0 ** (LEAST_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
     usual = numpy.exp(-math.sqrt(2) * numpy.abs(grid) / deviations[:, None])
@@ -119,6 +122,10 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     # Towards the middle of a step where there are few.
     values = (within + 4.0 * grid) / (seen + 4.0)
     values[:, REACH] = 0.0
+    # The means of levels have less energy than what they stand for, as in tables of klt.
+    energy, decoded = squares[:, :levels].sum(1), (seen * numpy.square(values)).sum(1)
+    wanted = numpy.clip(energy, decoded, LARGEST_SCALE**2 * decoded)
+    values *= numpy.sqrt(numpy.divide(wanted, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
     frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
     return Tables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
 

@@ -250,6 +250,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "Store.save": (opened.save, {"token_ids": ids, "cache": wide, "inputs": [b""]}),
         "Store.pin": (opened.pin, {"token_ids": ids, "inputs": [b""]}),
         "Store.unpin": (opened.unpin, {"token_ids": ids, "inputs": [b""]}),
+        "Store.prometheus": (opened.prometheus, {"labels": {"model": "m"}}),
         "Store.delete": (opened.delete, {"token_ids": ids, "start": 256, "inputs": [b""]}),
         # Pages of engines.
         "PageGeometry": (kvpack.PageGeometry, {"layers": 1, "heads": 1, "tokens": 16, "dim_k": 64, "dim_v": 64, "dtype": "bf16"}),
@@ -279,6 +280,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "PageStore.put": (paged.put, {"keys": KEYS, "pages": pages(), "slots": SLOTS, "ancestors": [b"c"]}),
         "PageStore.get_into": (paged.get_into, {"keys": KEYS, "pages": pages(), "slots": SLOTS}),
         "PageStore.touch": (paged.touch, {"keys": KEYS, "ancestors": [b"c"]}),
+        "PageStore.prometheus": (paged.prometheus, {"labels": {"model": "m"}}),
         "PageStore.delete": (paged.delete, {"keys": KEYS}),
         "PageStore.submit_put": (paged.submit_put, {"keys": KEYS, "pages": pages(), "slots": SLOTS, "ancestors": [b"c"]}),
         "PageStore.submit_get": (paged.submit_get, {"keys": KEYS, "pages": pages(), "slots": SLOTS}),

@@ -8,13 +8,16 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvpack.formats.arguments import shown
+from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.locks import Lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger("kvpack.store")
 
@@ -194,7 +197,12 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """Metrics in Prometheus' text format, each with ``labels`` before its own."""
+    """Metrics in Prometheus' text format, each with ``labels`` before its own. Raises InvalidParameter for what are no labels."""
+    if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
+        raise InvalidParameter(f"labels is {shown(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
+    for name in labels:
+        if not _LABEL.fullmatch(name):
+            raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, and no digit first")
     if not labels:
         return text
     given, lines = labels_text(labels), []
@@ -205,6 +213,7 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
 
 
 _SAMPLE = re.compile(r"(\w+)(.*)", re.DOTALL)
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 def _warn(operation: str, error: BaseException) -> None:

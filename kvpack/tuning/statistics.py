@@ -90,7 +90,7 @@ class Statistics:
         generator = torch.Generator().manual_seed(seed)
         gradients = list(_gradients(model, tokens, pairs, generator))
         for number, share in enumerate(attention_shares(model, tokens, pairs, [~_counted(k) for k, _ in pairs])):
-            _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64))
+            _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
         count = pairs[0][0].shape[2]
         _check_gradients(gradients, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device="cpu")

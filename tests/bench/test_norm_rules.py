@@ -64,4 +64,4 @@ def test_a_recipe_without_the_rule_is_refused(capsys: pytest.CaptureFixture[str]
 
 def test_every_codec_that_takes_the_rule_is_asked() -> None:
     taking: Any = {name for name, codec in CODECS.items() if any(field.name == "norm_rule" for field in fields(codec))}  # type: ignore[arg-type]
-    assert taking == {"scalar", "octahedral", "polar", "angle", "quaternion", "group"}
+    assert taking == {"scalar", "trellis", "octahedral", "polar", "angle", "quaternion", "group"}

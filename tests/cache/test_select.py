@@ -26,6 +26,7 @@ CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
 RECIPES = {
     **{name: re.sub(r"layers=[-0-9,]+:", "layers=0:", preset.recipe) for name, preset in PUBLISHED.items()},
     **SIDE_CARS,
+    "trellis": "kv=trellis:b=2,states=256",
     "a window": "k=raw:dtype=fp32;v=group:b=2,g=32,sinks=2;tail=64",
     "klt": "kv=klt:bits=4,rows=fp16",
     "transform": "kv=transform:bits=4,chunk=16",

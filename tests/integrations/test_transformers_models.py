@@ -528,7 +528,6 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
         (DynamicCache(PAST), "a DynamicCache is not a packed cache: write {}kvpack.pack(past_key_values, recipe)"),
         ("prompt.kvpack", "a str is not a packed cache: write {}kvpack.load('prompt.kvpack')"),
         (Path("prompt.kvpack"), "a PosixPath is not a packed cache: write {}kvpack.load('prompt.kvpack')"),
-        (None, "a NoneType is not a packed cache: kvpack.pack makes one, and kvpack.load reads one"),
     ],
 )
 def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:
@@ -539,6 +538,13 @@ def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tm
     with pytest.raises(InvalidDtype, match=re.escape(instead.format("kvpack.save("))):
         kvpack.save(given, tmp_path / "file")
     assert not list(tmp_path.iterdir())
+
+
+def test_none_is_what_a_store_gives_for_a_miss(tmp_path: Path) -> None:
+    with pytest.raises(InvalidDtype, match=re.escape("write KvpackCache(model, cache or recipe), which begins an empty cache then")):
+        KvpackCache(None)
+    with pytest.raises(InvalidDtype, match="a NoneType is not a packed cache"):
+        kvpack.save(None, tmp_path / "file")
 
 
 def test_arguments_of_another_type_are_refused() -> None:

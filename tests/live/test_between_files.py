@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -55,7 +56,14 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
         elif kind == "copy":
             live = copy.deepcopy(live)
         elif live.held(0):
-            live.attend(0, torch.randn(k.shape[0], 4, 1, 64), sliding_window=window)
+            q = torch.randn(k.shape[0], 4, 1, 64)
+            if window is not None and live.held(0) < min(live.tokens, window):
+                # A crop leaves fewer tokens than the last query sees.
+                assert not whole
+                with pytest.raises(kvpack.InvalidShape, match=f"the query of token {live.tokens - 1} sees a window of {window} tokens"):
+                    live.attend(0, q, sliding_window=window)
+            else:
+                live.attend(0, q, sliding_window=window)
         layer = live.layer(0)
         assert layer.k is not None
         assert layer.v is not None
@@ -68,3 +76,22 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
         assert torch.equal(mine[:, :, mine.shape[2] - raw :], expected[:, :, expected.shape[2] - raw :])
         assert (mine - expected).norm() <= 0.02 * expected.norm()
         assert not whole or all(run % 32 == 0 for run in layer.k.merged_runs()[:-1])
+
+
+def test_a_query_whose_window_a_crop_has_cut_is_refused_until_its_tokens_are_there() -> None:
+    """Of 200 tokens a layer with a window of 40 keeps the last 72; without 33 of these, the last query misses one."""
+    recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32;tail=64"
+    live = LiveCache(recipe, layers=1, sliding_windows=[40])
+    k, v = tokens(200, 0, 1)
+    live.update(0, k, v)
+    assert live.layer(0).tokens == 72
+    live.crop(33)
+    q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
+    held = "the layer holds tokens 128 to 167 of its cache, not those before; the query of token 166 sees a window of 40 tokens"
+    with pytest.raises(kvpack.InvalidShape, match=held):
+        live.attend(0, q, sliding_window=40)
+    live.update(0, k[:, :, 167:168], v[:, :, 167:168])
+    held_k, held_v = (x.repeat_interleave(2, 1) for x in live.layer(0).unpack(torch.float32))
+    assert torch.equal(held_v, v[:, :, 128:168].repeat_interleave(2, 1))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, held_k, held_v)
+    torch.testing.assert_close(live.attend(0, q, sliding_window=40), expected)

@@ -210,7 +210,16 @@ def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, mon
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "shared"),
-    [("octopus-3", True), ("kv=group:b=4,g=32", True), ("bf16", True), ("fp8", False), ("octopus-3-scaled", False), ("oscar-2-u8", False)],
+    [
+        ("octopus-3;raw=0", True),
+        ("kv=group:b=4,g=32", True),
+        ("bf16", True),
+        # Which tokens are raw depends on values.
+        ("octopus-3", False),
+        ("fp8;raw=0", False),
+        ("octopus-3-scaled;raw=0", False),
+        ("oscar-2-u8;raw=0", False),
+    ],
 )
 def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And layers of other pages, or of another tail, share nothing with them."""
@@ -249,7 +258,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
     def layer(seed: int, tokens: int) -> Layer:
         torch.manual_seed(seed)
         k, v = (torch.randn(1, 2, tokens, 64).to(torch.bfloat16) for _ in "kv")
-        return kvpack.pack([(k, v)], "octopus-3").to(DEVICE)[0]
+        return kvpack.pack([(k, v)], "octopus-3;raw=0").to(DEVICE)[0]
 
     def pages(of: Layer) -> tuple[Any, Any]:
         assert of.k is not None
@@ -286,7 +295,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
     def layer(seed: int) -> Layer:
         torch.manual_seed(seed)
         k, v = (torch.randn(1, 2, 160, 64).to(torch.bfloat16) for _ in "kv")
-        cache = kvpack.pack([(k[:, :, :96], v[:, :, :96])], "octopus-3")
+        cache = kvpack.pack([(k[:, :, :96], v[:, :, :96])], "octopus-3;raw=0")
         both = cache.append([(k[:, :, 96:], v[:, :, 96:])]).to(DEVICE)[0]
         sides = []
         for side in both.sides.values():
@@ -317,7 +326,7 @@ def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytes
         return torch.randn(1, heads, count, 64, generator=generator).to(torch.float16)
 
     heads = (2, 2, 1, 2)
-    live = kvpack.LiveCache.of(kvpack.pack([(values(own, 160), values(own, 160)) for own in heads], "octopus-3").to(DEVICE))
+    live = kvpack.LiveCache.of(kvpack.pack([(values(own, 160), values(own, 160)) for own in heads], "octopus-3;raw=0").to(DEVICE))
     for count in (260, 270):
         tables.clear()
         for layer, own in enumerate(heads):
@@ -342,7 +351,7 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
 
     torch.manual_seed(0)
     pairs = [[torch.randn(1, 2, 320, 64).to(torch.bfloat16) for _ in "kv"] for _ in range(3)]
-    layers = list(kvpack.pack([tuple(pair) for pair in pairs], "octopus-3").to(DEVICE))
+    layers = list(kvpack.pack([tuple(pair) for pair in pairs], "octopus-3;raw=0").to(DEVICE))
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     monkeypatch.setattr(attention, "_kinds", {})
     checked: list[Layer] = []
@@ -418,7 +427,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "an fp16 tail": {"tail_dtype": torch.float16},
     "a longer tail": {"tail": 7},
     "other pages": {"runs": (32, 32)},
-    "other codes": {"recipe": "octopus-4"},
+    "other codes": {"recipe": "octopus-4;raw=0"},
     "another rotation": {"recipe": "k=octahedral:b=3,rotation=none;v=octahedral:b=3"},
     "more heads": {"heads": 4},
     "two sequences": {"batch": 2},
@@ -436,7 +445,7 @@ def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeyp
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     monkeypatch.setattr(attention, "attention_kernels", lambda *_: None)
     usual: dict[str, Any] = {
-        **{"recipe": "octopus-3", "runs": (64,), "tail": 5, "heads": 2, "batch": 1, "seed": 0, "skipped": 0},
+        **{"recipe": "octopus-3;raw=0", "runs": (64,), "tail": 5, "heads": 2, "batch": 1, "seed": 0, "skipped": 0},
         **{"tail_dtype": torch.bfloat16, "dtype": torch.bfloat16, "queries": 40, "q_heads": 4},
     }
 

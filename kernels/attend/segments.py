@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-RAW_TOKENS, MOST_RAW_TOKENS = 64, 4096
-"""Tokens that are decoded together where one of them is raw, and of a page at most (or half of it)."""
+RAW_TOKENS, MOST_RAW_TOKENS = (64, 16), 4096
+"""Tokens that are decoded together if one of them is raw, fewer if a page would have more than so many of them (or half of it)."""
 
 HALF_ERROR = 2**-11
 """Relative error of binary16 values in the 2-norm, if none overflows or underflows."""
@@ -117,9 +117,12 @@ def _segments_of(page: Page, first: int, dtype: torch.dtype) -> list[SideSegment
     frame = page if codec.value_maps else None
     if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
-    size = math.lcm(RAW_TOKENS, codec.token_group)
-    flagged = sorted({token // size for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()})
-    if len(flagged) * size > max(MOST_RAW_TOKENS, page.tokens // 2):
+    raw = {token for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()}
+    for size in (math.lcm(tokens, codec.token_group) for tokens in RAW_TOKENS):
+        flagged = sorted({token // size for token in raw})
+        if len(flagged) * size <= max(MOST_RAW_TOKENS, page.tokens // 2):
+            break
+    else:
         return [SideSegment(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})
     found = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}

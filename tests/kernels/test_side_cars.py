@@ -169,6 +169,30 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(
+    "recipe", ["kv=scalar:b=3,norm=fp32;raw=4,0.6", "k=octahedral:b=3;v=group:b=3,g=32;raw=4,0.6", "kv=trellis:b=2,states=256;raw=4,0.6"]
+)
+def test_raw_tokens_all_over_a_page_leave_it_to_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 64 tokens hold one: only the tokens around it are decoded before."""
+    from kvpack.kernels.attend import attention, segments
+    from kvpack.kernels.attend.prepared import Options
+
+    monkeypatch.setattr(segments, "MOST_RAW_TOKENS", 64)
+    k, v = random_pairs(1, 640, dims=(64, 64))[0]
+    k[:, :, 30::64] *= 0.1
+    layer = kvpack.pack([(k, v)], recipe)[0]
+    q = torch.randn(1, 4, 2, 64)
+    expected = exact(q, layer)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
+    assert attention.supports(q, there)
+    launches = attention.prepare(q, there, Options(0.125)).launches
+    assert sum(int(launch.work[:, 1].sum()) for launch in launches) == 640
+    found = kvpack.attend(q, there).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.kernels
 def test_outliers_of_many_tokens() -> None:
     k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
     check(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)

@@ -140,7 +140,7 @@ def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 21])
-@pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2"])
+@pytest.mark.parametrize("recipe", ["octopus-3;raw=0", "kivi-2;raw=0"])
 def test_damage_is_refused_with_the_words_of_the_cpu(
     recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,10 +201,12 @@ def test_the_first_digest_of_the_file_is_told(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("options", [{"compress": True}, {"tokens": 2}, {"recipe": "kivi-2-u8"}, {"recipe": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"compress": True}, {"tokens": 2}, {"recipe": "kivi-2-u8"}, {"recipe": "kivi-2"}, {"recipe": "bf16"}], ids=str
+)
 def test_the_host_hashes_what_a_device_does_not_check(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """zstd frames, tensors of few bytes, and bytes whose rules the host checks: these must have their digests before."""
-    recipe, tokens, path = options.get("recipe", "octopus-3"), options.get("tokens", 70), tmp_path / "a"
+    recipe, tokens, path = options.get("recipe", "octopus-3;raw=0"), options.get("tokens", 70), tmp_path / "a"
     kvpack.save(kvpack.pack(random_pairs(2, tokens, batch=1), recipe), path, compress="compress" in options)
     names = hashed_by_the_host(monkeypatch)
     load(path)
@@ -239,7 +241,7 @@ def test_copies_of_any_size_are_what_the_cpu_loads(
     """Layers that follow each other in the file are copied together, but not across a layer that is left out or has states."""
     monkeypatch.setattr(staged_reads, "COPY_BYTES", copy_bytes)
     reads_of(read_bytes, monkeypatch)
-    cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "octopus-3")
+    cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "octopus-3;raw=0")
     states = MappingProxyType({"conv.0": torch.arange(6.0)[None]})
     cache = replace(cache, layers=(cache.layers[0], replace(cache.layers[1], states=states), *cache.layers[2:]))
     kvpack.save(cache, tmp_path / "a")

@@ -40,7 +40,7 @@ RECIPES = (
 def sides_of(recipe: str) -> list[Side]:
     # Codewords of other dims take words that only decoding checks.
     dims = (128, 128) if recipe.startswith("hqmq") else (64, 96)
-    return list(kvpack.pack(random_pairs(1, 70, batch=1, dims=dims), recipe)[0].sides.values())
+    return list(kvpack.pack(random_pairs(1, 70, batch=1, dims=dims), f"{recipe};raw=0")[0].sides.values())
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,9 @@ def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwi
     assert own == set()
 
 
-@pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2", "kivi-2-u8", "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2"])
+@pytest.mark.parametrize(
+    "recipe", ["octopus-3", "octopus-3;raw=0", "kivi-2;raw=0", "kivi-2-u8", "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2"]
+)
 def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_path: Path) -> None:
     cache, refused = kvpack.pack(random_pairs(3, 40), recipe), 0
     contents, arrays = files.stored(cache)
@@ -121,7 +123,7 @@ def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_pat
 
 
 def test_a_digest_is_told_before_a_rule(tmp_path: Path) -> None:
-    contents, arrays = files.stored(kvpack.pack(random_pairs(3, 40), "octopus-3"))
+    contents, arrays = files.stored(kvpack.pack(random_pairs(3, 40), "octopus-3;raw=0"))
     arrays["0.k.norm"] = numpy.full_like(arrays["0.k.norm"], 0xFF)
     container.write(tmp_path / "a", contents, arrays)
     with container.open_file(tmp_path / "a") as file:

@@ -322,13 +322,19 @@ class ObjectStore(OneTier):
         return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """The records listed, empty where there is no answer or no room: others may have put them."""
+        """The records listed, empty where there is no answer or no room.
+
+        The smallest come first: others may have put records, and a large one must not hide a pin.
+        """
         nothing: Data = b""
         room = MAX_RECORDS_BYTES
-        names = []
-        for name, size, _ in listed:
+        fitting = set()
+        for name, size, _ in sorted(listed, key=lambda record: record[1]):
             room -= size
-            names.append(name if room >= 0 else None)
+            if room < 0:
+                break
+            fitting.add(name)
+        names = [name if name in fitting else None for name, _, _ in listed]
         if room < 0:
             self._counters.fault("list", LimitExceeded(f"{len(listed)} records take more than {MAX_RECORDS_BYTES} bytes"))
 

@@ -149,11 +149,12 @@ def test_what_takes_keys_and_values_alone_refuses_states(tmp_path: Path) -> None
     with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, and a LiveCache keeps only keys"):
         kvpack.LiveCache.of(cache)
     identity = kvpack.Identity("model", "kivi-2;raw=0", weights="w")
-    with (
-        kvpack.Store(tmp_path, identity, chunk=TOKENS) as store,
-        pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0 after token 32 alone: a store cuts"),
-    ):
+    refused = r"layers\[0\] has the states conv.0 and recurrent.0, and the store's identity says .* none: .* keeps_states=True"
+    with kvpack.Store(tmp_path, identity, chunk=TOKENS) as store, pytest.raises(InvalidParameter, match=refused):
         store.save(list(range(TOKENS)), cache)
+    with kvpack.Store(tmp_path, replace(identity, keeps_states=True), chunk=TOKENS) as store:
+        assert store.save(list(range(TOKENS)), cache) == TOKENS
+        check_same(store.load(list(range(TOKENS)))[1], cache)
 
 
 def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import queue
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,14 +14,18 @@ import torch
 
 from kvpack.runtime import locks
 from kvpack.store import directory, eviction
+from support import store_caches
 from support.caches import dense
-from support.store_caches import CHUNK, cache, entries, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, EVEN, cache, entries, entry_of, prompt, same, save
 from support.store_stress import FORK
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import kvpack
+
+
+open_store = partial(store_caches.open_store, identity=EVEN)
 
 
 @pytest.fixture(autouse=True, params=["listed", "indexed"])
@@ -72,7 +77,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path, entry_bytes: int) 
     store.load(prompts[0])
     save(store, prompts[3])
     assert [store.match(ids) > 0 for ids in prompts] == [True, False, True, True, False]
-    store.save(prompts[2], cache(len(prompts[2])))
+    store.save(prompts[2], cache(len(prompts[2]), EVEN.recipe))
     save(store, prompts[4])
     assert [store.match(ids) > 0 for ids in prompts] == [False, False, True, True, True]
 
@@ -114,14 +119,14 @@ def test_what_cannot_fit_is_refused_and_nothing_is_lost(tmp_path: Path, entry_by
     save(store, ids)
     store.pin(ids)
     other = prompt(3, seed=1)
-    assert store.save(other, cache(len(other))) == 0
+    assert store.save(other, cache(len(other), EVEN.recipe)) == 0
     assert store.counters()["refused_chunks"] == 1
     assert store.load(ids)[0] == 2 * CHUNK
     assert os.listdir(tmp_path / "unfinished") == []
     store.unpin(ids)
-    assert store.save(other, cache(len(other))) == 2 * CHUNK
+    assert store.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK
     tiny = open_store(tmp_path / "tiny", max_bytes=entry_bytes - 1)
-    assert tiny.save(ids, cache(len(ids))) == 0
+    assert tiny.save(ids, cache(len(ids), EVEN.recipe)) == 0
     assert entries(tmp_path / "tiny") == []
 
 
@@ -142,7 +147,7 @@ def test_a_minimum_of_free_disk_is_kept(tmp_path: Path, entry_bytes: int, monkey
         assert Disk().f_bavail >= 2 * entry_bytes
     assert store.counters()["evicted_entries"] == 6
     capacity = entry_bytes
-    assert store.save(prompt(1, seed=9), cache(CHUNK + 5)) == 0
+    assert store.save(prompt(1, seed=9), cache(CHUNK + 5, EVEN.recipe)) == 0
     assert store.counters()["refused_chunks"] == 1
 
 
@@ -193,7 +198,7 @@ def test_times_fall_along_a_chain(tmp_path: Path) -> None:
     long, short = prompt(4, first=2, seed=1), prompt(3, first=2, seed=2)
     save(store, long)
     save(store, short)
-    for use in (lambda: store.load(short), lambda: store.load(long[: 3 * CHUNK]), lambda: store.save(long, cache(len(long)))):
+    for use in (lambda: store.load(short), lambda: store.load(long[: 3 * CHUNK]), lambda: store.save(long, cache(len(long), EVEN.recipe))):
         use()
         for ids in (long, short):
             times = [os.stat(entry_of(store, ids, number)).st_mtime_ns for number in range(len(ids) // CHUNK)]
@@ -247,15 +252,15 @@ def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry
     other = open_store(tmp_path, max_bytes=2 * entry_bytes)
     with other._backend._evictor._locked() as held:
         assert held
-        assert store.save(prompt(1, seed=1), cache(CHUNK + 5)) == 0
+        assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == 0
         assert store.counters()["refused_chunks"] == 1
         assert store.load(prompt(2))[0] == 2 * CHUNK
-    assert store.save(prompt(1, seed=1), cache(CHUNK + 5)) == CHUNK
+    assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == CHUNK
 
 
 def _save_in_child(store: kvpack.Store, results: Any) -> None:
     ids = prompt(2, seed=7)
-    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids))), store.load(ids)[0]))
+    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), EVEN.recipe)), store.load(ids)[0]))
 
 
 def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:

@@ -174,7 +174,9 @@ def test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store(moment: str, f
 
 
 def test_a_read_only_folder_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_store(folder).save(PROMPTS[1], WHOLE[1])
+    writable = open_store(folder)
+    writable.save(PROMPTS[1], WHOLE[1])
+    assert writable.pin(PROMPTS[1], owner="earlier") == 3 * CHUNK
     changes = ("pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime")
     FaultyOs(changes, 1, errno.EROFS, sticky=True).install(monkeypatch)
     store = open_store(folder, max_bytes=BUDGET)
@@ -184,6 +186,7 @@ def test_a_read_only_folder_serves(folder: Path, monkeypatch: pytest.MonkeyPatch
         assert same(found, WHOLE[1])
     assert store.save(PROMPTS[2], WHOLE[2]) == CHUNK
     assert store.pin(PROMPTS[1]) == 0
+    assert not store.unpin(PROMPTS[1])
     assert store.delete(PROMPTS[1]) == 0
     assert set(store.counters()["faults"]) == {f"{what} EROFS" for what in ("touch", "put", "pin", "unpin", "delete")}
 

@@ -22,14 +22,14 @@ from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.memory import Memory
 from support import redis_server, s3_server
-from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, EVEN, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
 from support.store_stress import FORK
 
 MEMORY = kvpack.Tier("memory://", max_bytes=10**8)
 
 
-def tiered(*locations: Any, **options: Any) -> kvpack.Store:
-    return kvpack.Store(list(locations), IDENTITY, **{"chunk": CHUNK, **options})
+def tiered(*locations: Any, identity: kvpack.Identity = IDENTITY, **options: Any) -> kvpack.Store:
+    return kvpack.Store(list(locations), identity, **{"chunk": CHUNK, **options})
 
 
 def counts(store: kvpack.Store) -> list[int]:
@@ -192,12 +192,12 @@ def test_what_was_not_checked_is_not_noted_as_used(tmp_path: Path) -> None:
 
 
 def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
-    save(open_store(tmp_path / "size"), prompt(1))
+    save(open_store(tmp_path / "size", EVEN), prompt(1))
     (size,) = (os.stat(path).st_size for path in entries(tmp_path / "size"))
     budgets = [3 * size, 6 * size, 12 * size]
     places = [kvpack.Tier("memory://", max_bytes=budgets[0])]
     places += [kvpack.Tier(tmp_path / name, max_bytes=budget) for name, budget in zip("ab", budgets[1:], strict=True)]
-    store = tiered(*places)
+    store = tiered(*places, identity=EVEN)
     for seed in range(10):
         ids = prompt(2, seed=seed)
         whole = save(store, ids, seed=seed)
@@ -208,11 +208,11 @@ def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
     pinned = prompt(2, seed=9)
     assert store.pin(pinned) == 2 * CHUNK
     for seed in range(20, 30):
-        store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5))
+        store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5, EVEN.recipe))
     assert store.match(pinned) == 2 * CHUNK
     assert store.unpin(pinned)
     long = prompt(20, seed=50)
-    assert store.save(long, cache(len(long))) == 12 * CHUNK, "the largest tier holds what it can"
+    assert store.save(long, cache(len(long), EVEN.recipe)) == 12 * CHUNK, "the largest tier holds what it can"
 
 
 def test_leaves_leave_memory_before_their_ancestors() -> None:
@@ -255,7 +255,7 @@ def test_a_full_queue_drops_and_waits_for_nobody(tmp_path: Path, monkeypatch: py
     real = Directory.put
     monkeypatch.setattr(Directory, "put", lambda *arguments: go_on.wait(60) and real(*arguments))
     monkeypatch.setattr(write_back, "QUEUE_BYTES", 20_000)
-    store = tiered(MEMORY, tmp_path, write_back=True)
+    store = tiered(MEMORY, tmp_path, identity=EVEN, write_back=True)
     ids = prompt(5)
     save(store, ids)
     dropped = store.counters()["dropped_writes"]

@@ -117,9 +117,9 @@ def _segments_of(page: Page, first: int, dtype: torch.dtype) -> list[SideSegment
     frame = page if codec.value_maps else None
     if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
-    raw = {token for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()}
+    kept = {token for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()}
     for size in (math.lcm(tokens, codec.token_group) for tokens in RAW_TOKENS):
-        flagged = sorted({token // size for token in raw})
+        flagged = sorted({token // size for token in kept})
         if len(flagged) * size <= max(MOST_RAW_TOKENS, page.tokens // 2):
             break
     else:

@@ -126,7 +126,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatc
     elif mutant == "sync after rename":
         monkeypatch.setattr(directory, "write_file", synced_late)
     else:
-        monkeypatch.setattr("kvpack.store.entries._check_payload", lambda *_: None)
+        monkeypatch.setattr("kvpack.store.entries.check_payload", lambda *_: None)
         monkeypatch.setattr("kvpack.file.json_header.check_digest", lambda *_: None)
         monkeypatch.setattr("kvpack.file.container.check_digest", lambda *_: None)
     monkeypatch.setattr(sys.modules[__name__], "EVERY", 1)

@@ -22,9 +22,10 @@ sys.exit(compile_kernels.main(sys.argv[1:]))
 """
 
 KERNELS = {
-    "octopus-3": {"attend_split", "decode_tiles", "unpack_tiles", "_encode"},
-    "oscar-2": {"attend_split", "merge_originals", "_decode", "_encode"},
-    "nvfp4": {"attend_split", "decode_tiles", "_encode"},
+    "octopus-3;raw=0": {"attend_split", "decode_tiles", "unpack_tiles", "_encode"},
+    "oscar-2;raw=0": {"attend_split", "merge_originals", "_decode", "_encode"},
+    "nvfp4;raw=0": {"attend_split", "decode_tiles", "_encode"},
+    "octopus-3": {"attend_split", "unpack_tiles"},
     "octopus-qjl-2": {"attend_split"},
     "int-4-med3": {"attend_split"},
     "klt=63211000:53100000": {"attend_split", "decode_tiles", "_encode"},
@@ -34,7 +35,7 @@ KERNELS = {
 }
 """Recipes whose loaders, side-cars, tables and launches differ, and some kernels of each."""
 
-EVERY_CALL = ("octopus-3",)
+EVERY_CALL = ("octopus-3;raw=0",)
 """The recipes of which calls with every option are compiled."""
 
 

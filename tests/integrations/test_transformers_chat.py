@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 
 import kvpack
+from kvpack.bench import real_model
 from kvpack.errors import InvalidDtype, InvalidParameter, LimitExceeded
 from kvpack.integrations.transformers import Chat
 from kvpack.models import ByteTokenizer, load_model
@@ -20,7 +20,6 @@ from support.zoo_models import model_of
 NOT_TEXT = [token for token in range(264) if not (letter := tokenizer().decode([token])) or not letter.isascii() or len(letter) > 1]
 """Tokens of no letter: text that holds one is not the same tokens again."""
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": NOT_TEXT}
-REAL = Path(os.environ.get("KVPACK_REAL_MODEL", "/work/real/smollm2"))
 HELLO, MORE = "Good morning. My name is Ada.", "What is my name? ☕ 名前"
 
 
@@ -189,9 +188,9 @@ def test_texts_beyond_a_files_room_are_refused(model: Any, tmp_path: Path) -> No
         chat.save(path)
 
 
-@pytest.mark.skipif(not (REAL / "tokenizer.json").is_file(), reason="the real model is not here")
+@pytest.mark.skipif(not (real_model.place() / "tokenizer.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
 def test_a_real_tokenizer_gives_messages_back(tmp_path: Path) -> None:
-    words = transformers.AutoTokenizer.from_pretrained(REAL)
+    words = transformers.AutoTokenizer.from_pretrained(real_model.place())
     torch.manual_seed(0)
     settings = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(words), **settings)).eval()

@@ -157,7 +157,8 @@ class Side:
 
     def _unpack_into(self, out: torch.Tensor) -> None:
         left = unpack_into(self, out)
-        if not left:
+        # A header of no tokens may still claim any number of sequences and heads.
+        if not left or not self.tokens:
             return
         if (at_once := sequences_at_once(self)) < self.batch:
             for first in range(0, self.batch, at_once):
@@ -176,7 +177,7 @@ class Side:
 
     def norms(self, start: int = 0) -> torch.Tensor:
         """The norms of the tokens from ``start`` on, over all heads, as far as they are decoded: float32 ``[batch, token]``."""
-        if (at_once := sequences_at_once(self)) < self.batch:
+        if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(own).norms(start) for own in rows])
         found = [torch.empty(self.batch, 0, dtype=torch.float32, device=self.device)]
@@ -214,7 +215,7 @@ class Side:
         """
         rows = row_numbers(indices)
         check_rows(rows, self.batch)
-        if rows == tuple(range(self.batch)):
+        if len(rows) == self.batch and rows == tuple(range(self.batch)):
             return self
         with own_modes(self.device):
             chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvpack
+from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES
 from kvpack.coding.presets import PUBLISHED
 from kvpack.file.container import open_file
@@ -20,6 +21,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from support.klt_bases import random_basis
 from support.side_car_recipes import RECIPES as SIDE_CARS
 from support.side_car_recipes import attention, relative_error
+from support.strategies import create
 
 CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
 # Presets that change some of a model's layers change the first of two: the others of the model have the same codecs.
@@ -203,3 +205,11 @@ WRONG = {
 def test_what_is_no_list_of_rows_is_refused(indices: Any, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         packed("all").select(indices)
+
+
+def test_a_side_of_no_tokens_is_decoded_at_once_whatever_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header may claim any number of sequences and heads where no token has a value."""
+    side = Side(create("raw", 16, dtype="fp16"), (), torch.empty(65536, 65536, 0, 16, dtype=torch.bfloat16), 0)
+    monkeypatch.setattr(Side, "select", None)
+    assert side.unpack().shape == (65536, 65536, 0, 16)
+    assert side.norms().shape == (65536, 0)

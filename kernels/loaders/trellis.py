@@ -6,7 +6,7 @@ begin at other bits in each word: ``Shifts`` says by how many bits each column i
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -20,8 +20,9 @@ from triton import language as tl
 
 from kvpack.formats.trellis import WORD_BITS, values_of
 from kvpack.kernels.tables.shared_table import look_up_bits
+from kvpack.kernels.words.replicated_columns import load_columns as load_words_of_columns
 from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens
+from kvpack.kernels.words.tile_layout import of_columns
 from kvpack.kernels.words.tile_packing import tile_fields, tile_width
 from kvpack.kernels.words.token_factors import load_factors, read_factors
 
@@ -110,31 +111,12 @@ def load(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """The words and those after them, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
-    words = _load_words(pointers[0], first, token, valid, CONSTANTS.words, CONSTANTS.width, 0, MASKED, TRANSPOSED)
-    following = _load_words(pointers[0], first, token, valid, CONSTANTS.words, CONSTANTS.width, 1, MASKED, TRANSPOSED)
+    WORDS: tl.constexpr = CONSTANTS.words
+    column = tl.arange(0, CONSTANTS.width)[None, :]
+    words = load_words_of_columns(pointers[0], first, token, valid, column, column % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
+    # After the last word of a row comes its first.
+    following = load_words_of_columns(pointers[0], first, token, valid, column, (column + 1) % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
     return (words, following) + load_factors(pointers[1], first, token, valid, CONSTANTS.norm_bits, 0, MASKED, FAST)
-
-
-@triton.jit
-def _load_words(
-    pointer: tl.tensor,
-    first: tl.tensor,
-    token: tl.tensor,
-    valid: tl.tensor,
-    WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    AHEAD: tl.constexpr,
-    MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-) -> tl.tensor:
-    """The words ``AHEAD`` after those of each column, around the end of a row; zeros in columns beyond, unless rows repeat."""
-    column = of_columns(tl.arange(0, WIDTH)[None, :], TRANSPOSED)
-    address = pointer + first * WORDS + (of_tokens(token, TRANSPOSED) * WORDS + (column + AHEAD) % WORDS)
-    if MASKED:
-        words = tl.load(address, of_tokens(valid, TRANSPOSED), 0)
-    else:
-        words = tl.load(address)
-    return words
 
 
 @triton.jit

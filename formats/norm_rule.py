@@ -15,6 +15,7 @@ from .lazy import torch
 
 if TYPE_CHECKING:
     from .options import Options
+    from .rotation import Rotation
 
 NORM_RULES = ("unbiased", "norm")
 """The default, and the rule of the papers."""
@@ -25,10 +26,28 @@ SKETCHED = "norm"
 LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38}
 """The largest finite number of each stored dtype."""
 
+_SMALLEST_NORMAL = 2.0**-126
+
 
 def norm_rule_of(options: Options) -> str:
     """The rule that a recipe asks for."""
     return options.choice("norm_rule", SKETCHED if options.sketched else NORM_RULES[0], NORM_RULES)
+
+
+def unit_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 rows ``[row, dim]`` in the frame of ``rotation``, over their norms, and these, float32 ``[row]``.
+
+    A subnormal norm leaves a row shorter than 1.
+    """
+    # In binary64 no square overflows or underflows.
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
+    return rotation.forward(rows) * norm.clamp(min=_SMALLEST_NORMAL).reciprocal_(), norm[:, 0]
+
+
+def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
+    """``unbiased_factor`` of rows of ``norm`` whose ``unit_rows`` decode to ``decoded`` ``[row, dim]``."""
+    product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_SMALLEST_NORMAL))
+    return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 
 
 def unbiased_factor(

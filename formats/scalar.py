@@ -17,7 +17,7 @@ from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
 from .lloyd_max import coordinate_table
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
 from .octahedral_search import midpoints, nearest_level
 from .rotation import KINDS, Rotation, rotation_of
 from .tables import TABLES_KEPT, kept_on_device
@@ -32,7 +32,6 @@ SMALLEST_DIM = 2
 """The smallest head dim: below it, a coordinate of a unit vector has no density."""
 
 _MOST_COMPARISONS = 15
-_SMALLEST_NORMAL = 2.0**-126
 _CHUNK_ROWS = 2048
 
 
@@ -125,22 +124,17 @@ class Scalar(CodecFamily):
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, with float32 norms."""
-        # In binary64 no square overflows or underflows.
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
-        unit = self.rotation.forward(rows) * norm.clamp(min=_SMALLEST_NORMAL).reciprocal_()
+        unit, norm = unit_rows(rows, self.rotation)
         codes = []
         for part, table in zip(self.parts, self._tables, strict=True):
             values = unit if self.bits_high == 0 else unit.index_select(-1, _channels(part, unit.device))
             level = _nearest(values.abs(), table)
             negative = torch.lt(values, 0, out=torch.empty_like(level))
             codes.append(level.add_(negative, alpha=2 ** (part.bits - 1)))
-        factor = norm[:, 0]
         if self.norm_rule == "unbiased":
             decoded = self._unit(tuple(level.to(torch.int32) for level in codes))
-            # A subnormal norm leaves ``unit`` shorter than 1.
-            product = (unit * decoded).sum(-1) / (factor / factor.clamp(min=_SMALLEST_NORMAL))
-            factor = unbiased_factor(factor, product, decoded.square().sum(-1), NORMS[self.norm])
-        return self.pack_digits(*codes) | {"norm": factor}
+            norm = unbiased_norm(norm, unit, decoded, NORMS[self.norm])
+        return self.pack_digits(*codes) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         norm = streams["norm"].to(torch.float32)[..., None]

@@ -19,7 +19,7 @@ from .columns import Columns
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
 from .rotation import KINDS, Rotation, rotation_of
 from .tables import kept_on_device
 
@@ -37,7 +37,6 @@ WORD_BITS = 16
 _TABLES = Path(__file__).with_name("trellis_tables.bin")
 """Trained tables of variance 1, binary16: for each of ``STATE_BITS``, those of 1 to ``MAX_BITS`` bits per value."""
 
-_SMALLEST_NORMAL = 2.0**-126
 _CPU_ROWS, _DEVICE_ROWS = 64, 4096
 """Rows that are encoded together: the costs of all states of so many fit a core's cache, or fill a device."""
 
@@ -102,18 +101,13 @@ class Trellis(CodecFamily):
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, with float32 norms."""
-        # In binary64 no square overflows or underflows.
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
-        unit = self.rotation.forward(rows) * norm.clamp(min=_SMALLEST_NORMAL).reciprocal_()
+        unit, norm = unit_rows(rows, self.rotation)
         states = nearest_path(unit, values_of(self.table, unit.device), self.bits)
-        factor = norm[:, 0]
         if self.norm_rule == "unbiased":
             decoded = values_of(self.table, unit.device)[states]
-            # A subnormal norm leaves ``unit`` shorter than 1.
-            product = (unit * decoded).sum(-1) / (factor / factor.clamp(min=_SMALLEST_NORMAL))
-            factor = unbiased_factor(factor, product, decoded.square().sum(-1), NORMS[self.norm])
+            norm = unbiased_norm(norm, unit, decoded, NORMS[self.norm])
         symbols = states >> self.state_bits - self.bits
-        return self.pack_digits(_words(symbols, self.bits)) | {"norm": factor}
+        return self.pack_digits(_words(symbols, self.bits)) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         values = values_of(self.table, digits[0].device)[self.windows(digits[0])]

@@ -166,6 +166,8 @@ def become(request: dict[str, Any]) -> None:
         exec(compile(words[1], "<string>", "exec"), vars(main))
     elif words[0] == "-m":
         sys.argv = words[1:]
+        # What a test had imported here is new to the program that it is.
+        sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         assert not words[0].startswith("-"), f"{words[0]} is not an option that is known here"

@@ -337,7 +337,7 @@ class _Measurement:
             self._step()
             for recipe, right in zip(self.recipes, found, strict=True):
                 packed = packed_file(pairs, recipe, path)
-                right += told(needles.answers(self.model, prompt, partial(Bf16Cache, self.model, packed)))
+                right += told(needles.answers(self.model, prompt, partial(Bf16Cache.over, self.model, packed)))
                 self._step()
         return exact_answers, found
 

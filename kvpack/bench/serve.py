@@ -301,7 +301,7 @@ def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> 
 
     plain = with_plain_attention(model)
     dense = _dynamic_cache(plain, _states(plain, batch, tokens, device), tokens)
-    with KvpackCache(model, _packed(model, batch, tokens, recipe, device)) as past:
+    with KvpackCache.of(_packed(model, batch, tokens, recipe, device), model) as past:
         runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
         runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
         return seconds_of([*runs, alone(with_plain_attention(plain), tokens)], batch, device, _wait)
@@ -325,12 +325,12 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     _reset_peak(device)
     # The first time compiles kernels, of steps and of windows that become full.
     for _ in range(2):
-        with KvpackCache(model, cache) as past:
+        with KvpackCache.of(cache, model) as past:
             generated = _generated(model, past, batch, device)
         # Two tails at a time are no user's peak.
         del past
         _free(device)
-    with KvpackCache(model, cache) as past:
+    with KvpackCache.of(cache, model) as past:
         del cache
         step = _steps(model, past, batch, device)
         with without_graphs(past):

@@ -55,7 +55,7 @@ def step_rows(
     sizes = [*(cache_bytes(past) for past in made.values()), *(cache.nbytes for cache in packed.values())]
     with ExitStack() as held:
         runs = [*((plain, past) for past in made.values())]
-        runs += [(model, held.enter_context(KvpackCache(model, cache))) for cache in packed.values()]
+        runs += [(model, held.enter_context(KvpackCache.of(cache, model))) for cache in packed.values()]
         generated = interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
         eager = interleaved(
             [partial(_step, model, cache_names.over(model, past), ids[:, -1:]) for model, past in runs], ROUNDS, STEPS, average=fmean

@@ -77,7 +77,7 @@ def explained(kind: type[Kind]) -> type[Kind]:
 
 
 _INSTEAD = (
-    "a packed {} is not a transformers cache: give the model kvpack.integrations.transformers.KvpackCache(model, cache), "
+    "a packed {} is not a transformers cache: give the model kvpack.integrations.transformers.KvpackCache.of(cache, model), "
     "or KvpackCache.load(path, model)"
 )
 

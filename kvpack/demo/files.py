@@ -145,7 +145,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
     prompt, rest = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
 
     def fresh() -> Any:
-        return KvpackCache(past) if isinstance(past, kvpack.Cache) else _dense([(layer.keys, layer.values) for layer in past.layers])
+        return KvpackCache.of(past) if isinstance(past, kvpack.Cache) else _dense([(layer.keys, layer.values) for layer in past.layers])
 
     answers = []
     with torch.inference_mode():

@@ -69,7 +69,7 @@ def use(location: str, recipe: str) -> dict[str, Any]:
             _, cache = store.load(prompt[:-1])
         if cache is None:
             raise kvpack.KvpackError(f"nothing could be stored: {store.counters()['faults']}")
-        past, given, tokens = KvpackCache(cache), torch.tensor([prompt[cache.tokens :]]), []
+        past, given, tokens = KvpackCache.of(cache), torch.tensor([prompt[cache.tokens :]]), []
         for _ in range(NEW_TOKENS):
             tokens.append(int(model(given, **cache_names.over(model, past)).logits[0, -1, :BOS].argmax()))
             if len(tokens) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.nn import functional
@@ -239,9 +239,14 @@ def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
 class Bf16Cache(KvpackCache):
     """The packed cache of a model, which takes new keys and values in bf16, as models hold them: on a CPU it computes in float32."""
 
-    def __init__(self, model: Any, cache: Cache) -> None:
-        super().__init__(cache)
-        self._offsets = key_offsets(model)
+    _offsets: Any
+
+    @classmethod
+    def over(cls, model: Any, cache: Cache) -> Self:
+        """A cache over ``cache`` for ``model``, whose passes it does not record."""
+        past = cls.of(cache)
+        past._offsets = key_offsets(model)
+        return past
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         key_states = _offset(key_states, self._offsets, layer_idx)
@@ -279,7 +284,7 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 
 def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
     """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at once; they are appended and packed."""
-    over = Bf16Cache(model, cache)
+    over = Bf16Cache.over(model, cache)
     found = read_over(model, exact, over, step)
     return Predicted(*compared(exact, found), found, over.packed)
 

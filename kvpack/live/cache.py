@@ -91,7 +91,7 @@ class LiveCache:
             if layer.states:
                 raise InvalidParameter(
                     f"layers[{number}] has the states {' and '.join(layer.states)}, and a LiveCache keeps only keys and values: "
-                    "KvpackCache(model, cache) keeps states, too"
+                    "KvpackCache.of(cache, model) keeps states, too"
                 )
         return cls._of(cache, sliding_windows)
 

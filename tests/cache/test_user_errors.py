@@ -132,7 +132,11 @@ CALLS: dict[str, Call] = {
     "lengths of a number": (lambda: kvpack.attend(Q, CACHE[0], lengths=40), InvalidDtype, "lengths is 40; it is a list of integers"),
     "lengths of floats": (lambda: kvpack.attend(Q, CACHE[0], lengths=[40.0]), InvalidDtype, r"lengths\[0\] is 40.0; lengths are integers"),
     # a cache where transformers wants its own
-    "a cache in a model": (lambda: CACHE.get_seq_length(), InvalidParameter, r"not a transformers cache: .*KvpackCache\(model, cache\)"),
+    "a cache in a model": (
+        lambda: CACHE.get_seq_length(),
+        InvalidParameter,
+        r"not a transformers cache: .*KvpackCache\.of\(cache, model\)",
+    ),
     "a cache in generate": (lambda: setattr(CACHE, "_is_user_defined", True), InvalidParameter, r"KvpackCache.load\(path, model\)"),
     "a layer in a model": (lambda: CACHE[0].update(0, K, V), InvalidParameter, "a packed Layer is not a transformers cache"),
     # concat, slices, append, unpack

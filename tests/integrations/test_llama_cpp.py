@@ -563,7 +563,7 @@ def test_a_cache_of_llama_cpp_is_no_other_librarys(tmp_path: Path) -> None:
     ).eval()
     for cut in (cache, cache.convert("octopus-4").prefix(4)):
         with pytest.raises(InvalidParameter, match=r"computed by a model whose dtype is 'fp16 of llama\.cpp', and this one's is 'float32'"):
-            KvpackCache(cut, model)
+            KvpackCache.of(cut, model)
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,11 +84,11 @@ def test_continues_as_over_unpacked_tensors(recipe: str, batch: int, monkeypatch
     model = small_model()
     packed = pack(prefill(model, token_ids(batch, 83)), recipe)
     following = token_ids(batch, 9, seed=1)
-    over_packed = KvpackCache(packed)
+    over_packed = KvpackCache.of(packed)
     found = [model(part, past_key_values=over_packed).logits for part in following.split([6, 1, 2], 1)]
     assert over_packed.packed.tokens == over_packed.get_seq_length() == 92
     monkeypatch.setattr("kvpack.live.layer.attend", dense_attention)
-    over_packed = KvpackCache(packed)
+    over_packed = KvpackCache.of(packed)
     expected = [model(part, past_key_values=over_packed).logits for part in following.split([6, 1, 2], 1)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_equals_the_dense_cache_when_new_tokens_stay_raw(recipe: str) -> None:
     model = small_model().to(torch.bfloat16)
     packed = pack(prefill(model, token_ids(2, 300)), recipe)
     following = token_ids(2, 20, seed=1)
-    found = model(following, past_key_values=KvpackCache(packed)).logits.float()
+    found = model(following, past_key_values=KvpackCache.of(packed)).logits.float()
     expected = model(following, past_key_values=DynamicCache([layer.unpack(torch.bfloat16) for layer in packed])).logits.float()
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
@@ -107,8 +107,8 @@ def test_token_by_token_equals_one_chunk() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 40)), "kv=raw:dtype=fp32")
     following = token_ids(1, 6, seed=2)
-    whole = model(following, past_key_values=KvpackCache(packed)).logits
-    cache = KvpackCache(packed)
+    whole = model(following, past_key_values=KvpackCache.of(packed)).logits
+    cache = KvpackCache.of(packed)
     steps = [model(following[:, i : i + 1], past_key_values=cache).logits for i in range(6)]
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
     dense = model(following, past_key_values=unpacked(packed)).logits
@@ -128,7 +128,7 @@ def test_generate(recipe: str, options: dict[str, Any]) -> None:
     options |= {"max_new_tokens": 12, "pad_token_id": 0}
     # generate repeats a caller's cache for beams only when it made it, so both caches get their rows here.
     beams = options.get("num_beams", 1)
-    over_packed, dense = KvpackCache(packed), unpacked(packed)
+    over_packed, dense = KvpackCache.of(packed), unpacked(packed)
     over_packed.batch_repeat_interleave(beams)
     dense.batch_repeat_interleave(beams)
     found = model.generate(prompt, past_key_values=over_packed, **options)
@@ -141,7 +141,7 @@ def test_the_packed_cache_itself_never_changes() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 70)), "kivi-2")
     before = [tensor.clone() for layer in packed for tensor in layer.unpack(torch.float32)]
-    model.generate(token_ids(1, 75), past_key_values=KvpackCache(packed), max_new_tokens=70, do_sample=False, pad_token_id=0)
+    model.generate(token_ids(1, 75), past_key_values=KvpackCache.of(packed), max_new_tokens=70, do_sample=False, pad_token_id=0)
     after = [tensor for layer in packed for tensor in layer.unpack(torch.float32)]
     assert packed.tokens == 70
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -150,7 +150,7 @@ def test_the_packed_cache_itself_never_changes() -> None:
 def test_crop_and_rows() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(3, 70)), "kivi-2")
-    cache = KvpackCache(packed)
+    cache = KvpackCache.of(packed)
     cache.crop(-5)
     cache.batch_select_indices(torch.tensor([2, 0]))
     assert cache.get_seq_length() == 65
@@ -178,7 +178,7 @@ def test_sliding_window_and_softcap(tokens: int) -> None:
     following = token_ids(1, 5, seed=1)
     expected = model(following, past_key_values=dense).logits
     model.set_attn_implementation("kvpack")
-    cache = KvpackCache(packed)
+    cache = KvpackCache.of(packed)
     found = model(following, past_key_values=cache).logits
     assert cache.is_sliding == [tokens > 15, False]
     assert cache.get_seq_length(0) == cache.get_seq_length(1) == tokens + 5
@@ -190,14 +190,14 @@ def test_a_layer_without_its_oldest_tokens_needs_a_window() -> None:
     packed = pack(prefill(model, token_ids(1, 30)), "raw")
     newest = replace(packed[1], k=packed[1].k.slice(10, 30), v=packed[1].v.slice(10, 30), skipped=10)
     with pytest.raises(InvalidShape, match="newest 20 of its earlier tokens"):
-        model(token_ids(1, 2), past_key_values=KvpackCache(replace(packed, layers=(packed[0], newest))))
+        model(token_ids(1, 2), past_key_values=KvpackCache.of(replace(packed, layers=(packed[0], newest))))
 
 
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "raw")]
     pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
     with pytest.raises(NotConsecutive, match=r"layers\[1\] ends at position 20 and the cache at 30"):
-        KvpackCache(pack(pairs, "raw"))
+        KvpackCache.of(pack(pairs, "raw"))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 23])
@@ -222,21 +222,21 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(2, 6)), "raw")
     hidden = torch.ones(2, 9, dtype=torch.long)
-    model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=hidden)
+    model(token_ids(2, 3), past_key_values=KvpackCache.of(packed), attention_mask=hidden)
     hidden[1, 1:3] = 0
     shifted = torch.zeros(2, 1, 3, 9).masked_fill(hidden[:, None, None] == 0, float("-inf"))
     for given in (hidden, shifted):
         expected = model(token_ids(2, 3), past_key_values=unpacked(packed), attention_mask=given).logits
         with pytest.warns(KvpackWarning, match="the attention mask hides tokens other than padding on the left") as told:
-            found = model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=given).logits
+            found = model(token_ids(2, 3), past_key_values=KvpackCache.of(packed), attention_mask=given).logits
         assert [one.category for one in told].count(KvpackWarning) == 1
         assert torch.equal(found, expected)
     with (
         pytest.warns(KvpackWarning),
         pytest.raises(InvalidShape, match=r"the attention mask has 8 columns, and layers\[0\] gives 9 tokens to a pass of 3"),
     ):
-        model(token_ids(2, 3), past_key_values=KvpackCache(packed), attention_mask=shifted[..., :8])
-    with pytest.raises(InvalidParameter, match=r"passes: a mask; KvpackCache\(cache, model, dense=True\)"):
+        model(token_ids(2, 3), past_key_values=KvpackCache.of(packed), attention_mask=shifted[..., :8])
+    with pytest.raises(InvalidParameter, match=r"passes: a mask; KvpackCache\.of\(cache, model, dense=True\)"):
         packed_attention(model.model.layers[0].self_attn, torch.zeros(2, 4, 3, 32), packed[0], packed[0], shifted)
 
 
@@ -272,14 +272,14 @@ def test_a_cache_that_holds_some_of_its_tokens_elsewhere_is_refused() -> None:
 
 def test_a_packed_cache_is_not_packed_again() -> None:
     packed = pack(prefill(small_model(), token_ids(1, 25)), "kivi-2")
-    for past, name in ((packed, "a Cache"), (KvpackCache(packed), "a KvpackCache")):
+    for past, name in ((packed, "a Cache"), (KvpackCache.of(packed), "a KvpackCache")):
         with pytest.raises(InvalidDtype, match=f"{name} is packed already: Cache.convert"):
             pack(past, "kivi-4")
 
 
 def test_a_copy_continues_on_its_own() -> None:
     model = small_model()
-    cache = KvpackCache(pack(prefill(model, token_ids(1, 40)), "kivi-2"))
+    cache = KvpackCache.of(pack(prefill(model, token_ids(1, 40)), "kivi-2"))
     other = copy.deepcopy(cache)
     first = model(token_ids(1, 7, seed=1), past_key_values=other).logits
     assert (cache.get_seq_length(), other.get_seq_length()) == (40, 47)
@@ -290,11 +290,11 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 6)), "raw")
     with pytest.raises(OutOfBounds, match="layer 2, the packed cache has 2 layers"):
-        model(token_ids(1, 2), past_key_values=KvpackCache(Cache(packed.layers[:2], packed.recipe)))
+        model(token_ids(1, 2), past_key_values=KvpackCache.of(Cache(packed.layers[:2], packed.recipe)))
     with pytest.raises(InvalidShape, match="does not continue"):
-        model(token_ids(2, 2), past_key_values=KvpackCache(packed))
+        model(token_ids(2, 2), past_key_values=KvpackCache.of(packed))
     with pytest.raises(InvalidParameter, match="starts at position 5"):
-        KvpackCache(Cache(packed.layers, packed.recipe, start=5))
+        KvpackCache.of(Cache(packed.layers, packed.recipe, start=5))
 
 
 def test_from_pretrained_takes_the_name(tmp_path: Any) -> None:

@@ -69,7 +69,7 @@ def test_a_decoder_alone_has_its_own_number_of_layers(model_type: str) -> None:
     found = model.generate(PROMPT, past_key_values=past, **GREEDY)
     assert found.tolist() == model.generate(PROMPT, **GREEDY).tolist()
     assert len(past.packed) == 2
-    again = KvpackCache(model, past.packed)
+    again = KvpackCache.of(past.packed, model)
     following = torch.cat([found, FOLLOWING], 1)
     assert model.generate(following, past_key_values=again, **GREEDY).tolist() == model.generate(following, **GREEDY).tolist()
 
@@ -115,7 +115,7 @@ def test_beams_over_one_stored_sequence_repeat_it(model_type: str) -> None:
     model = tiny(model_type)
     packed = prompt_of(model, KvpackCache(model, "raw"))
     ids, options = torch.cat([PROMPT, FOLLOWING], 1), {**GREEDY, "num_beams": 3}
-    assert model.generate(ids, past_key_values=KvpackCache(model, packed), **options).tolist() == model.generate(ids, **options).tolist()
+    assert model.generate(ids, past_key_values=KvpackCache.of(packed, model), **options).tolist() == model.generate(ids, **options).tolist()
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "llama"])
@@ -219,7 +219,7 @@ def test_a_layer_that_is_not_given_the_cache_is_not_left_without_its_window() ->
     packed = prompt_of(model, KvpackCache(model, "raw"))
     model.train()
     checkpointing(model, True)
-    past = KvpackCache(packed)
+    past = KvpackCache.of(packed)
     with pytest.raises(InvalidParameter, match="no mask for its window of 12"):
         model(PROMPT, past_key_values=past)
 

@@ -48,7 +48,7 @@ def dense(packed: kvpack.Cache) -> DynamicCache:
 
 
 def test_tokens_are_those_over_the_unpacked_cache(model: Any, basis: Path, tmp_path: Path) -> None:
-    with KvpackCache(model, RECIPE, basis=basis) as cache:
+    with KvpackCache(model, kvpack.Recipe(RECIPE, basis)) as cache:
         next_logits(model, cache, 1)
         with torch.no_grad():
             model(token_ids(200), past_key_values=cache)
@@ -66,7 +66,7 @@ def test_tokens_are_those_over_the_unpacked_cache(model: Any, basis: Path, tmp_p
 
 
 def test_copies_of_an_empty_cache_have_the_basis(model: Any, basis: Path) -> None:
-    copied = copy.deepcopy(KvpackCache(model, RECIPE, basis=basis))
+    copied = copy.deepcopy(KvpackCache(model, kvpack.Recipe(RECIPE, basis)))
     model(token_ids(150), past_key_values=copied)
     assert copied.packed.tokens == 150
 
@@ -74,14 +74,11 @@ def test_copies_of_an_empty_cache_have_the_basis(model: Any, basis: Path) -> Non
 def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basis: Path, tmp_path: Path) -> None:
     with KvpackCache(model, RECIPE) as cache, pytest.raises(MissingBasis, match="needs a basis: give basis="):
         next_logits(model, cache, 1)
-    with KvpackCache(model, RECIPE, basis=basis) as cache:
+    with KvpackCache(model, kvpack.Recipe(RECIPE, basis)) as cache:
         next_logits(model, cache, 1)
         kvpack.save(cache.packed, tmp_path / "x.kvpack")
     with pytest.raises(MissingBasis, match="is needed: give basis="):
         KvpackCache.load(tmp_path / "x.kvpack", model)
-    packed = kvpack.load(tmp_path / "x.kvpack", basis=basis)
-    with pytest.raises(InvalidParameter, match="basis= is for recipes"):
-        KvpackCache(model, packed, basis=basis)
     with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'x'"):
         kvpack.LiveCache(RECIPE, layers=2, model={"name": "y"}, basis=basis)
     three = kvpack.LiveCache(RECIPE, layers=3, basis=basis)

@@ -367,6 +367,6 @@ def test_models_without_keys_and_values_are_refused_by_name(name: str, sizes: di
     with pytest.raises(InvalidParameter, match=text):
         KvpackCache(model, "raw")
     with pytest.raises(InvalidParameter, match=text):
-        KvpackCache(pairs, model)
+        KvpackCache.of(pairs, model)
     with pytest.raises(InvalidParameter, match=text):
-        KvpackCache(model, pairs, prompt=PROMPT)
+        KvpackCache.of(pairs, model, prompt=PROMPT)

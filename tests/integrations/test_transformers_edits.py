@@ -138,8 +138,8 @@ def test_an_edited_model_is_refused_wherever_the_file_meets_it(name: str, tmp_pa
         lambda: KvpackCache.load(path, model),
         lambda: KvpackCache.load(path, model, prompt=IDS),
         lambda: KvpackCache.load(path, model, dense=True),
-        lambda: KvpackCache(model, kvpack.load(path)),
-        lambda: KvpackCache(from_store, model),
+        lambda: KvpackCache.of(kvpack.load(path), model),
+        lambda: KvpackCache.of(from_store, model),
     ):
         with pytest.raises(InvalidParameter, match=REFUSED):
             meet()

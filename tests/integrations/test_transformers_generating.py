@@ -84,8 +84,8 @@ def test_the_cache_generates_as_its_model_does(model: Any, shape: Any) -> None:
         with pytest.raises(InvalidDtype, match="expected token ids"):
             cache.generate("text")
         packed = cache.packed
-    with pytest.raises(InvalidParameter, match=r"has no model to generate with: write KvpackCache\(model, cache\)"):
-        KvpackCache(packed).generate(longer)
+    with pytest.raises(InvalidParameter, match=r"has no model to generate with: write KvpackCache\.of\(cache, model\)"):
+        KvpackCache.of(packed).generate(longer)
 
 
 def test_a_batch_generates_with_its_mask(model: Any) -> None:
@@ -165,14 +165,33 @@ def test_a_file_of_no_tokens_is_not_gone_on_from(model: Any, tmp_path: Path) -> 
         KvpackCache.load(tmp_path / "empty", model)
 
 
+def test_a_cache_of_a_configuration(model: Any) -> None:
+    ids = torch.arange(1, 21)[None]
+    with KvpackCache(model, "octopus-4") as cache:
+        expected = [model(part, past_key_values=cache).logits for part in (ids, ids[:, :1])]
+    before, cache = model.config._attn_implementation, KvpackCache(config=model.config, recipe="octopus-4")
+    model.set_attn_implementation("kvpack")
+    found = [model(part, past_key_values=cache).logits for part in (ids, ids[:, :1])]
+    model.set_attn_implementation(before)
+    assert all(map(torch.equal, found, expected))
+    assert cache.packed.tokens == 21
+    assert cache.packed.model == {}
+    with pytest.raises(InvalidParameter, match="a model has its own"):
+        KvpackCache(model, "raw", config=model.config)
+    with pytest.raises(InvalidParameter, match="expected the configuration of a transformers model"):
+        KvpackCache(config={}, recipe="raw")
+    with pytest.raises(InvalidDtype, match=r"write KvpackCache\(model, recipe\), or KvpackCache\(config="):
+        KvpackCache(recipe="raw")
+
+
 def test_what_a_cache_is_made_of(model: Any) -> None:
     packed = kvpack.pack([(torch.zeros(1, 2, 4, 32),) * 2] * 3, "raw")
-    assert KvpackCache(model, packed).get_seq_length() == KvpackCache(packed, model).get_seq_length() == 4
+    assert KvpackCache.of(packed, model).get_seq_length() == 4
     for kind, text, call in [
-        (InvalidParameter, "needs what it is to hold: a recipe, such as 'octopus-3', or a packed cache", lambda: KvpackCache(model)),
+        (InvalidParameter, "needs the recipe of its codes, such as", lambda: KvpackCache(model)),
         (InvalidRecipe, "unknown word 'octopus-33'", lambda: KvpackCache(model, "octopus-33")),
-        (InvalidDtype, "is not a packed cache: write KvpackCache", lambda: KvpackCache(model, [])),
-        (InvalidParameter, "the cache has 3 layers", lambda: KvpackCache(gemma(), packed)),
+        (InvalidDtype, "is not a packed cache: write KvpackCache", lambda: KvpackCache.of([], model)),
+        (InvalidParameter, "the cache has 3 layers", lambda: KvpackCache.of(packed, gemma())),
     ]:
         with pytest.raises(kind, match=text):
             call()

@@ -64,9 +64,14 @@ def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
     with pytest.raises(InvalidDtype, match=r"write KvpackCache\.load\(path, model\)"):
         KvpackCache.load(model, file)  # type: ignore[arg-type]
     with pytest.raises(InvalidDtype, match="expected the model that continues the cache"):
-        KvpackCache(kvpack.load(file), "octopus-3")
-    with pytest.raises(InvalidDtype, match=r"the cache is None, which Store\.load gives .*: write KvpackCache\(model, cache or recipe\)"):
-        KvpackCache(None, model)
+        KvpackCache.of(kvpack.load(file), "octopus-3")  # type: ignore[arg-type]
+    for swapped in (lambda: KvpackCache(kvpack.load(file), "raw"), lambda: KvpackCache(model, kvpack.load(file))):  # type: ignore[arg-type]
+        with pytest.raises(InvalidDtype, match=r"write KvpackCache\.of\(cache, model\) to continue a packed one"):
+            swapped()
+    with pytest.raises(InvalidDtype, match=r"the first argument is a model: write KvpackCache\.of\(cache, model\)"):
+        KvpackCache.of(model, kvpack.load(file))  # type: ignore[arg-type]
+    with pytest.raises(InvalidDtype, match=r"the cache is None, which Store\.load returns .*: write KvpackCache\(model, recipe\)"):
+        KvpackCache.of(None, model)  # type: ignore[arg-type]
     KvpackCache.load(file, model).release()
 
 
@@ -74,18 +79,18 @@ def test_a_packed_cache_in_place_of_its_own(model: Any, file: Path) -> None:
     packed = kvpack.load(file)
     ids = torch.cat([IDS, NEW], 1)
     for call in (lambda: model.generate(ids, past_key_values=packed, **OPTIONS), lambda: model(ids, past_key_values=packed)):
-        with pytest.raises(InvalidParameter, match=r"a packed Cache is not a transformers cache: .*KvpackCache\(model, cache\)"):
+        with pytest.raises(InvalidParameter, match=r"a packed Cache is not a transformers cache: .*KvpackCache\.of\(cache, model\)"):
             call()
-    with KvpackCache(model, packed) as cache:
+    with KvpackCache.of(packed, model) as cache:
         assert model.generate(ids, past_key_values=cache, **OPTIONS).tolist() == model.generate(ids, **OPTIONS).tolist()
 
 
-@pytest.mark.parametrize("options", [{"copy": True}, {"max_bytes": 10**6}, {"copy": True, "max_bytes": 10**6, "device": "cpu"}])
+@pytest.mark.parametrize("options", [{"copy": True}, {"memory_limit": 10**6}, {"copy": True, "memory_limit": 10**6, "device": "cpu"}])
 def test_a_file_is_loaded_as_kvpack_load_does(options: dict[str, Any], model: Any, file: Path) -> None:
     with KvpackCache.load(file, model, **options) as cache:
         assert cache.get_seq_length() == 40
     with pytest.raises(kvpack.LimitExceeded):
-        KvpackCache.load(file, model, max_bytes=10)
+        KvpackCache.load(file, model, memory_limit=10)
 
 
 def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +169,19 @@ def test_a_cache_of_an_older_transformers() -> None:
     assert kvpack.pack(list(zip(past.key_cache, past.value_cache, strict=True)), "raw").tokens == 5
 
 
-@pytest.mark.parametrize("name", ["first", "second", "dense", "rope_deltas", "prompt", "basis", "graphs"])
+@pytest.mark.parametrize("name", ["model", "recipe", "config", "dense", "graphs", "keep_all"])
 def test_foreign_arguments_of_the_constructor(name: str, model: Any) -> None:
-    given: dict[str, Any] = {"first": model, "second": "raw"}
+    given: dict[str, Any] = {"recipe": "raw"} if name == "config" else {"model": model, "recipe": "raw"}
     check(lambda value: KvpackCache(**{**given, name: value}).release(), skipped="a module")
 
 
-@pytest.mark.parametrize("name", ["path", "model", "device", "basis", "copy", "max_bytes", "dense", "prompt", "graphs"])
+@pytest.mark.parametrize("name", ["cache", "model", "dense", "rope_deltas", "prompt", "graphs"])
+def test_foreign_arguments_of_of(name: str, model: Any, file: Path) -> None:
+    given: dict[str, Any] = {"cache": kvpack.load(file), "model": model}
+    check(lambda value: KvpackCache.of(**{**given, name: value}).release(), skipped="a module")
+
+
+@pytest.mark.parametrize("name", ["path", "model", "device", "basis", "copy", "memory_limit", "layers", "tokens", "recipe", "prompt"])
 def test_foreign_arguments_of_load(name: str, model: Any, file: Path) -> None:
     check(lambda value: KvpackCache.load(**{"path": file, "model": model, name: value}).release(), skipped="a module")
 
@@ -191,7 +202,7 @@ def test_foreign_arguments_of_a_cache(call: Callable[[KvpackCache, Any], Any], m
     packed = kvpack.load(file)
 
     def one(value: Any) -> None:
-        with KvpackCache(model, packed) as cache:
+        with KvpackCache.of(packed, model) as cache:
             call(cache, value)
 
     check(one)

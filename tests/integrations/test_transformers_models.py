@@ -76,8 +76,8 @@ def test_a_model_is_the_same_after_a_prompt_with_an_image() -> None:
         model(PROMPT, past_key_values=past)
         text = past.packed
     assert text.model == packed.model
-    KvpackCache(model, packed, rope_deltas=model.model.rope_deltas).release()
-    KvpackCache(other, text).release()
+    KvpackCache.of(packed, model, rope_deltas=model.model.rope_deltas).release()
+    KvpackCache.of(text, other).release()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -160,7 +160,7 @@ def test_or_to_eager_attention_when_that_is_named(name: str) -> None:
     model = model_of(name)
     for one, other in zip(logits_of(model, "eager"), logits_of(model, "kvpack|eager"), strict=True):
         assert torch.equal(one, other)
-    assert KvpackCache(recorded(model), model).get_seq_length() == 32
+    assert KvpackCache.of(recorded(model), model).get_seq_length() == 32
 
 
 def test_masks_that_packed_attention_lacks_are_right_over_plain_tensors() -> None:
@@ -256,13 +256,13 @@ def test_models_that_need_tensors_get_them_with_a_warning(name: str) -> None:
     packed = recorded(model)
     expected = model(FOLLOWING, past_key_values=model(PROMPT, use_cache=True).past_key_values).logits
     with pytest.warns(kvpack.KvpackWarning, match=f"{type(model).__name__} has attention that cannot take packed layers") as told:
-        cache = KvpackCache(packed, model)
+        cache = KvpackCache.of(packed, model)
     assert [one.category for one in told].count(KvpackWarning) == 1
     assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, expected)
     assert cache.packed.tokens == 37
     with warnings.catch_warnings():
         warnings.simplefilter("error", kvpack.KvpackWarning)
-        assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache(packed, model, dense=True)).logits, expected)
+        assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache.of(packed, model, dense=True)).logits, expected)
 
 
 def test_packed_cross_attention_is_decoded_with_a_warning() -> None:
@@ -274,7 +274,7 @@ def test_packed_cross_attention_is_decoded_with_a_warning() -> None:
     expected = model(**options, past_key_values=past).logits
     model.set_attn_implementation("kvpack")
     with pytest.warns(kvpack.KvpackWarning, match="was read, which decodes all") as told:
-        found = model(**options, past_key_values=EncoderDecoderCache(*(KvpackCache(cache) for cache in packed))).logits
+        found = model(**options, past_key_values=EncoderDecoderCache(*(KvpackCache.of(cache) for cache in packed))).logits
     assert [one.category for one in told].count(KvpackWarning) == 1
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -285,10 +285,10 @@ def test_attention_that_was_left_as_it_is_says_what_to_write(name: str, attentio
     model = model_of(name)
     packed = recorded(model)
     model.set_attn_implementation(attention)
-    with pytest.raises(InvalidParameter, match=r'model\.set_attn_implementation\("kvpack"\).*KvpackCache\(cache, dense=True\)'):
-        model(FOLLOWING, past_key_values=KvpackCache(packed))
+    with pytest.raises(InvalidParameter, match=r'model\.set_attn_implementation\("kvpack"\).*KvpackCache\.of\(cache, dense=True\)'):
+        model(FOLLOWING, past_key_values=KvpackCache.of(packed))
     if name == "Llama":
-        cache = KvpackCache(packed, model)
+        cache = KvpackCache.of(packed, model)
         model.set_attn_implementation(attention)
         with pytest.raises(InvalidParameter, match=rf"of LlamaForCausalLM is '{attention}'.*model\.set_attn_implementation\(\"kvpack\"\)"):
             model(FOLLOWING, past_key_values=cache)
@@ -311,14 +311,14 @@ TOUCHES: list[Any] = [
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_touching_packed_states_says_what_to_write(touch: Any) -> None:
     model = model_of("Llama")
-    states, _ = KvpackCache(recorded(model)).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
+    states, _ = KvpackCache.of(recorded(model)).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
     with pytest.raises(InvalidParameter, match="set_attn_implementation"):
         touch(states)
 
 
 def test_a_pass_that_failed_between_layers_is_not_continued() -> None:
     model = model_of("Llama")
-    cache = KvpackCache(recorded(model))
+    cache = KvpackCache.of(recorded(model))
     with pytest.raises(InvalidParameter, match="set_attn_implementation"):
         model(FOLLOWING, past_key_values=cache)
     model.set_attn_implementation("kvpack")
@@ -421,17 +421,17 @@ def test_caches_of_other_models_are_refused() -> None:
     model, larger = model_of("Llama", "kvpack"), model_of("Llama", "kvpack", num_hidden_layers=5)
     packed = recorded(larger)
     with pytest.raises(InvalidParameter, match="the cache has 5 layers, and LlamaForCausalLM 2"):
-        KvpackCache(packed, model)
+        KvpackCache.of(packed, model)
     with pytest.raises(InvalidParameter, match="the cache has 5 layers, and the model of this LlamaAttention 2"):
-        model(FOLLOWING, past_key_values=KvpackCache(packed))
+        model(FOLLOWING, past_key_values=KvpackCache.of(packed))
     with pytest.raises(InvalidParameter, match="the cache has 2 layers, and LlamaForCausalLM 5"):
-        KvpackCache(recorded(model), larger)
+        KvpackCache.of(recorded(model), larger)
     heads = recorded(model_of("Llama", num_key_value_heads=4))
     with pytest.raises(InvalidShape, match=r"layers\[0\]: the model's keys have batch, heads and dim \[1, 2, 8\], the cache's \[1, 4, 8\]"):
-        model(FOLLOWING, past_key_values=KvpackCache(heads, model))
+        model(FOLLOWING, past_key_values=KvpackCache.of(heads, model))
     wide = recorded(model_of("Llama", head_dim=16))
     with pytest.raises(InvalidShape, match=r"dim \[1, 2, 8\], the cache's \[1, 2, 16\]"):
-        model(FOLLOWING, past_key_values=KvpackCache(wide))
+        model(FOLLOWING, past_key_values=KvpackCache.of(wide))
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi-3", "StarCoder2", "Gemma-3", "GPT-OSS"])
@@ -441,7 +441,7 @@ def test_sliding_layers_go_on_and_are_cropped_within_their_window(name: str) -> 
     dense = model(PROMPT).past_key_values
     expected = [model(part, past_key_values=dense).logits for part in FOLLOWING.split(1, 1)]
     model.set_attn_implementation("kvpack")
-    cache = KvpackCache(packed, model)
+    cache = KvpackCache.of(packed, model)
     with pytest.raises(InvalidShape, match=r"newest 11 of its tokens \(1 are to be dropped\), the model attends to a window of 12"):
         cache.crop(-1)
     assert cache.get_seq_length() == 32
@@ -457,9 +457,9 @@ def test_dense_sliding_layers_need_the_window() -> None:
     model = model_of("Mistral")
     packed = recorded(model)
     with pytest.raises(InvalidParameter, match=r"layers\[0\] skipped tokens: dense layers need the model's window, Kvpack"):
-        KvpackCache(packed, dense=True)
+        KvpackCache.of(packed, dense=True)
     expected = model(FOLLOWING, past_key_values=model(PROMPT).past_key_values).logits
-    assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache(packed, model, dense=True)).logits, expected)
+    assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache.of(packed, model, dense=True)).logits, expected)
 
 
 def test_positions_of_several_dimensions_go_on_as_the_prompt_ended() -> None:
@@ -482,17 +482,19 @@ def test_positions_of_several_dimensions_go_on_as_the_prompt_ended() -> None:
     expected = model(FOLLOWING, past_key_values=dense).logits
     model.set_attn_implementation("kvpack")
     with pytest.raises(InvalidParameter, match=r"Qwen2VLForConditionalGeneration has rotary positions of several dimensions.*rope_deltas="):
-        KvpackCache(packed, model)
-    with pytest.raises(InvalidParameter, match=r"Qwen2VLAttention has rotary positions of several dimensions.*KvpackCache\(cache, model\)"):
-        model(FOLLOWING, past_key_values=KvpackCache(packed))
-    found = model(FOLLOWING, past_key_values=KvpackCache(packed, model, rope_deltas=deltas)).logits
+        KvpackCache.of(packed, model)
+    with pytest.raises(
+        InvalidParameter, match=r"Qwen2VLAttention has rotary positions of several dimensions.*KvpackCache\.of\(cache, model\)"
+    ):
+        model(FOLLOWING, past_key_values=KvpackCache.of(packed))
+    found = model(FOLLOWING, past_key_values=KvpackCache.of(packed, model, rope_deltas=deltas)).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     # As in a new process, and after a prompt with other images.
     for other in (None, torch.tensor([[-3]])):
         model.model.rope_deltas = other
-        cache = KvpackCache(packed, model, rope_deltas=deltas)
+        cache = KvpackCache.of(packed, model, rope_deltas=deltas)
         torch.testing.assert_close(model(FOLLOWING, past_key_values=cache).logits, expected, rtol=1e-5, atol=1e-5)
-    cache, positions = KvpackCache(packed, model, rope_deltas=deltas), torch.arange(32, 32 + FOLLOWING.shape[1]).expand(3, 1, -1)
+    cache, positions = KvpackCache.of(packed, model, rope_deltas=deltas), torch.arange(32, 32 + FOLLOWING.shape[1]).expand(3, 1, -1)
     with pytest.raises(InvalidParameter, match="gives token 32 the position 32, and after this cache it has 20: leave position_ids out"):
         model(FOLLOWING, past_key_values=cache, position_ids=positions)
     found = model(FOLLOWING, past_key_values=cache, position_ids=positions - 12).logits
@@ -504,17 +506,17 @@ def test_text_goes_on_in_a_model_of_images() -> None:
     packed = recorded(model)
     expected = model(FOLLOWING, past_key_values=model(PROMPT).past_key_values).logits
     model.set_attn_implementation("kvpack")
-    torch.testing.assert_close(model(FOLLOWING, past_key_values=KvpackCache(packed, model)).logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(FOLLOWING, past_key_values=KvpackCache.of(packed, model)).logits, expected, rtol=1e-5, atol=1e-5)
     model.model.rope_deltas = torch.tensor([[-12]])
-    torch.testing.assert_close(model(FOLLOWING, past_key_values=KvpackCache(packed, model)).logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(FOLLOWING, past_key_values=KvpackCache.of(packed, model)).logits, expected, rtol=1e-5, atol=1e-5)
     model.model.rope_deltas = None
     unknown = Cache(packed.layers, packed.recipe)
     with pytest.raises(InvalidParameter, match="the cache does not say where they continue"):
-        KvpackCache(unknown, model)
-    found = model(FOLLOWING, past_key_values=KvpackCache(unknown, model, rope_deltas=0)).logits
+        KvpackCache.of(unknown, model)
+    found = model(FOLLOWING, past_key_values=KvpackCache.of(unknown, model, rope_deltas=0)).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(InvalidParameter, match="rope_deltas is for models with rotary positions of several dimensions"):
-        KvpackCache(packed, model_of("Llama"), rope_deltas=0)
+        KvpackCache.of(packed, model_of("Llama"), rope_deltas=0)
 
 
 PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
@@ -523,7 +525,7 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
 @pytest.mark.parametrize(
     ("given", "instead"),
     [
-        (KvpackCache(pack(PAST, FP32)), "a KvpackCache is not a packed cache: write {}cache.packed"),
+        (KvpackCache.of(pack(PAST, FP32)), "a KvpackCache is not a packed cache: write {}cache.packed"),
         (PAST, "a list is not a packed cache: write {}kvpack.pack(past_key_values, recipe)"),
         (DynamicCache(PAST), "a DynamicCache is not a packed cache: write {}kvpack.pack(past_key_values, recipe)"),
         ("prompt.kvpack", "a str is not a packed cache: write {}kvpack.load('prompt.kvpack')"),
@@ -532,17 +534,17 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
 )
 def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:
     path = isinstance(given, (str, Path))
-    continued = "KvpackCache.load(path, model) continues a file" if path else instead.format("KvpackCache(")
+    continued = "KvpackCache.load(path, model) continues a file" if path else instead.format("KvpackCache.of(")
     with pytest.raises(InvalidDtype, match=re.escape(continued)):
-        KvpackCache(given)
+        KvpackCache.of(given)
     with pytest.raises(InvalidDtype, match=re.escape(instead.format("kvpack.save("))):
         kvpack.save(given, tmp_path / "file")
     assert not list(tmp_path.iterdir())
 
 
 def test_none_is_what_a_store_gives_for_a_miss(tmp_path: Path) -> None:
-    with pytest.raises(InvalidDtype, match=re.escape("write KvpackCache(model, cache or recipe), which begins an empty cache then")):
-        KvpackCache(None)
+    with pytest.raises(InvalidDtype, match=re.escape("write KvpackCache(model, recipe), which begins an empty one")):
+        KvpackCache.of(None)  # type: ignore[arg-type]
     with pytest.raises(InvalidDtype, match="a NoneType is not a packed cache"):
         kvpack.save(None, tmp_path / "file")
 
@@ -551,7 +553,7 @@ def test_arguments_of_another_type_are_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"model is a str, expected a map of names to text, such as \{'name': 'llama'\}"):
         pack(PAST, FP32, model="llama")
     with pytest.raises(InvalidDtype, match="the second argument is 'llama', expected the model that continues the cache"):
-        KvpackCache(pack(PAST, FP32), "llama")
+        KvpackCache.of(pack(PAST, FP32), "llama")  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="inputs is a list, expected a kvpack"):
         pack(PAST, FP32, inputs=[1, 2])
 
@@ -571,11 +573,11 @@ def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: 
     model.config._name_or_path = "one"
     named = kvpack.Identity.of(model, FP32).header_model
     cache = replace(recorded(model), model=named)
-    KvpackCache(cache, model)
+    KvpackCache.of(cache, model)
     change(model)
     with pytest.raises(InvalidParameter, match=f"the cache was computed by a model whose {field} (is|are) '"):
-        KvpackCache(cache, model)
-    KvpackCache(replace(cache, model={}), model)
+        KvpackCache.of(cache, model)
+    KvpackCache.of(replace(cache, model={}), model)
 
 
 def test_of_what_differs_the_cause_is_named() -> None:
@@ -583,14 +585,14 @@ def test_of_what_differs_the_cause_is_named() -> None:
     model = model_of("Llama")
     packed = KvpackCache(model, "raw").packed
     with pytest.raises(InvalidParameter, match="a model whose dtype is 'float32', and this one's is 'bfloat16'"):
-        KvpackCache(packed, model_of("Llama").to(torch.bfloat16))
+        KvpackCache.of(packed, model_of("Llama").to(torch.bfloat16))
     with pytest.raises(InvalidParameter, match="a model whose weights are 'sha256:"):
-        KvpackCache(packed, model_of("Llama", vocab_size=65))
+        KvpackCache.of(packed, model_of("Llama", vocab_size=65))
 
 
 def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: Path) -> None:
     model = model_of("Llama", "kvpack")
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     ids = torch.cat([PROMPT, FOLLOWING, FOLLOWING], 1)
     model(ids[:, 32:], past_key_values=cache, token_type_ids=torch.zeros(1, 10, dtype=torch.int64))
     kvpack.save(cache.packed, tmp_path / "file")

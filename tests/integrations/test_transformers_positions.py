@@ -89,14 +89,14 @@ def test_attention_alone_tells_such_a_model(model_type: str) -> None:
     with KvpackCache(model, "raw") as past:
         model(PROMPT, position_ids=positions(0, 32), past_key_values=past)
         packed = past.packed
-    with pytest.raises(InvalidParameter, match=r"write KvpackCache\(cache, model\)"):
-        KvpackCache(packed)
+    with pytest.raises(InvalidParameter, match=r"write KvpackCache\.of\(cache, model\)"):
+        KvpackCache.of(packed)
     model.set_attn_implementation("kvpack")
-    alone = KvpackCache(replace(packed, position_offsets=None))
+    alone = KvpackCache.of(replace(packed, position_offsets=None))
     with pytest.raises(InvalidParameter, match=r"has rotary positions of several dimensions, which need the model"):
         model(FOLLOWING, past_key_values=alone)
     with pytest.raises(InvalidParameter, match="does not say where they continue"):
-        KvpackCache(model, replace(packed, position_offsets=None))
+        KvpackCache.of(replace(packed, position_offsets=None), model)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "GPT-OSS"])
@@ -109,7 +109,7 @@ def test_other_models_have_positions_of_one_dimension(name: str) -> None:
         packed = past.packed
     assert packed.position_offsets is None
     with pytest.raises(InvalidParameter, match="ForCausalLM is none"):
-        KvpackCache(replace(packed, position_offsets=(-12,)), model)
+        KvpackCache.of(replace(packed, position_offsets=(-12,)), model)
 
 
 def test_caches_of_two_prompts_take_turns() -> None:
@@ -131,7 +131,7 @@ def test_caches_of_two_prompts_take_turns() -> None:
     ids = torch.cat([WITH_IMAGE, FOLLOWING], 1)
     expected = model.generate(ids, **GREEDY, **images(37))
     model(PROMPT, past_key_values=KvpackCache(model, "raw"))
-    assert model.generate(ids, past_key_values=KvpackCache(model, stored), **GREEDY).tolist() == expected.tolist()
+    assert model.generate(ids, past_key_values=KvpackCache.of(stored, model), **GREEDY).tolist() == expected.tolist()
 
 
 def test_beams_over_a_stored_image() -> None:
@@ -141,7 +141,7 @@ def test_beams_over_a_stored_image() -> None:
         packed = past.packed
     options = {**GREEDY, "num_beams": 3}
     expected = model.generate(WITH_IMAGE, **options, **images())
-    past = KvpackCache(new, packed[:, :32])
+    past = KvpackCache.of(packed[:, :32], new)
     # At least one token follows the cache.
     past.crop(-1)
     with pytest.raises(InvalidParameter, match="does not say where positions continue after them"):
@@ -151,7 +151,7 @@ def test_beams_over_a_stored_image() -> None:
         past.crop(-1)
         assert past.packed.position_offsets == (-12,)
         packed = past.packed
-    assert new.generate(WITH_IMAGE, past_key_values=KvpackCache(new, packed), **options).tolist() == expected.tolist()
+    assert new.generate(WITH_IMAGE, past_key_values=KvpackCache.of(packed, new), **options).tolist() == expected.tolist()
 
 
 def test_rows_of_a_padded_batch_have_their_own() -> None:
@@ -165,7 +165,7 @@ def test_rows_of_a_padded_batch_have_their_own() -> None:
         model.generate(rows, attention_mask=mask, past_key_values=past, max_new_tokens=1, do_sample=False)
         packed = past.packed
     assert packed.position_offsets == (0, -9)
-    found = new.generate(following, attention_mask=longer, past_key_values=KvpackCache(new, packed), **GREEDY)
+    found = new.generate(following, attention_mask=longer, past_key_values=KvpackCache.of(packed, new), **GREEDY)
     assert found.tolist() == expected.tolist()
     swapped = packed.select([1, 0])
     assert swapped.position_offsets == (-9, 0)
@@ -176,6 +176,6 @@ def test_what_is_recorded_counts() -> None:
     with KvpackCache(model, "raw") as past:
         model(WITH_IMAGE, past_key_values=past, **images())
         packed = past.packed
-    KvpackCache(model, packed, rope_deltas=torch.tensor([[-12]])).release()
+    KvpackCache.of(packed, model, rope_deltas=torch.tensor([[-12]])).release()
     with pytest.raises(InvalidParameter, match=r"rope_deltas is \[0\], and the cache records \[-12\]: leave rope_deltas out"):
-        KvpackCache(model, packed, rope_deltas=0)
+        KvpackCache.of(packed, model, rope_deltas=0)

@@ -179,16 +179,16 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     ]
     for kind, text, inputs, prompt in cases:
         with pytest.raises(kind, match=text):
-            KvpackCache(model, replace(cache, inputs=inputs), prompt=prompt)
+            KvpackCache.of(replace(cache, inputs=inputs), model, prompt=prompt)
     # What came from anything else is after the tokens that are kept.
     image = Inputs(ids, ("tokens 40 to 43 came from embeddings",), (40,))
-    assert KvpackCache(model, replace(cache, inputs=image), prompt=IDS).get_seq_length() == 40
-    assert KvpackCache(model, replace(cache, inputs=Inputs(ids[:80])), prompt=IDS).get_seq_length() == 20
+    assert KvpackCache.of(replace(cache, inputs=image), model, prompt=IDS).get_seq_length() == 40
+    assert KvpackCache.of(replace(cache, inputs=Inputs(ids[:80])), model, prompt=IDS).get_seq_length() == 20
     model.train()
     with KvpackCache(model, "raw") as trained:
         model(IDS, past_key_values=trained)
         with pytest.raises(InvalidParameter, match="were computed in training mode: token ids do not determine the cache"):
-            KvpackCache(model, trained.packed, prompt=IDS)
+            KvpackCache.of(trained.packed, model, prompt=IDS)
 
 
 def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: Any) -> None:
@@ -208,7 +208,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     moved_file = replace(kvpack.load(path), model={**named, "name": "/a/folder of/another machine"})
     with kvpack.Store(tmp_path / "store", kvpack.Identity.of(model, "raw"), chunk=20) as store:
         assert store.save(IDS[0].tolist(), moved_file) == 60
-    KvpackCache(moved_file, model)
+    KvpackCache.of(moved_file, model)
     other = model_of("Llama", rms_norm_eps=1e-3)
     with pytest.raises(InvalidParameter, match="the cache was computed by a model whose config is '"):
         KvpackCache.load(path, other)

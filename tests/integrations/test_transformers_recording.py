@@ -55,7 +55,7 @@ def hooks_of(model: Any) -> int:
 
 def test_ids_of_all_passes_follow_one_another() -> None:
     model = model_of()
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     for part in FOLLOWING.split([2, 1, 1], 1):
         model(part, past_key_values=cache)
     assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING], 1)))
@@ -68,14 +68,14 @@ def test_ids_of_all_passes_follow_one_another() -> None:
 @pytest.mark.parametrize("name", ["Llama", "GPT-NeoX", "OPT", "Falcon", "Qwen2-VL", "Mistral", "Gemma-3"])
 def test_generate_is_recorded(name: str) -> None:
     model = model_of(name) if name != "Falcon" else next(one for one in ZOO if one.name == name).model()
-    cache = KvpackCache(recorded(model), model, dense=name == "Falcon")
+    cache = KvpackCache.of(recorded(model), model, dense=name == "Falcon")
     ids = model.generate(torch.cat([PROMPT, FOLLOWING], 1), past_key_values=cache, max_new_tokens=70, do_sample=False)
     assert cache.packed.inputs == Inputs(ids_of(ids[:, :-1]))
 
 
 def test_passes_without_the_model_are_told() -> None:
     model = model_of()
-    cache = KvpackCache(recorded(model))
+    cache = KvpackCache.of(recorded(model))
     assert cache.packed.inputs == Inputs(ids_of(PROMPT))
     model(FOLLOWING, past_key_values=cache)
     found = cache.packed.inputs
@@ -89,7 +89,7 @@ def test_passes_without_the_model_are_told() -> None:
 def test_of_first_tokens_that_nobody_recorded_the_caller_vouches() -> None:
     model = model_of()
     packed = pack(model(PROMPT).past_key_values, FP32)
-    cache = KvpackCache(packed, model)
+    cache = KvpackCache.of(packed, model)
     assert cache.packed.inputs is None
     model(FOLLOWING, past_key_values=cache)
     assert cache.packed.inputs == Inputs()
@@ -147,7 +147,7 @@ UNDETERMINED = [
 @pytest.mark.parametrize(("run", "why"), UNDETERMINED)
 def test_what_ids_do_not_determine_is_named(run: Any, why: str) -> None:
     model = model_of()
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     run(model, cache)
     found = cache.packed.inputs
     assert found is not None
@@ -199,7 +199,7 @@ def test_plain_passes_outside_the_recording_are_told() -> None:
 
 def test_rows_of_other_ids_are_told_and_selecting_one_makes_them_known() -> None:
     model = model_of()
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     cache.batch_repeat_interleave(2)
     model(torch.tensor([[40, 41, 42, 43], [40, 41, 50, 51]]), past_key_values=cache)
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -213,7 +213,7 @@ def test_rows_of_other_ids_are_told_and_selecting_one_makes_them_known() -> None
 
 def test_many_passes_are_kept() -> None:
     model = model_of()
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     ids = torch.arange(90)[None] % 60
     for part in ids.split(1, 1):
         model(part, past_key_values=cache)
@@ -222,7 +222,7 @@ def test_many_passes_are_kept() -> None:
 
 def test_a_copy_is_recorded_on_its_own() -> None:
     model = model_of()
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     model(FOLLOWING, past_key_values=cache)
     other = copy.deepcopy(cache)
     model(FOLLOWING[:, :1], past_key_values=other)
@@ -272,7 +272,7 @@ def test_generate_takes_embeddings_beside_a_cache() -> None:
 
 def test_hooks_go_with_the_last_cache_of_a_model() -> None:
     model = model_of()
-    first, second = KvpackCache(recorded(model), model), KvpackCache(recorded(model), model)
+    first, second = KvpackCache.of(recorded(model), model), KvpackCache.of(recorded(model), model)
     hooks = hooks_of(model)
     assert hooks == 4
     assert "prepare_inputs_for_generation" in vars(model)
@@ -289,7 +289,7 @@ def test_hooks_go_with_the_last_cache_of_a_model() -> None:
 
 def test_what_follows_a_release_is_not_recorded() -> None:
     model = model_of()
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     cache.release()
     model(FOLLOWING, past_key_values=cache)
     found = cache.packed.inputs
@@ -301,7 +301,7 @@ def test_hooks_keep_no_cache_and_no_model() -> None:
     import weakref
 
     model = model_of()
-    cache = KvpackCache(recorded(model), model)
+    cache = KvpackCache.of(recorded(model), model)
     model(FOLLOWING, past_key_values=cache)
     seen = weakref.ref(cache), weakref.ref(model)
     cache.release()
@@ -328,7 +328,7 @@ class Wrapper(torch.nn.Module):
 def test_a_wrapper_that_calls_the_inner_forward_is_recorded_once(given: str) -> None:
     inner = model_of()
     wrapper = Wrapper(inner)
-    cache = KvpackCache(recorded(inner), wrapper if given == "wrapper" else inner)
+    cache = KvpackCache.of(recorded(inner), wrapper if given == "wrapper" else inner)
     wrapper(FOLLOWING, past_key_values=cache)
     assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING], 1)))
     assert KvpackCache(wrapper, FP32).packed.model == KvpackCache(inner, FP32).packed.model != {}
@@ -340,9 +340,9 @@ def test_other_ids_than_the_caches_are_refused() -> None:
     other = PROMPT.clone()
     other[0, 7] = 60
     with pytest.raises(InvalidParameter, match="token 7 of row 0 has the id 60, and the cache was computed from the id 10 there"):
-        model.generate(torch.cat([other, FOLLOWING], 1), past_key_values=KvpackCache(packed, model), max_new_tokens=2)
+        model.generate(torch.cat([other, FOLLOWING], 1), past_key_values=KvpackCache.of(packed, model), max_new_tokens=2)
     with pytest.raises(InvalidParameter, match="was given 20 token ids, and the cache holds 20: give those 20 ids, then at least one"):
-        model.generate(PROMPT, past_key_values=KvpackCache(packed, model), max_new_tokens=2)
+        model.generate(PROMPT, past_key_values=KvpackCache.of(packed, model), max_new_tokens=2)
 
 
 def test_ids_are_little_endian_words() -> None:
@@ -385,7 +385,7 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
     cache = KvpackCache(model, FP32)
     model(PROMPT, past_key_values=cache)
     if loaded:
-        cache = KvpackCache(cache.packed, model)
+        cache = KvpackCache.of(cache.packed, model)
     model.set_adapter("b")
     model(FOLLOWING, past_key_values=cache)
     assert undetermined(cache) == ("tokens 20 to 23 were computed with other adapters than the first token",)
@@ -419,7 +419,7 @@ def test_weights_that_changed_between_passes_are_named(change: Any, named: str, 
     cache = KvpackCache(model, FP32)
     model(PROMPT, past_key_values=cache)
     if loaded:
-        cache = KvpackCache(cache.packed, model)
+        cache = KvpackCache.of(cache.packed, model)
     change(model)
     model(FOLLOWING[:, :tokens], past_key_values=cache)
     last = "token 20" if tokens == 1 else "tokens 20 to 23"
@@ -536,7 +536,7 @@ def test_ids_do_not_stay_with_values_that_were_changed(change: Any, layers: slic
             assert (again.tokens, again.starts[0]) == (0, 0)
             packed = pack(past, FP32, inputs=again)
             with pytest.warns(match="no tokens of the cache are kept for the prompt"):
-                assert KvpackCache(packed, model, prompt=PROMPT).get_seq_length() == 0
+                assert KvpackCache.of(packed, model, prompt=PROMPT).get_seq_length() == 0
             with pytest.raises(InvalidParameter, match="recorded for the tokens 0 to"):
                 pack(past, FP32, inputs=replace(inputs, count=inputs.count + 5))
 

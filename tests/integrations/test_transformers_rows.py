@@ -137,7 +137,7 @@ def test_rows_of_which_a_file_does_not_hold_the_ids_go_on_with_a_prompt_alone(sa
     kvpack.save(old, tmp_path / "old")
     for cache in (old, old.select([1]), old.select([1, 0])):
         with pytest.raises(InvalidParameter, match=r"differ from row to row of the batch, and the file does not hold the ids.*prompt="):
-            KvpackCache(cache, model)
+            KvpackCache.of(cache, model)
     with pytest.raises(InvalidParameter, match="does not hold the ids of each row"):
         KvpackCache.load(tmp_path / "old", model)
     prompt, mask = longer(rows)
@@ -148,7 +148,7 @@ def test_rows_of_which_a_file_does_not_hold_the_ids_go_on_with_a_prompt_alone(sa
         assert own.packed.inputs is not None
         assert len(own.packed.inputs.rows) == 2
     # The other remedy that the message names.
-    with KvpackCache(replace(old, inputs=None), model) as own:
+    with KvpackCache.of(replace(old, inputs=None), model) as own:
         assert torch.equal(model.generate(prompt, attention_mask=mask, past_key_values=own, **OPTIONS), expected)
 
 
@@ -157,10 +157,10 @@ def test_a_padded_batch_of_an_earlier_version_is_not_told_to_give_a_prompt(tmp_p
     rows, mask = padded(ids(2, TOKENS))
     old = of_a_version_before(kvpack.load(saved(model, tmp_path / "file", rows, mask)))
     with pytest.raises(InvalidParameter, match="does not hold the ids of each row") as error:
-        KvpackCache(old, model)
+        KvpackCache.of(old, model)
     assert "prompt=" not in str(error.value)
     given, right = longer(rows, mask)
-    with KvpackCache(replace(old, inputs=None), model) as own:
+    with KvpackCache.of(replace(old, inputs=None), model) as own:
         found = model.generate(given, attention_mask=right, past_key_values=own, **OPTIONS)
     assert torch.equal(found, model.generate(given, attention_mask=right, **OPTIONS))
 
@@ -202,10 +202,10 @@ def test_hidden_tokens_stay_hidden_without_the_model(tmp_path: Path) -> None:
     rows, mask = padded(ids(2, TOKENS))
     loaded = kvpack.load(saved(model, tmp_path / "file", rows, mask))
     given, right = longer(rows, mask)
-    with KvpackCache(loaded, model) as own:
+    with KvpackCache.of(loaded, model) as own:
         expected = model(given[:, TOKENS:], attention_mask=right, past_key_values=own).logits
     model.set_attn_implementation("kvpack")
-    cache = KvpackCache(loaded)
+    cache = KvpackCache.of(loaded)
     for wrong in (None, torch.ones_like(right)):
         with pytest.raises(InvalidParameter, match="token 0 of row 1 was hidden"):
             model(given[:, TOKENS:], attention_mask=wrong, past_key_values=cache)
@@ -294,7 +294,7 @@ def test_a_mask_of_which_a_file_says_no_more_is_demanded(tmp_path: Path) -> None
             with pytest.raises(InvalidParameter, match=r"hides tokens, and which is not known: give attention_mask="):
                 model(given[:, TOKENS:], attention_mask=wrong, past_key_values=own)
         assert torch.equal(model.generate(given, attention_mask=right, past_key_values=own, **OPTIONS), expected)
-    with KvpackCache(replace(old, inputs=None), model) as own:
+    with KvpackCache.of(replace(old, inputs=None), model) as own:
         model(given[:, TOKENS:], past_key_values=own)
 
 
@@ -324,5 +324,5 @@ def test_recorded_batches_have_the_ids_of_each_row() -> None:
     assert inputs.hidden == ((1, 0, PADDING),)
     cache = kvpack.pack(past, "raw", inputs=inputs)
     assert isinstance(cache.inputs, Inputs)
-    with KvpackCache(cache, model) as own, pytest.raises(KvpackError, match="was hidden"):
+    with KvpackCache.of(cache, model) as own, pytest.raises(KvpackError, match="was hidden"):
         model(ids(2, 1), past_key_values=own)

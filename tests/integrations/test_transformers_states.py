@@ -66,7 +66,7 @@ def test_a_model_generates_into_a_file_and_goes_on(name: str, tmp_path: Path) ->
     assert any(states)
     with KvpackCache.load(tmp_path / "cache", model) as cache:
         assert generated(model, torch.tensor(first), cache) == expected
-    with KvpackCache(model, packed) as cache:
+    with KvpackCache.of(packed, model) as cache:
         assert generated(model, torch.tensor(first), cache) == expected
     # The model wrote to copies.
     for layer, kept in zip(packed, states, strict=True):
@@ -104,10 +104,10 @@ def test_states_that_are_not_kept_do_not_go_back() -> None:
         assert not cache.packed[0].states
         assert generated(model, PROMPT, cache) == generated(model, PROMPT)
     longer = torch.cat([PROMPT, torch.tensor([[*generated(model, PROMPT)[0][32:], 5]])], 1)
-    with KvpackCache(model, packed, prompt=longer) as cache:
+    with KvpackCache.of(packed, model, prompt=longer) as cache:
         assert cache.get_seq_length() == tokens
         assert generated(model, longer, cache) == generated(model, longer)
-    with pytest.warns(KvpackWarning, match="none of them are kept"), KvpackCache(model, packed, prompt=PROMPT) as cache:
+    with pytest.warns(KvpackWarning, match="none of them are kept"), KvpackCache.of(packed, model, prompt=PROMPT) as cache:
         assert cache.get_seq_length() == 0
 
 
@@ -157,11 +157,11 @@ def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
         assert torch.equal(follows(cache), expected[10])
         with pytest.raises(OutOfBounds, match=r"go_back\(16\): the cache holds 15 tokens"):
             cache.go_back(16)
-    with KvpackCache(model, packed, dense=True) as cache:
+    with KvpackCache.of(packed, model, dense=True) as cache:
         assert cache.states_at == (10, 15)
         cache.crop(-5)
         assert torch.equal(follows(cache), expected[10])
-    with KvpackCache(model, packed.prefix(10), dense=True) as cache:
+    with KvpackCache.of(packed.prefix(10), model, dense=True) as cache:
         assert torch.equal(follows(cache), expected[10])
 
 
@@ -212,7 +212,7 @@ def test_a_prompt_keeps_what_states_allow() -> None:
         packed = cache.packed
     other = torch.cat([PROMPT[:, :20], FOLLOWING], 1)
     with pytest.warns(KvpackWarning, match="begin with the same 20 tokens, and the first 16 of them are kept: layers keep states"):
-        cache = KvpackCache(model, packed, prompt=other)
+        cache = KvpackCache.of(packed, model, prompt=other)
     with cache:
         assert cache.get_seq_length() == 16
         assert generated(model, other, cache) == generated(model, other)
@@ -250,16 +250,16 @@ def test_a_cache_and_a_model_keep_the_same_states() -> None:
         packed = cache.packed
     unnamed = kvpack.Cache(packed.layers, packed.recipe)
     with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states conv.0 and recurrent.0, and nothing says that"):
-        KvpackCache(unnamed)
+        KvpackCache.of(unnamed)
     with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states"):
-        KvpackCache(unnamed, other)
+        KvpackCache.of(unnamed, other)
     pairs = kvpack.pack([(torch.zeros(1, 2, 4, 8),) * 2] * 2, "raw")
     with pytest.raises(InvalidParameter, match=r"layers\[0\] of the model keeps states, and the cache has none for it"):
-        KvpackCache(pairs, model)
+        KvpackCache.of(pairs, model)
     layer = packed[0]
     strange = kvpack.Cache((type(layer)(layer.k, layer.v, states={"conv.7": layer.states["conv.0"]}), packed[1]), packed.recipe)
     with pytest.raises(InvalidParameter, match=r"has the state 'conv.7', and the model keeps conv.0 to conv.0 and recurrent.0"):
-        KvpackCache(model, strange)
+        KvpackCache.of(strange, model)
 
 
 def test_a_model_that_keeps_its_states_in_its_modules_is_refused() -> None:

@@ -94,7 +94,7 @@ for name in sys.argv[4:]:
     model = model_of(name)
     with kvpack.Store(f"{{folder}}/{{name}}", kvpack.Identity.of(model, "raw"), chunk={CHUNK}) as store, torch.no_grad():
         tokens, cache = store.load(prompt)
-    with KvpackCache(cache, model) as past:
+    with KvpackCache.of(cache, model) as past:
         ids = torch.tensor([[*prompt, *questions[0]]])
         options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=20)
         found[name] = tokens, [layer.skipped for layer in cache], model.generate(ids, past_key_values=past, **options).tolist()
@@ -129,7 +129,7 @@ def test_a_batch_continues_a_stored_prompt(name: str, where: str, tmp_path: Path
     expected = generated(model, ids, attention_mask=mask)
     with open_store(tmp_path, model) as store:
         _, cache = store.load(PROMPT)
-    with KvpackCache(model, cache) as past:
+    with KvpackCache.of(cache, model) as past:
         past.batch_repeat_interleave(2)
         assert generated(model, ids, past, attention_mask=mask) == expected
 
@@ -150,7 +150,7 @@ def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
         assert store.save(own, packed.select([0])) == len(own) // CHUNK * CHUNK
         tokens, loaded = store.load(own[:-1])
         assert tokens == (len(own) - 1) // CHUNK * CHUNK
-    with KvpackCache(model, loaded) as past:
+    with KvpackCache.of(loaded, model) as past:
         assert generated(model, own[None], past, max_new_tokens=8) == generated(model, own[None], max_new_tokens=8)
 
 
@@ -228,13 +228,13 @@ def test_a_model_with_states_resumes_bit_for_bit(name: str, dtype: str, tmp_path
         for asked, tokens in ((77, 64), (63, 32)):
             found, cache = store.load(PROMPT[:, :asked])
             assert found == tokens
-            with KvpackCache(model, cache, dense=True) as past:
+            with KvpackCache.of(cache, model, dense=True) as past:
                 own, logits = continued(model, ids, past)
             assert own == expected[tokens][0]
             assert torch.equal(logits, expected[tokens][1])
             if name != "kimi_linear" and dtype == "float32":
                 # Packed attention adds in another order.
-                with KvpackCache(model, cache) as past:
+                with KvpackCache.of(cache, model) as past:
                     assert continued(model, ids, past)[0] == own
         assert store.load(PROMPT[:, :31]) == (0, None)
 
@@ -250,7 +250,7 @@ def test_packed_layers_resume(name: str, tmp_path: Path) -> None:
     with open_store(tmp_path, model) as store:
         assert store.save(PROMPT[:, :64], packed) == 64
         _, cache = store.load(PROMPT)
-    with KvpackCache(model, cache) as past:
+    with KvpackCache.of(cache, model) as past:
         found = continued(model, ids, past)
     assert found[0] == expected[0]
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-6)
@@ -288,7 +288,7 @@ def test_a_batch_resumes_with_states(where: str, tmp_path: Path) -> None:
     expected = generated(model, ids, past, attention_mask=mask)
     with open_store(tmp_path, model) as store:
         _, cache = store.load(PROMPT)
-    with KvpackCache(model, cache) as own:
+    with KvpackCache.of(cache, model) as own:
         own.batch_repeat_interleave(2)
         assert generated(model, ids, own, attention_mask=mask) == expected
 
@@ -328,7 +328,7 @@ def test_states_that_a_recording_keeps_are_stored(tmp_path: Path) -> None:
         tokens, loaded = store.load(PROMPT)
         assert (tokens, store.match(PROMPT[:, :63])) == (64, 32)
     ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
-    with KvpackCache(model, loaded, dense=True) as own:
+    with KvpackCache.of(loaded, model, dense=True) as own:
         found, logits = continued(model, ids, own)
     expected = continued(model, ids, in_passes(model, PROMPT[:, :64], 32))
     assert found == expected[0]

@@ -58,7 +58,7 @@ def test_a_padded_batch_continues_with_the_recorded_tokens_or_is_refused(model: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvpackWarning)
         try:
-            cache = KvpackCache(packed)
+            cache = KvpackCache.of(packed)
         except KvpackError:
             return
     assert continued(model, cache, rows[:, -1].tolist(), mask[:, :-1]) == recorded

@@ -263,7 +263,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 def test_a_transformers_cache_over_a_packed_one_is_saved(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     whole = cache(70)
-    assert store.save(list(range(70)), KvpackCache(whole)) == 2 * CHUNK
+    assert store.save(list(range(70)), KvpackCache.of(whole)) == 2 * CHUNK
 
 
 def test_a_cache_packed_in_parts_is_saved_as_far_as_it_can_be_cut(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ class Subject:
     def over(self, packed: list[kvpack.Cache]) -> Any:
         """The cache object from which the model continues over packed caches."""
         self.model.set_attn_implementation("kvpack" if self.model._can_set_attn_implementation() else self.attention)
-        caches = [KvpackCache(cache, self.model) for cache in packed]
+        caches = [KvpackCache.of(cache, self.model) for cache in packed]
         return EncoderDecoderCache(*caches) if self.encoder else caches[0]
 
     def continued(self, past: Any, ids: torch.Tensor = FOLLOWING) -> torch.Tensor:

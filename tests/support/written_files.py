@@ -161,14 +161,14 @@ def _write_prompt(found: dict[str, Any]) -> None:
         model(torch.tensor([ids[:-1]]), **cache_names.over(model, cache))
         packed = cache.packed
     kvpack.save(packed, PROMPT)
-    found["prompt"] = continued(model, KvpackCache(kvpack.load(PROMPT)), ids[-1:])
+    found["prompt"] = continued(model, KvpackCache.of(kvpack.load(PROMPT)), ids[-1:])
     rows, mask = batch_ids()
     places = {"attention_mask": mask[:, :-1], "position_ids": (mask[:, :-1].cumsum(1) - 1).clamp(min=0)}
     with torch.inference_mode(), KvpackCache(model, RECIPE) as cache:
         model(rows[:, :-1], **places, **cache_names.over(model, cache))
         packed = cache.packed
     kvpack.save(packed, BATCH)
-    found["batch"] = continued(model, KvpackCache(kvpack.load(BATCH)), rows[:, -1].tolist(), mask[:, :-1])
+    found["batch"] = continued(model, KvpackCache.of(kvpack.load(BATCH)), rows[:, -1].tolist(), mask[:, :-1])
 
 
 def _write_stores(found: dict[str, Any]) -> None:

@@ -195,12 +195,12 @@ def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
     assert model.dtype == getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     basis = of_bf16 / "x.kvbasis"
     assert Basis.load(basis).model["dtype"] == "bfloat16"
-    with torch.no_grad(), KvpackCache(model, "klt-4;tail=32", basis=basis) as cache:
+    with torch.no_grad(), KvpackCache(model, kvpack.Recipe("klt-4;tail=32", basis)) as cache:
         model(torch.randint(0, 257, (1, 150)), past_key_values=cache)
         assert cache.packed[0].k.packed_tokens > 100  # type: ignore[union-attr]
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
         with pytest.raises(InvalidParameter, match=r"is '[^']*'; kvpack calibrate makes a basis of the model of the cache$"):
-            KvpackCache(model, "klt-4", basis=basis)
+            KvpackCache(model, kvpack.Recipe("klt-4", basis))
 
 
 def test_a_model_that_transformers_does_not_load_is_refused(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_p
     assert list(found.sides()) == [(0, "k"), (0, "v"), (1, "k"), (1, "v")]
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for recipe in ("klt-4;tail=32", "transform-2;tail=0"):
-        with torch.no_grad(), KvpackCache(model, recipe, basis=basis) as cache:
+        with torch.no_grad(), KvpackCache(model, kvpack.Recipe(recipe, basis)) as cache:
             model(torch.randint(0, 257, (1, 100)), past_key_values=cache)
             kvpack.save(cache.packed, tmp_path / "x.kvpack")
         assert len(kvpack.load(tmp_path / "x.kvpack", basis=basis)) == 4

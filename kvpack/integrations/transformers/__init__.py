@@ -2,7 +2,7 @@
 
     cache = kvpack.load("prompt.kvpack")
     model.set_attn_implementation("kvpack")
-    KvpackCache(cache, model).generate(token_ids)
+    KvpackCache.of(cache, model).generate(token_ids)
 
 Importing this package registers the attention "kvpack". It runs causal and sliding-window attention over packed layers;
 plain tensors, such as those of a prefill, go to the model's own attention: scaled dot product attention if the model has it,

@@ -30,7 +30,7 @@ from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, StepGraphs, may_replay
 from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, check_window
-from .models import Model, Named, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_for
+from .models import Expected, Model, Named, check_identity, check_layers, execution_device, has_multidimensional_positions, identity_for
 from .positions import RotaryPositions
 from .prompts import changed_since, check_rows_known, common_tokens, other_frequencies, token_ids_of
 from .record import Record
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.cache.files import Bases
+    from kvpack.cache.parts import Layers, Tokens
     from kvpack.cache.states import States
-    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
 
 MAX_ROWS = 2**20
@@ -55,9 +55,10 @@ _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) deco
 class KvpackCache(TransformersCache):  # type: ignore[misc]
     """A transformers cache whose keys and values are packed as they come, and are never unpacked.
 
-    ``KvpackCache(model, recipe)`` is empty; ``KvpackCache(model, cache)`` and ``KvpackCache(cache, model)`` continue a packed cache.
-    Give the model the token ids that follow the cache, or give ``generate`` all token ids. ``basis``, a Basis or its path, is the one that
-    a recipe such as "klt-2" needs.
+    ``KvpackCache(model, recipe)`` is empty, ``KvpackCache.of(cache, model)`` continues a packed cache, and
+    ``KvpackCache.load(path, model)`` a file. Give the model the token ids that follow the cache, or give ``generate`` all token ids.
+    ``KvpackCache(config=model.config, recipe=...)`` is empty and has no model: set attention "kvpack" with
+    ``model.set_attn_implementation``; nothing is recorded, and no other model's pass is refused.
 
     With ``model``, a transformers model or a PEFT wrapper of one, its attention is switched to "kvpack" until ``release`` or the end of
     a ``with`` block (plain tensors go to the attention that was set before), the cache is checked against it, forward passes are
@@ -96,56 +97,85 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def __init__(
         self,
-        first: torch.nn.Module | Cache,
-        second: torch.nn.Module | Cache | str | os.PathLike[str] | Recipe | None = None,
+        model: torch.nn.Module | None = None,
+        recipe: str | os.PathLike[str] | Recipe | None = None,
         *,
+        config: Any = None,
         dense: bool | None = None,
-        rope_deltas: torch.Tensor | int | None = None,
-        prompt: torch.Tensor | Sequence[int] | None = None,
-        basis: Basis | str | os.PathLike[str] | None = None,
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> None:
-        model, contents = _arguments(first, second)
-        for name, flag in (("dense", dense), ("graphs", graphs), ("keep_all", keep_all)):
-            if flag is not None:
-                check_flag(flag, name)
-        if basis is not None and isinstance(contents, Cache):
-            raise InvalidParameter("basis= is for recipes: a packed cache has its basis, which kvpack.load(path, basis=...) gives it")
-        inside = models_in(model) if model is not None and hasattr(model, "modules") else []
-        known = None if model is None else Model(model, inside)
-        inputs: Inputs | None = None
+        _check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
+        parsed = parse_recipe(_checked_recipe(model, recipe, config))
+        known, inside = _known(model)
+        expected = Expected(config) if known is None else known
+        present = expected.layers_with_tokens()
+        # The model is named at its first token; a basis is compared with it now.
+        identity = {} if parsed.basis is None or model is None else identity_for(model, parsed.basis)
+        windows = expected.windows(len(present))
+        self.live = LiveCache(parsed, layers=len(present), sliding_windows=None if keep_all else windows, model=identity)
+        self._begin(model, known, inside, expected, None, dense=dense, graphs=graphs)
+
+    @classmethod
+    def of(
+        cls,
+        cache: Cache,
+        model: torch.nn.Module | None = None,
+        *,
+        prompt: torch.Tensor | Sequence[int] | None = None,
+        rope_deltas: torch.Tensor | int | None = None,
+        dense: bool | None = None,
+        graphs: bool | None = None,
+        keep_all: bool = False,
+    ) -> Self:
+        """A KvpackCache that continues the packed ``cache``, checked against ``model`` if there is one.
+
+        Without a model, attention "kvpack" is set by the caller (``model.set_attn_implementation("kvpack")``), and nothing is recorded.
+        The options, and what is raised, are those of the class.
+        """
+        _check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
+        _check_cache(cache, model)
+        known, inside = _known(model)
+        if cache.start:
+            raise InvalidParameter(f"the cache starts at position {cache.start}; a model continues a cache that starts at position 0")
+        cache.check_ends()
         compared: Named | None = None
-        if isinstance(contents, Cache):
-            if contents.start:
-                raise InvalidParameter(
-                    f"the cache starts at position {contents.start}; a model continues a cache that starts at position 0"
-                )
-            contents.check_ends()
-            if known is not None:
-                known.check(contents)
-                compared = check_identity(contents, model)
-                if prompt is None:
-                    check_rows_known(contents)
-            inputs = contents.inputs
-            present = [bool(layer.sides) for layer in contents]
-            windows = [None] * len(present) if known is None else known.windows(len(present))
-            self.live = LiveCache.of(without_states(contents), sliding_windows=None if keep_all else windows)
-        else:
-            assert known is not None
-            present = known.layers_with_tokens()
-            windows = known.windows(len(present))
-            contents = parse_recipe(contents, basis)
-            # The model is named at its first token; a basis is compared with it now.
-            identity = {} if contents.basis is None else identity_for(model, contents.basis)
-            self.live = LiveCache(contents, layers=len(present), sliding_windows=None if keep_all else windows, model=identity)
-            inputs = Inputs()
+        if known is not None:
+            known.check(cache)
+            compared = check_identity(cache, model)
+            if prompt is None:
+                check_rows_known(cache)
+        windows = [None] * len(cache) if known is None else known.windows(len(cache))
+        past = cls.__new__(cls)
+        past.live = LiveCache.of(without_states(cache), sliding_windows=None if keep_all else windows)
+        past._begin(model, known, inside, known, cache, rope_deltas=rope_deltas, compared=compared, dense=dense, graphs=graphs)
+        if prompt is not None:
+            past._keep(cache, prompt)
+        return past
+
+    def _begin(
+        self,
+        model: torch.nn.Module | None,
+        known: Model | None,
+        inside: list[Any],
+        expected: Expected | None,
+        cache: Cache | None,
+        *,
+        rope_deltas: torch.Tensor | int | None = None,
+        compared: Named | None = None,
+        dense: bool | None,
+        graphs: bool | None,
+    ) -> None:
+        """Set up the layers and what watches the model: ``cache`` is the packed one that is continued, if any."""
+        inputs = Inputs() if cache is None else cache.inputs
+        present = [bool(layer.sides) for layer in cache] if cache is not None else [] if expected is None else expected.layers_with_tokens()
         if not any(present):
             raise InvalidParameter("no layer of the cache has keys or values: begin with KvpackCache(model, recipe)")
-        for number in () if known is None else known.shared:
+        windows = [None] * len(present) if expected is None else expected.windows(len(present))
+        states = [0] * len(present) if expected is None else expected.states(len(present))
+        for number in () if expected is None else expected.shared:
             self.live.share(number)
         decoding = Decoding(bool(dense))
-        states = [0] * len(present) if known is None else known.states(len(present))
         layers = [
             self._layer(number, held, window, decoding, states[number])
             for number, (held, window) in enumerate(zip(present, windows, strict=True))
@@ -153,17 +183,19 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._following = _following(layers)
         self._states: dict[int, KeptStates] = {}
-        if isinstance(contents, Cache):
-            keep_states(self.layers, contents)
-            self._states = {position: KeptStates(own) for position, own in all_states(contents).items()}
+        if cache is not None:
+            keep_states(self.layers, cache)
+            self._states = {position: KeptStates(own) for position, own in all_states(cache).items()}
         self._model, self._dense, self._decoding = known, bool(dense), decoding
         for number, layer in enumerate(self.layers):
-            if dense and known is None and layer.is_sliding:
-                raise InvalidParameter(f"layers[{number}] skipped tokens: dense layers need the model's window, KvpackCache(cache, model)")
+            if dense and expected is None and layer.is_sliding:
+                raise InvalidParameter(
+                    f"layers[{number}] skipped tokens: dense layers need the model's window, KvpackCache.of(cache, model)"
+                )
             layer.check_window()
         tokens = self.live.tokens
         adapters = adapters_in_effect(inside[0]) if inside else None
-        positions = RotaryPositions.of(known, contents if isinstance(contents, Cache) else None, inputs, rope_deltas)
+        positions = RotaryPositions.of(known, cache, inputs, rope_deltas)
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
             decoding.tell(known.name)
@@ -187,11 +219,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             if self._careful:
                 reason = "it keeps states" if any(states) else "it has rotary positions of several dimensions"
             name = "the model" if known is None else known.name
-            warnings.warn(f"decode steps of {name} run without CUDA graphs: {reason}", KvpackWarning, stacklevel=2)
+            warnings.warn(f"decode steps of {name} run without CUDA graphs: {reason}", KvpackWarning, stacklevel=3)
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
-        self._metadata = dict(contents.metadata) if isinstance(contents, Cache) else {}
-        if prompt is not None:
-            self._keep(contents, prompt)
+        self._metadata = {} if cache is None else dict(cache.metadata)
 
     def _layer(self, number: int, held: bool, window: int | None, decoding: Decoding, states: int) -> Any:
         if states:
@@ -204,26 +234,43 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         path: str | os.PathLike[str],
         model: torch.nn.Module,
         *,
-        device: torch.device | str | None = None,
-        basis: Bases | None = None,
+        prompt: torch.Tensor | Sequence[int] | None = None,
         copy: bool = False,
-        max_bytes: int | None = None,
+        memory_limit: int | None = None,
+        layers: Layers | None = None,
+        tokens: Tokens | None = None,
+        recipe: str | os.PathLike[str] | Recipe | None = None,
+        basis: Bases | None = None,
+        device: torch.device | str | None = None,
         progress: Progress | None = None,
-        **options: Any,
-    ) -> KvpackCache:
+        rope_deltas: torch.Tensor | int | None = None,
+        dense: bool | None = None,
+        graphs: bool | None = None,
+        keep_all: bool = False,
+    ) -> Self:
         """The cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
 
-        ``basis``, ``copy``, ``max_bytes`` and ``progress`` are those of ``kvpack.load``. Layers, shapes and identity are checked as by the
-        constructor, which takes ``options``.
-        Raises what ``kvpack.load`` raises, too.
+        ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are those of ``kvpack.load``; the other
+        options are those of ``of``, which checks layers, shapes and identity.
+        Raises what ``kvpack.load`` and ``of`` raise.
         """
         given: Any = model
         if not isinstance(given, torch.nn.Module):
             swapped = isinstance(path, torch.nn.Module)
             instead = "write KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
             raise InvalidDtype(f"the second argument is {shown(given)}, expected a transformers model: {instead}")
-        place = execution_device(model) if device is None else device
-        return cls(model, load(path, device=place, basis=basis, copy=copy, max_bytes=max_bytes, progress=progress), **options)
+        loaded = load(
+            path,
+            device=execution_device(model) if device is None else device,
+            layers=layers,
+            tokens=tokens,
+            max_bytes=memory_limit,
+            copy=copy,
+            basis=basis,
+            recipe=recipe,
+            progress=progress,
+        )
+        return cls.of(loaded, model, prompt=prompt, rope_deltas=rope_deltas, dense=dense, graphs=graphs, keep_all=keep_all)
 
     def __enter__(self) -> Self:
         return self
@@ -270,7 +317,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """
         model: Any = self.passes.model_of_cache
         if model is None:
-            raise InvalidParameter("the cache has no model to generate with: write KvpackCache(model, cache)")
+            raise InvalidParameter("the cache has no model to generate with: write KvpackCache.of(cache, model)")
         ids = token_ids_of(token_ids).to(execution_device(model))
         if len(ids) == 1:
             # Where padding and the end of a text are one token, transformers warns that it cannot tell them apart.
@@ -575,7 +622,8 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         check_layers(len(self.layers), module)
         if has_multidimensional_positions(module):
             raise InvalidParameter(
-                f"{type(module).__name__} has rotary positions of several dimensions, which need the model: write KvpackCache(cache, model)"
+                f"{type(module).__name__} has rotary positions of several dimensions, which need the model: "
+                "write KvpackCache.of(cache, model)"
             )
         self._seen.add(type(module))
 
@@ -630,28 +678,57 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             )
 
 
-def _arguments(first: Any, second: Any) -> tuple[torch.nn.Module | None, Any]:
-    """The model, None if there is none, and the cache or recipe. Raises InvalidDtype, InvalidParameter."""
-    if isinstance(first, torch.nn.Module):
-        if second is None:
-            raise InvalidParameter("KvpackCache(model) needs what it is to hold: a recipe, such as 'octopus-3', or a packed cache")
-        if not isinstance(second, (Cache, str, os.PathLike, Recipe)):
-            check_packed(second, "KvpackCache(model, {})")
-        return first, second
-    if first is None:
+def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Recipe, **options: Any) -> KvpackCache:
+    """An empty cache of the recipe ``contents``, or one that continues the packed cache ``contents``."""
+    if isinstance(contents, Cache):
+        return KvpackCache.of(contents, model, **options)
+    options.pop("prompt", None)
+    return KvpackCache(model, contents, **options)
+
+
+def _check_flags(*, keep_all: bool, **options: bool | None) -> None:
+    """Raise InvalidParameter unless ``keep_all`` is a flag, and each option is a flag or None."""
+    check_flag(keep_all, "keep_all")
+    for name, flag in options.items():
+        if flag is not None:
+            check_flag(flag, name)
+
+
+def _known(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
+    """What caches need to know of ``model``, and the transformers models in it."""
+    inside = models_in(model) if model is not None and hasattr(model, "modules") else []
+    return (None if model is None else Model(model, inside)), inside
+
+
+def _checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
+    """The recipe of an empty cache. Raises InvalidDtype, InvalidParameter."""
+    if isinstance(model, Cache) or isinstance(recipe, Cache):
+        raise InvalidDtype("KvpackCache(model, recipe) begins an empty cache: write KvpackCache.of(cache, model) to continue a packed one")
+    if model is None and config is None:
+        raise InvalidDtype("the model is None: write KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
+    if model is not None and config is not None:
+        raise InvalidParameter("model and config were both given, and a model has its own: leave one of them out")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        loads = "AutoModelForCausalLM.from_pretrained(folder) loads a model, and KvpackCache.load(path, model) continues a file"
+        raise InvalidDtype(f"the model is {shown(model)}, expected a transformers model: {loads}")
+    if recipe is None:
+        raise InvalidParameter("KvpackCache(model) needs the recipe of its codes, such as KvpackCache(model, 'octopus-3')")
+    return recipe
+
+
+def _check_cache(cache: Any, model: Any) -> None:
+    """Raise InvalidDtype for anything but a packed cache, and a model or None."""
+    if cache is None:
         raise InvalidDtype(
-            "the cache is None, which Store.load gives where nothing is stored: write KvpackCache(model, cache or recipe), which begins "
-            "an empty cache then"
+            "the cache is None, which Store.load returns if nothing is stored: write KvpackCache(model, recipe), which begins an empty one"
         )
-    if isinstance(first, str | os.PathLike):
-        raise InvalidDtype(
-            f"{shown(first)} is neither a model nor a packed cache: AutoModelForCausalLM.from_pretrained(folder) loads a model, "
-            "and KvpackCache.load(path, model) continues a file"
-        )
-    check_packed(first, "KvpackCache({})")
-    if second is not None and not isinstance(second, torch.nn.Module):
-        raise InvalidDtype(f"the second argument is {shown(second)}, expected the model that continues the cache")
-    return second, first
+    if isinstance(cache, torch.nn.Module):
+        raise InvalidDtype("the first argument is a model: write KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
+    if isinstance(cache, str | os.PathLike):
+        raise InvalidDtype(f"{shown(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
+    check_packed(cache, "KvpackCache.of({}, model)")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise InvalidDtype(f"the second argument is {shown(model)}, expected the model that continues the cache")
 
 
 def _rows(live: LiveCache) -> int | None:

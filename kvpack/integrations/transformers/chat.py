@@ -16,7 +16,7 @@ from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
 from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidDtype, InvalidParameter, LimitExceeded
 
-from .cache import KvpackCache
+from .cache import begin
 from .models import execution_device
 from .prefill import EVERY, fill
 
@@ -186,7 +186,7 @@ class Chat:
             _, cache = self._store.load(ids[:-1], device=execution_device(self.model))
         # A store takes the tokens that layers with sliding windows would drop.
         kept = self._store is not None
-        with KvpackCache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
+        with begin(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
             chunk = 1 if self._store is None else self._store.chunk
             if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:

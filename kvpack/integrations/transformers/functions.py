@@ -46,7 +46,7 @@ def attention(
         if starts is not None:
             raise InvalidParameter(
                 f"{type(module).__name__} was given tensors beside the mask for the packed layers of a KvpackCache, which holds where "
-                "padding ends: KvpackCache(cache, model, dense=True) gives all layers tensors and masks"
+                "padding ends: KvpackCache.of(cache, model, dense=True) gives all layers tensors and masks"
             )
         return _plain(module, query, key, value, attention_mask, options)
     given = [WITHOUT_COUNTERPART[name] for name, value in options.items() if value is not None and name in WITHOUT_COUNTERPART]
@@ -59,7 +59,7 @@ def attention(
             key.cache.take_back()
         raise InvalidParameter(
             f"attention over packed layers does not support what the model passes: {', '.join(given)}; "
-            "KvpackCache(cache, model, dense=True) decodes each layer for its call"
+            "KvpackCache.of(cache, model, dense=True) decodes each layer for its call"
         )
     causal, window = options.get("is_causal"), options.get("sliding_window")
     if causal is None:

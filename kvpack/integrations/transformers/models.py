@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, cache_utils
+from transformers import PretrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 )
 
 from kvpack import cache_names
+from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.store.described import ALL, SAMPLE, weights_kind
 from kvpack.store.fingerprint import weights_of, weights_sample
@@ -57,52 +58,20 @@ _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """Kinds of PEFT's adapters that are a cache."""
 
 
-class Model:
-    """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
+class Expected:
+    """What the cache of a model with the configuration ``config`` consists of.
 
-    ``inside`` is ``models_in(model)``, where the caller has walked it.
-    Raises InvalidParameter for anything but a model.
+    Raises InvalidParameter for anything but the configuration of a transformers model.
     """
 
-    def __init__(self, model: Any, inside: Sequence[PreTrainedModel] | None = None) -> None:
-        if inside is None:
-            inside = models_in(model) if hasattr(model, "modules") else []
-        if not inside:
-            raise InvalidParameter(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
-        _check_takes_given_cache(model)
-        outer = inside[0]
-        decoder = outer.get_decoder()
-        decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
-        self.name = type(outer).__name__
-        self._takes_cache = any(map(_takes_cache, inside))
-        self._own_cache = next((own for module in inside if (own := _own_cache(module))), "")
-        self.config: Any = outer.config.get_text_config(decoder=True)
-        self.has_encoder = bool(outer.config.is_encoder_decoder)
-        other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
-        settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
-        self._tells_no_window = tells_no_window(decoder)
-        self._may_take_packed_layers = settable and not reads_states(decoder)
-        self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
-        self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
-        self._decoder_config: Any = decoder.config
-
-    def __deepcopy__(self, memo: object) -> Model:
-        return self
-
-    @cached_property
-    def takes_packed_layers(self) -> bool:
-        """Whether the model's attention is given keys and values as the cache hands them out, with the window of its layer."""
-        return self._may_take_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
-
-    @property
-    def attention(self) -> str:
-        """The name of the attention that is set."""
-        return str(self._decoder_config._attn_implementation)
-
-    @property
-    def runs_packed_layers(self) -> bool:
-        """Whether attention "kvpack" is set."""
-        return self.attention in NAMES
+    def __init__(self, config: Any) -> None:
+        if not isinstance(config, PretrainedConfig):
+            raise InvalidParameter(f"config is {shown(config)}, expected the configuration of a transformers model, such as model.config")
+        self.name = type(config).__name__
+        self.config: Any = config.get_text_config(decoder=True)
+        self.has_encoder = bool(config.is_encoder_decoder)
+        self._decoder_config: Any = self.config
+        self._takes_cache, self._own_cache = True, ""
 
     def windows(self, layers: int) -> list[int | None]:
         """The sliding window of each of the first ``layers`` layers; none beside an encoder, whose tokens all layers of a cache see."""
@@ -131,17 +100,6 @@ class Model:
         """The layers whose keys and values others attend to, too."""
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
-
-    def check(self, cache: Cache) -> None:
-        """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
-        expected = [] if self.has_encoder else self._layers
-        for number, layer in enumerate(expected):
-            self._check_layer(number, layer)
-        self._check_takes_cache()
-        # transformers' own cache may have more layers than the decoder, which stay empty.
-        held = next((number for number in range(len(cache), 0, -1) if cache[number - 1].sides or cache[number - 1].states), 0)
-        if expected and not held <= len(expected) <= len(cache):
-            raise InvalidParameter(f"the cache has {len(cache)} layers, and {self.name} {len(expected)}")
 
     def _check_takes_cache(self) -> None:
         if not self._takes_cache:
@@ -182,6 +140,64 @@ class Model:
         if count is not None and {type(layer) for layer in layers} == {DynamicLayer}:
             layers = [*layers, *[DynamicLayer()] * count][:count]
         return layers
+
+
+class Model(Expected):
+    """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
+
+    ``inside`` is ``models_in(model)``, where the caller has walked it.
+    Raises InvalidParameter for anything but a model.
+    """
+
+    def __init__(self, model: Any, inside: Sequence[PreTrainedModel] | None = None) -> None:
+        if inside is None:
+            inside = models_in(model) if hasattr(model, "modules") else []
+        if not inside:
+            raise InvalidParameter(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
+        _check_takes_given_cache(model)
+        outer = inside[0]
+        decoder = outer.get_decoder()
+        decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
+        super().__init__(outer.config)
+        self.name = type(outer).__name__
+        self._takes_cache = any(map(_takes_cache, inside))
+        self._own_cache = next((own for module in inside if (own := _own_cache(module))), "")
+        other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
+        settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
+        self._tells_no_window = tells_no_window(decoder)
+        self._may_take_packed_layers = settable and not reads_states(decoder)
+        self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
+        self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
+        self._decoder_config = decoder.config
+
+    def __deepcopy__(self, memo: object) -> Model:
+        return self
+
+    @cached_property
+    def takes_packed_layers(self) -> bool:
+        """Whether the model's attention is given keys and values as the cache hands them out, with the window of its layer."""
+        return self._may_take_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention that is set."""
+        return str(self._decoder_config._attn_implementation)
+
+    @property
+    def runs_packed_layers(self) -> bool:
+        """Whether attention "kvpack" is set."""
+        return self.attention in NAMES
+
+    def check(self, cache: Cache) -> None:
+        """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
+        expected = [] if self.has_encoder else self._layers
+        for number, layer in enumerate(expected):
+            self._check_layer(number, layer)
+        self._check_takes_cache()
+        # transformers' own cache may have more layers than the decoder, which stay empty.
+        held = next((number for number in range(len(cache), 0, -1) if cache[number - 1].sides or cache[number - 1].states), 0)
+        if expected and not held <= len(expected) <= len(cache):
+            raise InvalidParameter(f"the cache has {len(cache)} layers, and {self.name} {len(expected)}")
 
 
 def _check_takes_given_cache(model: Any) -> None:
@@ -300,7 +316,7 @@ def check_identity(cache: Cache, model: Any) -> Named:
             verb = "are" if field == "weights" else "is"
             raise InvalidParameter(
                 f"the cache was computed by a model whose {field} {verb} {mine!r}, and this one's {verb} {theirs!r}; "
-                "if both compute the same, write KvpackCache(dataclasses.replace(cache, model={}), model)"
+                "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
             )
     if kind == SAMPLE and compared:
         told = "the cache is from an earlier kvpack and names a sample of its model's weights, which is this model's"

@@ -48,19 +48,19 @@ class RotaryPositions:
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
             if rope_deltas is not None:
-                raise InvalidParameter("rope_deltas is for models with rotary positions of several dimensions: KvpackCache(cache, model)")
+                raise InvalidParameter("rope_deltas is for models with rotary positions of several dimensions: leave it out")
             if recorded is not None:
                 raise InvalidParameter(
                     "tokens after the cache have other positions than their numbers, which takes a model with rotary positions of several "
-                    f"dimensions: {'write KvpackCache(cache, model)' if model is None else f'{model.name} is none'}"
+                    f"dimensions: {'write KvpackCache.of(cache, model)' if model is None else f'{model.name} is none'}"
                 )
             return None
         tokens = 0 if cache is None else cache.tokens
         if rope_deltas is None and recorded is None:
             if tokens and model.keeps_rope_deltas and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
                 raise InvalidParameter(
-                    f"{model.name} has rotary positions of several dimensions, and the cache does not say where they continue: write "
-                    "KvpackCache(cache, model, rope_deltas=...) with what model.model.rope_deltas was after the prompt, or 0 if it was text"
+                    f"{model.name} has rotary positions of several dimensions, and the cache does not say where they continue: "
+                    "write KvpackCache.of(cache, model, rope_deltas=...) with model.model.rope_deltas after the prompt, or 0 for text"
                 )
             rope_deltas = 0
         deltas = torch.as_tensor(recorded if rope_deltas is None else rope_deltas, device="cpu").detach().to(torch.int64).reshape(-1, 1)
@@ -88,7 +88,7 @@ class RotaryPositions:
         if self._cut is not None:
             raise InvalidParameter(
                 f"after crop, the cache holds {self._cut} tokens, and does not say where positions continue after them: write "
-                "KvpackCache(cache.packed, model, rope_deltas=...) with what model.model.rope_deltas is after these tokens"
+                "KvpackCache.of(cache.packed, model, rope_deltas=...) with what model.model.rope_deltas is after these tokens"
             )
         mask = arguments.get("attention_mask")
         hidden = torch.zeros(1, 1, dtype=torch.int64, device="cpu")

@@ -12,7 +12,7 @@ from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter, InvalidShape
 from kvpack.store.store import CHUNK_TOKENS
 
-from .cache import KvpackCache
+from .cache import begin
 from .models import execution_device
 from .prompts import token_ids_of
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.recipes import Recipe
+
+    from .cache import KvpackCache
 
 EVERY = 4096
 """The tokens of a pass, after which the states of a model that keeps some are kept for a store."""
@@ -56,7 +58,7 @@ def prefill(
         if integer(number, name) < 1:
             raise InvalidParameter(f"{name} is {shown(number)}, expected a number of tokens, from 1")
     ids = token_ids_of(token_ids)
-    cache = KvpackCache(model, contents, **{"keep_all": True, **options})
+    cache = begin(model, contents, **{"keep_all": True, **options})
     try:
         held = cache.get_seq_length()
         if ids.shape[1] <= held:

@@ -71,7 +71,7 @@ def check_rows_known(cache: Cache) -> None:
             given = ""
         raise InvalidParameter(
             f"{text}, and the file does not hold the ids of each row, so that rows of other prompts could go on from it: {given}write "
-            "KvpackCache(dataclasses.replace(cache, inputs=None), model), which compares no ids and no mask"
+            "KvpackCache.of(dataclasses.replace(cache, inputs=None), model), which compares no ids and no mask"
         )
 
 

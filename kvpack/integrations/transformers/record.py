@@ -178,7 +178,7 @@ class Record:
             return (
                 f"{self._unknown_mask[0]}, and which is not known: give attention_mask= as they were given it, with a column for each "
                 "token of the cache and each that follows, 0 for those that it hides; if later tokens may see all, write "
-                "KvpackCache(dataclasses.replace(cache, inputs=None), model)"
+                "KvpackCache.of(dataclasses.replace(cache, inputs=None), model)"
             )
         if self._visible is None:
             return None

@@ -151,7 +151,7 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
         if layer.states and not keeps:
             raise InvalidParameter(
                 f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, and "
-                "nothing says that the model keeps them: write KvpackCache(model, cache) with the model that computed it"
+                "nothing says that the model keeps them: write KvpackCache.of(cache, model) with the model that computed it"
             )
         if keeps:
             # Those that a cache was cut at may be in the host's memory.

@@ -170,7 +170,7 @@ class Tracking:
         if not any(id(part) in own for part in (module, *models_in(module))):
             raise InvalidParameter(
                 f"the cache was made for another model than this {type(module).__name__}: continue what it holds with "
-                "KvpackCache(model, cache.packed), which compares the models, or begin with KvpackCache(model, recipe)"
+                "KvpackCache.of(cache.packed, model), which compares the models, or begin with KvpackCache(model, recipe)"
             )
 
     def name(self) -> dict[str, str] | None:

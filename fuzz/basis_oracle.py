@@ -31,7 +31,7 @@ _TOKENS = 5
 def loaded(data: bytes) -> Basis | None:
     """The basis, or None for a refusal."""
     try:
-        with container.open_bytes(data, max_bytes=MAX_DECODED_BYTES):
+        with container.open_bytes(data, memory_limit=MAX_DECODED_BYTES):
             return Basis.of_bytes(data)
     except KvpackError:
         return None

@@ -27,14 +27,14 @@ def growth(action: Callable[[], object]) -> float | None:
     return resident("VmHWM") - before - max(0.0, resident("RssFile") - files)
 
 
-def check_growth(action: Callable[[], bool], max_bytes: int) -> bool:
-    """Return the result of ``action``. Raises AssertionError when it takes more than ``max_bytes`` plus the constant that kvpack states."""
+def check_growth(action: Callable[[], bool], memory_limit: int) -> bool:
+    """Return the result of ``action``. Raises AssertionError above ``memory_limit`` plus the constant that kvpack states."""
     result = False
 
     def noted() -> None:
         nonlocal result
         result = action()
 
-    taken, allowed = growth(noted), (max_bytes + CONSTANT_BYTES) / 2**20
-    assert taken is None or taken <= allowed, f"took {taken:.0f} MiB, the limit is {allowed:.0f}: max_bytes and the stated constant"
+    taken, allowed = growth(noted), (memory_limit + CONSTANT_BYTES) / 2**20
+    assert taken is None or taken <= allowed, f"took {taken:.0f} MiB, the limit is {allowed:.0f}: memory_limit and the stated constant"
     return result

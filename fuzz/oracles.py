@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.file.container import File
 
 MAX_DECODED_BYTES = 1 << 20
-"""The readers' ``max_bytes`` for one input, as a program would set it for untrusted files."""
+"""The readers' ``memory_limit`` for one input, as a program would set it for untrusted files."""
 MOST_COMPARED_BYTES = 1 << 15
 """The second decoder skips tensors of more decoded bytes, because it is slow."""
 
@@ -38,7 +38,7 @@ MOST_COMPARED_BYTES = 1 << 15
 def opened(data: bytes) -> File | None:
     """The verified file, or None if it is refused."""
     try:
-        file = container.open_bytes(data, max_bytes=MAX_DECODED_BYTES)
+        file = container.open_bytes(data, memory_limit=MAX_DECODED_BYTES)
         file.verify()
     except KvpackError:
         return None
@@ -64,7 +64,7 @@ def check_container(data: bytes) -> bool:
 def compare_container(data: bytes) -> None:
     """The second decoder accepts exactly the files that the library accepts."""
     try:
-        file = container.open_bytes(data, max_bytes=MAX_DECODED_BYTES)
+        file = container.open_bytes(data, memory_limit=MAX_DECODED_BYTES)
         if sum(map(layout_bytes, file.header.layouts.values())) > MOST_COMPARED_BYTES:
             return
     except KvpackError:

@@ -38,7 +38,7 @@ def loaded(data: bytes) -> Cache | None:
     """The cache of a file with the rules of every value checked, or None for a refusal."""
     try:
         # Writable memory, like a private mapping, because torch makes no tensors of read-only memory.
-        return files.read(container.open_bytes(bytearray(data), max_bytes=MAX_DECODED_BYTES), basis=_LOADED)
+        return files.read(container.open_bytes(bytearray(data), memory_limit=MAX_DECODED_BYTES), basis=_LOADED)
     except KvpackError:
         return None
 

@@ -87,7 +87,7 @@ def load(
     device: torch.device | str = "cpu",
     layers: Layers | None = None,
     tokens: Tokens | None = None,
-    max_bytes: int | None = None,
+    memory_limit: int | None = None,
     copy: bool = False,
     basis: Bases | None = None,
     recipe: str | os.PathLike[str] | Recipe | None = None,
@@ -104,7 +104,7 @@ def load(
     ``layers``, a number, a list of numbers or a slice, loads these alone; the others are there without sides, so that every layer
     keeps its number. ``tokens``, a number of tokens or a pair (start, stop), loads ``cache[:, start:stop]`` alone. A digest covers
     a tensor, so whole tensors of the chosen layers are read and checked, and the chosen tokens of them are kept.
-    ``max_bytes`` bounds the file and the memory that it takes (``kvpack.file.footprint``). ``basis`` is where the basis of a file of the
+    ``memory_limit`` bounds the file and the memory that it takes (``kvpack.file.footprint``). ``basis`` is where the basis of a file of the
     codecs klt and transform is found by its digest: a Basis, its path, a folder of bases, or a list of these. ``recipe`` converts what
     was loaded, layer by layer, as ``Cache.convert``: files that are small but slow to attend, of the codec transform, become such as
     attention reads packed. If it needs a basis, that is the one of the file, or else the one that is given.
@@ -116,12 +116,12 @@ def load(
     target = checked_device(device)
     check_flag(copy, "copy")
     check_callback(progress)
-    if max_bytes is not None:
-        max_bytes = integer(max_bytes, "max_bytes")
+    if memory_limit is not None:
+        memory_limit = integer(memory_limit, "memory_limit")
     if target.type == "cuda":
-        loaded = read_to(StreamBus(target), container.open_file(path, max_bytes=max_bytes), layers, tokens, basis, progress)
+        loaded = read_to(StreamBus(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
         return _in_recipe(loaded, recipe, basis)
-    file = container.open_file(path, max_bytes=max_bytes, copy=copy)
+    file = container.open_file(path, memory_limit=memory_limit, copy=copy)
     part = _part(file, layers, tokens)
     cache = read(file, part.numbers, basis=basis, progress=progress)
     if not part.has_all_tokens:

@@ -85,32 +85,32 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
     return result
 
 
-def open_file(path: str | os.PathLike[str], *, max_bytes: int | None = None, copy: bool = False) -> File:
+def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, copy: bool = False) -> File:
     """Open a file and check its size, version and headers. Tensors are mapped and checked when first used.
 
     With ``copy`` the file is read into memory once, so that later changes of the file cannot affect checked data.
-    ``max_bytes`` bounds the file and what it takes in memory (``footprint``). Order: spec/container.md, Reading.
+    ``memory_limit`` bounds the file and what it takes in memory (``footprint``). Order: spec/container.md, Reading.
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
     where = path_text(path)
     source: Source = OnDisk(open_regular(where))
     try:
         with _located(where):
-            check_size(source.size, max_bytes)
+            check_size(source.size, memory_limit)
             if copy:
                 disk, source = source, InMemory(source.read(0, source.size))
                 disk.close()
     except BaseException:
         source.close()
         raise
-    return File(source, where, max_bytes)
+    return File(source, where, memory_limit)
 
 
-def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", max_bytes: int | None = None) -> File:
+def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:
     """Open a file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
     with _located(where):
-        check_size(len(data), max_bytes)
-    return File(InMemory(data), where, max_bytes)
+        check_size(len(data), memory_limit)
+    return File(InMemory(data), where, memory_limit)
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,13 @@ class File:
     Made by ``open_file`` and ``open_bytes``. Every error names ``where``.
     """
 
-    def __init__(self, source: Source, where: str, max_bytes: int | None) -> None:
+    def __init__(self, source: Source, where: str, memory_limit: int | None) -> None:
         self.where = where
         self.size = source.size
         self._source = source
         try:
             with _located(where):
-                self.header, self.front = read_front(source, max_bytes)
+                self.header, self.front = read_front(source, memory_limit)
         except BaseException:
             self.close()
             raise

@@ -1,6 +1,6 @@
-"""An upper bound of the memory that reading a file takes, computed in advance and compared with a caller's ``max_bytes``.
+"""An upper bound of the memory that reading a file takes, computed in advance and compared with a caller's ``memory_limit``.
 
-``max_bytes`` bounds the bytes of the file plus the bytes of its decoded tensors plus everything else that opening, verifying,
+``memory_limit`` bounds the bytes of the file plus the bytes of its decoded tensors plus everything else that opening, verifying,
 attending, unpacking and slicing allocate (tables, copies, Python objects), except the tensors that they return. Up to
 ``FREE_BYTES`` of these are not counted. The interpreter, the tiles being decoded, and the codec tables cached for all files
 take at most ``CONSTANT_BYTES`` more, and ``THREAD_BYTES`` for each further thread of torch.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FREE_BYTES = 1 << 24
 """Bytes that are not counted: an ordinary file takes less."""
 CONSTANT_BYTES = 1 << 26
-"""The most bytes that reading takes in addition to ``max_bytes``, including ``FREE_BYTES``."""
+"""The most bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
 """Bytes more for every thread of torch except the first: each decodes its own tile."""
 
@@ -38,25 +38,25 @@ VALUE_BYTES = 40
 """Temporary bytes per value while it is decoded and attended."""
 
 
-def check_size(size: int, max_bytes: int | None) -> None:
-    """Raise LimitExceeded for a file of more than ``max_bytes``."""
-    if max_bytes is not None and size > max_bytes:
-        raise LimitExceeded(f"has {size} bytes, max_bytes is {max_bytes}")
+def check_size(size: int, memory_limit: int | None) -> None:
+    """Raise LimitExceeded for a file of more than ``memory_limit``."""
+    if memory_limit is not None and size > memory_limit:
+        raise LimitExceeded(f"has {size} bytes, memory_limit is {memory_limit}")
 
 
-def check_front(size: int, json_bytes: int, header_bytes: int, max_bytes: int | None) -> None:
+def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int | None) -> None:
     """Raise LimitExceeded for a file whose header, once parsed, could take too much."""
     parts = {f"the {size} bytes of the file": size, f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes)}
-    _check(parts, max_bytes)
+    _check(parts, memory_limit)
 
 
-def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, max_bytes: int | None) -> None:
-    """Raise LimitExceeded, which names each part and its bytes, for a file that takes more than ``max_bytes``."""
-    if max_bytes is None:
+def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int | None) -> None:
+    """Raise LimitExceeded, which names each part and its bytes, for a file that takes more than ``memory_limit``."""
+    if memory_limit is None:
         return
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
-    if (decoded := sum(sizes.values())) > max_bytes:
-        raise LimitExceeded(f"its tensors, decoded, take {decoded} bytes, max_bytes is {max_bytes}")
+    if (decoded := sum(sizes.values())) > memory_limit:
+        raise LimitExceeded(f"its tensors, decoded, take {decoded} bytes, memory_limit is {memory_limit}")
     frames = [sizes[tensor.name] for tensor in header.tensors if tensor.filter == "zstd"]
     sides = [side for layer in header.layers for _, side in layer.sides()]
     runs = sum(len(side.runs) for side in sides)
@@ -72,7 +72,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
         f"{runs} runs": runs * RUN_BYTES,
         f"{values} values that are decoded together": values * VALUE_BYTES,
     }
-    _check(parts, max_bytes)
+    _check(parts, memory_limit)
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
@@ -85,10 +85,11 @@ def _front_bytes(json_bytes: int, header_bytes: int) -> int:
     return JSON_FACTOR * json_bytes + HEADER_FACTOR * header_bytes
 
 
-def _check(parts: dict[str, int], max_bytes: int | None) -> None:
-    """Raise LimitExceeded, naming the largest parts, when ``parts`` exceed ``max_bytes`` plus ``FREE_BYTES``."""
+def _check(parts: dict[str, int], memory_limit: int | None) -> None:
+    """Raise LimitExceeded, naming the largest parts, when ``parts`` exceed ``memory_limit`` plus ``FREE_BYTES``."""
     total = sum(parts.values())
-    if max_bytes is not None and total > max_bytes + FREE_BYTES:
+    if memory_limit is not None and total > memory_limit + FREE_BYTES:
         named = sorted(((size, what) for what, size in parts.items() if size > total // 50), reverse=True)
         text = ", ".join(f"{size} for {what}" for size, what in named)
-        raise LimitExceeded(f"takes up to {total} bytes in memory ({text}), max_bytes is {max_bytes} and {FREE_BYTES} more are allowed")
+        more = f"memory_limit is {memory_limit} and {FREE_BYTES} more are allowed"
+        raise LimitExceeded(f"takes up to {total} bytes in memory ({text}), {more}")

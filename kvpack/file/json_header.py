@@ -112,7 +112,7 @@ def undigested_front(contents: Contents) -> Front:
     return make_front(Header.of(contents, tuple(tensors)))
 
 
-def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Front]:
+def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
     """Read the header and the front of the file ``source``, checking every byte of the front and the length of the file.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader and LimitExceeded.
@@ -140,11 +140,11 @@ def read_front(source: Source, max_bytes: int | None = None) -> tuple[Header, Fr
     end = start + header_bytes
     if end > size:
         raise Truncated(f"has {size} bytes, kvpack.header ends at {end}")
-    check_front(size, start, header_bytes, max_bytes)
+    check_front(size, start, header_bytes, memory_limit)
     tensor = bytes(source.read(start, end))
     check_digest("kvpack.header", tensor, bytes.fromhex(entry[1].decode()))
     header = parse_header(tensor)
-    check_header(header, size, start, header_bytes, max_bytes)
+    check_header(header, size, start, header_bytes, memory_limit)
     # parse_header takes no other bytes than those of the header that it returns.
     front = _front_of(header, tensor)
     found = bytes(source.read(0, min(size, len(front.text))))

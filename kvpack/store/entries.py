@@ -201,7 +201,7 @@ def open_entry(data: Data, key: bytes) -> container.File:
 
     Others may have written it: a header of 8 MiB takes 400 MB once it is parsed.
     """
-    return container.open_bytes(data, where=f"entry {key.hex()}", max_bytes=_COST * len(data) + _FREE_BYTES)
+    return container.open_bytes(data, where=f"entry {key.hex()}", memory_limit=_COST * len(data) + _FREE_BYTES)
 
 
 def shape_of(file: container.File) -> Shape:

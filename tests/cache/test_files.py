@@ -119,7 +119,7 @@ def test_what_is_not_a_file_of_ours_is_refused(tmp_path: Path) -> None:
         kvpack.load(path)
     size = kvpack.save(kvpack.pack(random_pairs(1, 40), "kivi-2"), path)
     with pytest.raises(LimitExceeded, match=str(size)):
-        kvpack.load(path, max_bytes=size - 1)
+        kvpack.load(path, memory_limit=size - 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(Truncated):
         kvpack.load(path)

@@ -72,7 +72,7 @@ CALLS: dict[str, Call] = {
     ),
     "load on the meta device": (lambda: kvpack.load("x", device="meta"), InvalidParameter, "meta', which holds no values"),
     "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidParameter, "297 bytes are not a path"),
-    "load max_bytes of text": (lambda: kvpack.load("x", max_bytes="1GB"), InvalidParameter, "max_bytes is '1GB', expected an integer"),
+    "load a limit of text": (lambda: kvpack.load("x", memory_limit="1GB"), InvalidParameter, "memory_limit is '1GB', expected an integer"),
     # pack
     "pack a path": (lambda: kvpack.pack("x.kvpack", "kivi-4"), InvalidDtype, "the path 'x.kvpack' is not a KV cache: kvpack.load opens"),
     "pack a Path": (lambda: kvpack.pack(Path("x"), "kivi-4"), InvalidDtype, "kvpack.load opens"),

@@ -571,19 +571,19 @@ def test_no_other_json_length_is_read(length: int, error: type[Exception], messa
         container.open_bytes(with_json(small_file("raw"), lambda text: text, length=length))
 
 
-# max_bytes and zstd.
+# memory_limit and zstd.
 
 
-def test_max_bytes_limits_the_file_and_what_it_decodes_to(tmp_path: Path) -> None:
+def test_a_memory_limit_holds_for_the_file_and_what_it_decodes_to(tmp_path: Path) -> None:
     made, arrays = raw_contents(few_values(2**16))
     size = container.write(tmp_path / "a", made, arrays)
-    container.open_file(tmp_path / "a", max_bytes=size).verify()
-    with pytest.raises(LimitExceeded, match=f"a: has {size} bytes, max_bytes is {size - 1}"):
-        container.open_file(tmp_path / "a", max_bytes=size - 1)
+    container.open_file(tmp_path / "a", memory_limit=size).verify()
+    with pytest.raises(LimitExceeded, match=f"a: has {size} bytes, memory_limit is {size - 1}"):
+        container.open_file(tmp_path / "a", memory_limit=size - 1)
     assert container.write(tmp_path / "a", made, arrays, compress=True) < 2**16
-    container.open_file(tmp_path / "a", max_bytes=2**18).verify()
-    with pytest.raises(LimitExceeded, match="a: its tensors, decoded, take 262144 bytes, max_bytes is 262143"):
-        container.open_file(tmp_path / "a", max_bytes=2**18 - 1)
+    container.open_file(tmp_path / "a", memory_limit=2**18).verify()
+    with pytest.raises(LimitExceeded, match="a: its tensors, decoded, take 262144 bytes, memory_limit is 262143"):
+        container.open_file(tmp_path / "a", memory_limit=2**18 - 1)
 
 
 @pytest.mark.parametrize(

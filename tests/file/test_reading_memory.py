@@ -1,4 +1,4 @@
-"""``max_bytes`` bounds what reading a file takes, whatever it holds: what is above it is refused, and what is accepted stays below it."""
+"""``memory_limit`` bounds what reading a file takes: files that need more are refused, and accepted ones stay below it."""
 
 from __future__ import annotations
 
@@ -65,27 +65,27 @@ def frames(size: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("make", "max_bytes", "message"),
+    ("make", "memory_limit", "message"),
     [
         (
             lambda: many_runs(2**17, 20),
             33 * 10**6,
-            r"takes up to \d+ bytes in memory \(\d+ for a header of 5\d{6} bytes, parsed, .*max_bytes",
+            r"takes up to \d+ bytes in memory \(\d+ for a header of 5\d{6} bytes, parsed, .*memory_limit",
         ),
-        (lambda: many_runs(20000), 10**6, r"takes up to \d+ bytes .*\(40960000 for 40000 runs, .*\), max_bytes is 1000000"),
+        (lambda: many_runs(20000), 10**6, r"takes up to \d+ bytes .*\(40960000 for 40000 runs, .*\), memory_limit is 1000000"),
         (lambda: frames(2**25), 2**25, r"takes up to \d+ bytes in memory \(67108864 for 1 zstd tensors, decoded"),
     ],
     ids=["a large header", "runs", "zstd"],
 )
-def test_what_takes_more_than_max_bytes_is_refused_and_named(make: object, max_bytes: int, message: str) -> None:
+def test_what_takes_more_than_the_memory_limit_is_refused_and_named(make: object, memory_limit: int, message: str) -> None:
     data = make()  # type: ignore[operator]
     with pytest.raises(LimitExceeded, match=message):
-        container.open_bytes(data, max_bytes=max_bytes)
+        container.open_bytes(data, memory_limit=memory_limit)
 
 
 def test_what_ordinary_files_take_is_not_counted() -> None:
     data = many_runs(FREE_BYTES // RUN_BYTES // 4, chosen="none")
-    container.open_bytes(data, max_bytes=len(data))
+    container.open_bytes(data, memory_limit=len(data))
 
 
 def codebooks(count: int) -> bytes:
@@ -99,7 +99,7 @@ import resource, sys
 import torch, kvpack
 from kvpack.file import container
 
-path, max_bytes = sys.argv[1], int(sys.argv[2])
+path, memory_limit = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 
 def act(cache, action):
@@ -119,28 +119,28 @@ few = kvpack.pack([(torch.randn(1, 1, 40, 4),) * 2], "k=quaternion:s=5,r=4;v=gro
 for action in ("attend", "unpack", "append", "slice"):
     act(few, action)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with container.open_file(path, max_bytes=max_bytes) as file:
+with container.open_file(path, memory_limit=memory_limit) as file:
     file.verify()
 for action in ("load", "attend", "unpack", "append", "slice"):
-    act(kvpack.load(path, max_bytes=max_bytes), action)
+    act(kvpack.load(path, memory_limit=memory_limit), action)
     print(action, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 """
 
 
 @pytest.mark.parametrize(
-    ("make", "max_bytes"),
+    ("make", "memory_limit"),
     [(lambda: many_runs(6000), 10**6), (lambda: frames(2**25), 2**26), (lambda: codebooks(24), 10**6)],
     ids=["runs", "zstd", "codebooks"],
 )
-def test_what_is_accepted_takes_at_most_max_bytes_and_the_constant(make: object, max_bytes: int, tmp_path: Path) -> None:
+def test_what_is_accepted_takes_at_most_the_memory_limit_and_the_constant(make: object, memory_limit: int, tmp_path: Path) -> None:
     (tmp_path / "a.kvpack").write_bytes(make())  # type: ignore[operator]
-    command = [sys.executable, "-c", ACTIONS, str(tmp_path / "a.kvpack"), str(max_bytes)]
+    command = [sys.executable, "-c", ACTIONS, str(tmp_path / "a.kvpack"), str(memory_limit)]
     # glibc raises this threshold as blocks are freed, and what it then keeps of freed blocks depends on where they happen to lie.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment).stdout
     for line in output.splitlines():
         action, taken = line.split()
-        assert int(taken) <= max_bytes + CONSTANT_BYTES, f"{action} took {int(taken) / 2**20:.0f} MiB"
+        assert int(taken) <= memory_limit + CONSTANT_BYTES, f"{action} took {int(taken) / 2**20:.0f} MiB"
 
 
 def test_runs_cost_bytes_and_not_objects() -> None:

@@ -449,5 +449,5 @@ def test_memory_for_own_rows_is_counted() -> None:
     side = packed_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")
     data = container.to_bytes(*files.stored(Cache((Layer(side, None),), "")))
     with pytest.raises(LimitExceeded, match=r"for [0-9]+ values that are decoded together"):
-        container.open_bytes(data, max_bytes=len(data))
-    container.open_bytes(data, max_bytes=2**25).verify()
+        container.open_bytes(data, memory_limit=len(data))
+    container.open_bytes(data, memory_limit=2**25).verify()

@@ -61,11 +61,11 @@ def test_a_guard_that_is_out_is_in_again_afterwards() -> None:
     assert all(reading.outcome() == reading.refusal for reading in readings(False) if "digest-of" in reading.name)
 
 
-def test_max_bytes_limits_bytes_in_memory() -> None:
+def test_a_memory_limit_holds_for_bytes_in_memory() -> None:
     data = (FOLDER / "valid" / "group-dim-3.kvpack").read_bytes()
-    container.open_bytes(data, max_bytes=len(data)).verify()
-    with pytest.raises(LimitExceeded, match=f"has {len(data)} bytes, max_bytes is {len(data) - 1}"):
-        container.open_bytes(data, max_bytes=len(data) - 1)
+    container.open_bytes(data, memory_limit=len(data)).verify()
+    with pytest.raises(LimitExceeded, match=f"has {len(data)} bytes, memory_limit is {len(data) - 1}"):
+        container.open_bytes(data, memory_limit=len(data) - 1)
 
 
 def test_loading_makes_the_checks_of_verifying() -> None:

@@ -54,8 +54,8 @@ TESTS = {
     ],
     "container": [
         "file/test_container.py::test_paths_that_hold_no_file",
-        "file/test_container.py::test_max_bytes_limits_the_file_and_what_it_decodes_to",
-        "spec/test_guards.py::test_max_bytes_limits_bytes_in_memory",
+        "file/test_container.py::test_a_memory_limit_holds_for_the_file_and_what_it_decodes_to",
+        "spec/test_guards.py::test_a_memory_limit_holds_for_bytes_in_memory",
     ],
     "json_header": [
         "file/test_container.py::test_a_json_header_above_its_limit_is_not_written",

@@ -264,7 +264,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             device=execution_device(model) if device is None else device,
             layers=layers,
             tokens=tokens,
-            max_bytes=memory_limit,
+            memory_limit=memory_limit,
             copy=copy,
             basis=basis,
             recipe=recipe,

@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
         "--min-free", type=byte_count, metavar="N", help="evict until N bytes of the disk are free, such as 50GB, for a folder (default: 0)"
     )
     unpin = _action(kinds, "unpin", run_unpin, "let a pinned prefix be evicted again")
-    unpin.add_argument("key", metavar="KEY", help="the first digits of a pinned key that stat prints, or all of one on a server")
+    unpin.add_argument("key", metavar="KEY", help="the first digits of a pinned key that stat prints, or all of one")
     unpin.add_argument("--owner", metavar="NAME", help="only the pin of this owner (default: those of all)")
     remove = _action(kinds, "rm", run_rm, "remove what a model, a recipe or a tenant has stored, or what was not used for long")
     remove.add_argument("--model", metavar="NAME", help="only of this model, as stat prints it")
@@ -190,7 +190,6 @@ def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
 
 def run_stat(arguments: argparse.Namespace) -> int:
     """Print totals and one row per identity."""
-    from kvpack.store.directory import Directory
     from kvpack.store.summary import summarize
 
     from .opened import Opened
@@ -204,7 +203,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
         return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
     kinds = {kind: count["entries"] for kind, count in summary.kinds.items()}
-    pins = [_pin(pin) for part in store.backend.parts if isinstance(part, Directory) for pin in part.pins()]
+    pins = [_pin(pin) for pin in store.backend.pins()]
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
         print_json({**total, **kinds, "identities": identities, "pins": pins})
@@ -286,15 +285,13 @@ def run_rm(arguments: argparse.Namespace) -> int:
 def run_unpin(arguments: argparse.Namespace) -> int:
     """Unpin the one prefix that a key names; return 2 where none or several are."""
     from kvpack.formats.errors import InvalidParameter
-    from kvpack.store.directory import Directory
     from kvpack.store.holds import checked_owner
 
     from .opened import Opened
 
     store = Opened(arguments)
     digits, owner = arguments.key.lower(), checked_owner(arguments.owner)
-    pins = [pin for part in store.backend.parts if isinstance(part, Directory) for pin in part.pins()]
-    found = {pin.key for pin in pins if pin.key.hex().startswith(digits)}
+    found = {pin.key for pin in store.backend.pins() if pin.key.hex().startswith(digits)}
     if len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef"):
         found = {bytes.fromhex(digits)}
     if len(found) != 1 or not digits:

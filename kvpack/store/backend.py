@@ -133,13 +133,13 @@ class Backend(Protocol):
         """Entries and their bytes."""
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
-        """Protect a chain from eviction, in every process, until ``unpin`` or the end of the hold. Returns whether it is pinned now.
-
-        Servers and object stores keep no owners and no ends.
-        """
+        """Protect a chain from eviction, in every process, until ``unpin`` or the end of the hold. Returns whether it is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         """Undo ``pin`` of the same chain, by one owner or by all. Returns whether it was pinned."""
+
+    def pins(self) -> Sequence[Pin]:
+        """The pins in effect."""
 
     def pinned(self) -> set[bytes]:
         """The pinned keys."""
@@ -187,6 +187,10 @@ class OneTier:
         stored = takewhile(bool, (self.put(chain[: place + 1], pieces, now_ns) for place, pieces in entries.items()))
         count = sum(stored)
         return [number < count for number in range(len(entries))]
+
+    def pinned(self: Backend) -> set[bytes]:
+        """``Backend.pinned``, by the pins in effect."""
+        return {key for pin in self.pins() for key in pin.chain}
 
     def take_lease(self: Backend, key: bytes, seconds: float) -> Lease | None:
         """``Backend.take_lease`` for a backend that others cannot reach."""

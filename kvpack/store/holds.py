@@ -1,22 +1,31 @@
-"""The owners and the ends of pins."""
+"""The owners and the ends of pins, and the bytes of a pin, which are the same in folders, in object stores and on Redis."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+import struct
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidHeader, InvalidParameter
 
-from .backend import Hold
+from .backend import Hold, Pin
+from .keys import KEY_BYTES
 from .options import check_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PIN_SECONDS = 86_400
 """How long a pin holds unless its owner says otherwise: what a program forgets to unpin blocks a store for no longer."""
 MAX_OWNER = 256
 """The most bytes of an owner's name."""
+_MAGIC = b"kvphold1"
+_HEAD = struct.Struct("<8sQH")
+_DIGEST_BYTES = 8
 
 
 def hold_of(owner: Any, seconds: Any) -> Hold:
@@ -35,3 +44,41 @@ def checked_owner(owner: Any) -> str | None:
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:
         raise InvalidParameter(f"owner is {shown(owner)}, expected a name of at most {MAX_OWNER} bytes of printable text")
     return owner
+
+
+def owner_digest(owner: str) -> bytes:
+    """The bytes that tell an owner's pin of a chain from those of other owners."""
+    return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
+
+
+def hold_bytes(chain: Sequence[bytes], hold: Hold) -> bytes:
+    """The bytes of a pin (spec/store.md, Pins)."""
+    owner = hold.owner.encode()
+    return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)
+
+
+def read_hold(name: str, data: bytes) -> Pin:
+    """The pin in ``data``, in effect or not. Raises InvalidHeader."""
+    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+        raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} and a time")
+    _, until, length = _HEAD.unpack(data[: _HEAD.size])
+    chain = split_keys(data[_HEAD.size + length :])
+    if not chain:
+        raise InvalidHeader(f"the pin {name!r:.100} has no key, expected at least one")
+    return Pin(chain, data[_HEAD.size : _HEAD.size + length].decode(errors="replace"), until)
+
+
+def endless_pin(data: bytes) -> Pin | None:
+    """The pin in the bytes of an earlier version, which are its keys; None without a key."""
+    chain = split_keys(data)
+    return Pin(chain, "", None) if chain else None
+
+
+def split_keys(data: bytes) -> tuple[bytes, ...]:
+    """The whole keys in ``data``, one after the other."""
+    return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))
+
+
+def in_effect(pin: Pin) -> bool:
+    """Whether a pin has not ended."""
+    return pin.until is None or pin.until > time.time()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvpack.runtime.locks import Lock
 
-from .backend import OneTier, Stored
+from .backend import OneTier, Pin, Stored
+from .holds import in_effect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ class Memory(OneTier):
         # Ordered by last use, oldest first; an ancestor's last use is always later than its descendants'.
         self._entries: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._total = 0
-        self._pins: dict[bytes, list[bytes]] = {}
+        self._pins: dict[tuple[bytes, str], Pin] = {}
         self._lock = Lock()
 
     def present(self, keys: Sequence[bytes]) -> int:
@@ -97,16 +98,18 @@ class Memory(OneTier):
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         with self._lock:
-            self._pins[keys[-1]] = [*keys]
+            self._pins[keys[-1], hold.owner] = Pin(tuple(keys), *hold)
         return True
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         with self._lock:
-            return self._pins.pop(keys[-1], None) is not None
+            found = [name for name in self._pins if name[0] == keys[-1] and owner in (None, name[1])]
+            removed = [self._pins.pop(name) for name in found]
+        return any(map(in_effect, removed))
 
-    def pinned(self) -> set[bytes]:
+    def pins(self) -> Sequence[Pin]:
         with self._lock:
-            return {key for chain in self._pins.values() for key in chain}
+            return self._in_effect()
 
     def collect(self) -> None:
         """Do nothing: the budget is never exceeded."""
@@ -114,9 +117,14 @@ class Memory(OneTier):
     def close(self) -> None:
         """The entries stay for as long as the store is in use."""
 
+    def _in_effect(self) -> Sequence[Pin]:
+        """The pins that have not ended; the others are forgotten."""
+        self._pins = {name: pin for name, pin in self._pins.items() if in_effect(pin)}
+        return [*self._pins.values()]
+
     def _make_room(self, size: int, chain: set[bytes]) -> bool:
         excess = self._total + size - self._max_bytes
-        kept = chain.union(*self._pins.values())
+        kept = chain.union(*(pin.chain for pin in self._in_effect()))
         going = []
         for key, (data, _) in self._entries.items():
             if excess <= 0:

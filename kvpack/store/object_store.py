@@ -1,7 +1,8 @@
 """The object store backend: S3 and compatible services, Google Cloud Storage, Azure.
 
     <prefix>/3/f/3f...e1    an entry, put only where there is none, never changed
-    <prefix>/pins/...       a pinned chain: its keys
+    <prefix>/holds/...      a pinned chain: its owner, its end and its keys
+    <prefix>/pins/...       a chain pinned by an earlier version: its keys
     <prefix>/leases/...     the token of whoever computes what is missing (leases.py)
     <prefix>/uses/...       the entries used, the most recent last (uses.py)
 
@@ -16,13 +17,14 @@ import time
 from random import randrange
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import LimitExceeded
+from kvpack.formats.errors import InvalidHeader, LimitExceeded
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import in_parallel
 
 from .backend import Found, OneTier, Stored
 from .breaker import Breaker, Guard
 from .forms import PLAIN, Kind
+from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .lease import NoLease
 from .objects import SCHEMES, Objects
@@ -31,7 +33,7 @@ from .uses import Uses, eviction_order, order_of, record_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Hold
+    from .backend import Data, Hold, Pin
     from .counters import Counters
     from .forms import Form
     from .lease import Lease
@@ -51,7 +53,7 @@ MAX_RECORDS_BYTES = 256 * 2**20
 _SEEN = 4096
 """The most leases of others whose age is known."""
 _EARLY_SECONDS = 0.25
-_PINS, _USES, _LEASES = "pins/", "uses/", "leases/"
+_HOLDS, _PINS, _USES, _LEASES = "holds/", "pins/", "uses/", "leases/"
 
 
 Object = tuple[str, int, int]
@@ -182,15 +184,42 @@ class ObjectStore(OneTier):
         return len(sizes), sum(sizes)
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
-        return self._guard.ask("pin", lambda: self._objects.put(_PINS + keys[-1].hex(), b"".join(keys)), False)
+        name = _HOLDS + keys[-1].hex() + "/" + owner_digest(hold.owner).hex()
+        return self._guard.ask("pin", lambda: self._objects.put(name, hold_bytes(keys, hold)), False)
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        name = _PINS + keys[-1].hex()
+        folder = _HOLDS + keys[-1].hex() + "/"
+        if owner is None:
+            names = [_PINS + keys[-1].hex(), *(name for name, _, _ in self._names("unpin", folder) or ())]
+        else:
+            names = [folder + owner_digest(owner).hex()]
+        return True in [self._unpinned(name) for name in names]
+
+    def _unpinned(self, name: str) -> bool:
+        # S3 does not report whether it removed anything.
         return self._guard.ask("unpin", lambda: self._objects.size(name) is not None and self._objects.remove(name), False)
 
-    def pinned(self) -> set[bytes]:
-        chains = self._read_all(self._names("list", _PINS) or [])
-        return {bytes(chain[at : at + KEY_BYTES]) for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
+    def pins(self) -> Sequence[Pin]:
+        return self._pins() or ()
+
+    def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
+        """The pins in effect, None where the store does not answer; ``sweep`` removes those that have ended."""
+        listed = [self._names("pinned", folder) for folder in (_PINS, _HOLDS)]
+        found = []
+        for names, read in zip(listed, (lambda name, data: endless_pin(data), read_hold), strict=True):
+            if names is None:
+                return None
+            for (name, _, _), data in zip(names, self._read_all(names), strict=True):
+                try:
+                    pin = read(name, bytes(data)) if data else None
+                except InvalidHeader as error:
+                    self._counters.fault("pinned", error)
+                    continue
+                if pin is not None and in_effect(pin):
+                    found.append(pin)
+                elif pin is not None and sweep:
+                    self._remove(name)
+        return found
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         name, token = _LEASES + key.hex(), os.urandom(16)
@@ -266,7 +295,11 @@ class ObjectStore(OneTier):
         if most is None or self._total <= most:
             return
         self._record_uses()
-        kept = kept | self.pinned()
+        pins = self._pins(sweep=True)
+        if pins is None:
+            # What is pinned is not known.
+            return
+        kept = kept.union(*(pin.chain for pin in pins))
         going, left = [], self._total
         order = eviction_order([(key, put_ns) for key, _, put_ns in entries], self._last_uses(self._records()), time.time_ns())
         for key in order:

@@ -5,32 +5,26 @@ Pins of earlier versions have no owner and no end; they are in a folder of their
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
-import time
 from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded
 
-from .backend import Pin
+from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .reading import read_whole, regular_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Hold
+    from .backend import Hold, Pin
     from .counters import Counters
     from .folder import Folder
 
 
 _MAX_BYTES = 2**20 * KEY_BYTES
 """The most bytes of a pin: a million chunks."""
-_MAGIC = b"kvphold1"
-_HEAD = struct.Struct("<8sQH")
-_OWNER_DIGITS = 16
 
 
 class Pins:
@@ -41,8 +35,7 @@ class Pins:
 
     def add(self, chain: Sequence[bytes], hold: Hold) -> bool:
         """Pin a chain for an owner, and return whether it is pinned now."""
-        owner = hold.owner.encode()
-        pieces = [memoryview(_HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain))]
+        pieces = [memoryview(hold_bytes(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
             durable, own = self._folder.durable, self._folder.trust.own
@@ -80,7 +73,7 @@ class Pins:
         for name, path in self._files(self._folder.holds_folder):
             try:
                 pin = self._read(name, path, told=True)
-                if pin is not None and pin.until is not None and pin.until <= time.time():
+                if pin is not None and not in_effect(pin):
                     os.unlink(path)
             except FileNotFoundError:
                 continue
@@ -89,11 +82,10 @@ class Pins:
 
     def _found(self, beginning: str = "") -> Iterator[tuple[Pin, str]]:
         """The pins in effect whose names have a ``beginning``."""
-        now = time.time()
         for folder in (self._folder.pins_folder, self._folder.holds_folder):
             for name, path in self._files(folder):
                 pin = self._read(name, path) if name.startswith(beginning) else None
-                if pin is not None and (pin.until is None or pin.until > now):
+                if pin is not None and in_effect(pin):
                     yield pin, path
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
@@ -111,10 +103,7 @@ class Pins:
                 if status.st_size > _MAX_BYTES:
                     raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, the limit is {_MAX_BYTES}")
                 data = bytes(read_whole(descriptor, status.st_size))
-            if os.path.dirname(path) == self._folder.pins_folder:
-                chain = _keys(data)
-                return Pin(chain, "", None) if chain else None
-            return _hold(name, data)
+            return endless_pin(data) if os.path.dirname(path) == self._folder.pins_folder else read_hold(name, data)
         except FileNotFoundError:
             return None
         except (PermissionError, LimitExceeded, InvalidHeader) as error:
@@ -124,20 +113,4 @@ class Pins:
             return None
 
     def _path(self, key: bytes, owner: str) -> str:
-        digits = hashlib.sha256(owner.encode()).hexdigest()[:_OWNER_DIGITS]
-        return os.path.join(self._folder.holds_folder, f"{key.hex()}-{digits}")
-
-
-def _hold(name: str, data: bytes) -> Pin:
-    """The pin in ``data``. Raises InvalidHeader."""
-    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
-        raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} and a time")
-    _, until, length = _HEAD.unpack(data[: _HEAD.size])
-    chain = _keys(data[_HEAD.size + length :])
-    if not chain:
-        raise InvalidHeader(f"the pin {name!r:.100} has no key, expected at least one")
-    return Pin(chain, data[_HEAD.size : _HEAD.size + length].decode(errors="replace"), until)
-
-
-def _keys(data: bytes) -> tuple[bytes, ...]:
-    return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))
+        return os.path.join(self._folder.holds_folder, f"{key.hex()}-{owner_digest(owner).hex()}")

@@ -5,7 +5,8 @@
     {kvpack}:sizes         a hash by key: its size in bytes
     {kvpack}:bytes         the sum of the sizes
     {kvpack}:lease:<key>   the token of whoever computes what is missing (leases.py)
-    {kvpack}:pins          a hash of pinned chains: all keys of a chain by its last key
+    {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
+    {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
 The braces keep all of them on one node of a cluster. Only the entries are authoritative: if the rest is lost or inconsistent,
 it is counted again from a scan of the server's names before anything is put.
@@ -19,22 +20,23 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.json_header import front_bytes
-from kvpack.formats.errors import LimitExceeded, WriteFailed
+from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, OneTier, Stored
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
+from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .lease import NoLease
 from .redis_answers import data, data_list, integer, scanned, score, stored, taken
 from .redis_client import Client
 from .redis_count import MAX_PAGES, NAMES_AT_ONCE, Count
-from .redis_scripts import ENTRY, LEASE, PINS, USED
+from .redis_scripts import ENTRY, HOLDS, LEASE, PINS, USED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Hold
+    from .backend import Data, Hold, Pin
     from .counters import Counters
     from .forms import Form
     from .lease import Lease
@@ -198,14 +200,26 @@ class Redis(OneTier):
         return (0, 0) if answer is None else (answer[0], answer[1])
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
-        return self._client.ask("pin", "HSET", PINS, keys[-1], b"".join(keys), check=integer) is not None
+        field = keys[-1] + owner_digest(hold.owner)
+        return self._client.ask("pin", "HSET", HOLDS, field, hold_bytes(keys, hold), check=integer) is not None
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        return bool(self._client.ask("unpin", "HDEL", PINS, keys[-1], check=integer, otherwise=0))
+        if owner is not None:
+            return bool(self._client.ask("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, otherwise=0))
+        old, fields = self._client.ask_all("unpin", [(integer, "HDEL", PINS, keys[-1]), (data_list, "HKEYS", HOLDS)]) or (0, ())
+        found = [field for field in fields or () if field.startswith(keys[-1])]
+        removed = self._client.ask("unpin", "HDEL", HOLDS, *found, check=integer, otherwise=0) if found else 0
+        return bool(old or removed)
 
-    def pinned(self) -> set[bytes]:
-        chains = self._client.ask("list", "HVALS", PINS, check=data_list, otherwise=())
-        return {chain[at : at + KEY_BYTES] for chain in chains for at in range(0, len(chain) - KEY_BYTES + 1, KEY_BYTES)}
+    def pins(self) -> Sequence[Pin]:
+        chains, holds = self._client.ask_all("pinned", [(data_list, "HVALS", PINS), (data_list, "HVALS", HOLDS)]) or ((), ())
+        found = [endless_pin(chain) for chain in chains or ()]
+        for hold in holds or ():
+            try:
+                found.append(read_hold("on the server", hold))
+            except InvalidHeader as error:
+                self._counters.fault("pinned", error)
+        return [pin for pin in found if pin is not None and in_effect(pin)]
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         token = os.urandom(16)

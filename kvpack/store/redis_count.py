@@ -20,7 +20,7 @@ SUM_SECONDS = 600.0
 WAIT_SECONDS = 10.0
 """How long one put waits for a count; the next put continues it."""
 NAMES_AT_ONCE = 300
-SIZES_AT_ONCE = 1000
+SIZES_AT_ONCE = 250
 """Names, and sizes, in one page."""
 MAX_PAGES = 2**20
 """The most pages of a scan: a server of a billion names has no more."""

@@ -8,16 +8,17 @@ PREFIX = b"{kvpack}:"
 ENTRY = PREFIX + b"entry:"
 LEASE = PREFIX + b"lease:"
 PINS = PREFIX + b"pins"
+HOLDS = PREFIX + b"holds"
 USED = PREFIX + b"used"
-KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting", PREFIX + b"summed"]
+KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting", PREFIX + b"summed", HOLDS]
 
-# KEYS in all: used, sizes, bytes, pins, counted, counting, summed. Members of the sets are keys of 32 bytes.
+# KEYS in all: used, sizes, bytes, pins, counted, counting, summed, holds. Members of the sets are keys of 32 bytes.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
 
 BEGIN = (
     NAMES
     + """
-for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash', 'string'}) do
+for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash', 'string', 'hash'}) do
     local found = redis.call('TYPE', KEYS[number]).ok
     if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[number]) end
 end
@@ -110,10 +111,24 @@ local function keys_of(text, kept)
 end
 
 local pins
+local function add_hold(field, hold, now)
+    -- Whatever is no pin holds nothing.
+    if #hold < 18 or string.sub(hold, 1, 8) ~= 'kvphold1' then return end
+    local finish = 0
+    for at = 16, 9, -1 do finish = 256 * finish + string.byte(hold, at) end
+    if finish > now then
+        keys_of(string.sub(hold, 19 + string.byte(hold, 17) + 256 * string.byte(hold, 18)), pins)
+    else
+        redis.call('HDEL', KEYS[8], field)
+    end
+end
+
 local function is_pinned(key)
     if not pins then
         pins = {}
         for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do keys_of(pinned, pins) end
+        local holds, now = redis.call('HGETALL', KEYS[8]), tonumber(redis.call('TIME')[1])
+        for at = 1, #holds, 2 do add_hold(holds[at], holds[at + 1], now) end
     end
     return pins[key]
 end

@@ -315,8 +315,8 @@ class Store:
     ) -> int:
         """Keep the longest stored prefix from eviction, in every process; return its length in tokens.
 
-        It is kept until ``unpin``, ``delete`` or, in a folder, ``seconds`` from now (default: a day), under the name of ``owner``
-        (default: the host and the process), whose pin of the same prefix this one replaces. Raises InvalidParameter.
+        It is kept until ``unpin``, ``delete`` or ``seconds`` from now (default: a day), under the name of ``owner`` (default: the host
+        and the process), whose pin of the same prefix this one replaces. Raises InvalidParameter.
         """
         hold = hold_of(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
@@ -327,7 +327,9 @@ class Store:
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
         """Undo ``pin`` of the same prefix, by ``owner`` or by all, and return whether it was pinned. Raises InvalidParameter."""
         keys, owner = self.keys(token_ids, inputs=inputs), checked_owner(owner)
-        return any(self._backend.unpin(self._with_states(keys[:count]), owner) for count in range(len(keys), 0, -1))
+        pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
+        chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
+        return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
         """The keys of a prefix's entries: those of its chunks, and that of the states after them if the model keeps any."""
@@ -343,8 +345,9 @@ class Store:
             raise InvalidParameter(f"start is {shown(start)}, expected the number of a token, counted from 0")
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
-        for count in range(len(keys), len(keys) - len(removed), -1):
-            self._backend.unpin(self._with_states(keys[:count]))
+        ends = {self._with_states([key])[-1] for key in removed}
+        for key in ends & {pin.key for pin in self._backend.pins()}:
+            self._backend.unpin([key])
         after = [] if self._states is None else map(states_key, removed)
         count = len(self._backend.delete([*removed, *after]) & set(removed))
         self._counters.add("deleted_entries", count)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from .backend import Backend, Data, Hold
+    from .backend import Backend, Data, Hold, Pin
     from .counters import Counters
     from .lease import Lease
 
@@ -160,6 +160,10 @@ class Tiers:
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         return _each(self._backends, lambda backend: backend.unpin(keys, owner))
+
+    def pins(self) -> Sequence[Pin]:
+        found = {(pin.key, pin.owner): pin for backend in self._backends for pin in backend.pins()}
+        return [*found.values()]
 
     def pinned(self) -> set[bytes]:
         return set().union(*(backend.pinned() for backend in self._backends))

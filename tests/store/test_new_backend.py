@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvpack.store.backend import Data, Found, Hold
+    from kvpack.store.backend import Data, Found, Hold, Pin
     from kvpack.store.counters import Counters
     from kvpack.store.forms import Form
 
@@ -68,8 +68,8 @@ class Toy(OneTier):
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         return False
 
-    def pinned(self) -> set[bytes]:
-        return set()
+    def pins(self) -> Sequence[Pin]:
+        return []
 
     def collect(self) -> None:
         pass

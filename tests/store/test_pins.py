@@ -1,4 +1,4 @@
-"""Pins have an owner and an end, are named by stat and undone by unpin; those of earlier versions go on to hold."""
+"""Pins have an owner and an end, everywhere, are named by stat and undone by unpin; those of earlier versions go on to hold."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import kvpack
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store import pins
+from kvpack.store import holds
+from kvpack.store.backend import Hold
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
-from support.store_caches import CHUNK, cache, entries, open_store, prompt, save
+from kvpack.store.holds import hold_bytes, owner_digest
+from support import redis_server, s3_server
+from support.store_caches import CHUNK, IDENTITY, cache, entries, open_store, prompt, save
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 IDS = prompt(2)
@@ -38,7 +43,7 @@ def fill(folder: Path, size: int) -> bool:
 
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     real = time.time
-    monkeypatch.setattr(pins, "time", type("Later", (), {"time": staticmethod(lambda: real() + seconds)}))
+    monkeypatch.setattr(holds, "time", type("Later", (), {"time": staticmethod(lambda: real() + seconds)}))
 
 
 def test_a_pin_ends(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +57,7 @@ def test_a_pin_ends(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) 
         # Its owner makes it last.
         assert store.pin(IDS, owner="job 7", seconds=200) == 2 * CHUNK
         assert len(os.listdir(tmp_path / "store" / "holds")) == 1
-    at(monkeypatch, 201)
+    at(monkeypatch, 291)
     assert not fill(tmp_path / "store", size)
     assert os.listdir(tmp_path / "store" / "holds") == []
     assert store.counters()["faults"] == {}
@@ -127,3 +132,107 @@ def test_what_is_no_pin_is_a_fault_and_holds_nothing(data: bytes, tmp_path: Path
     counters = Counters()
     assert Directory(folder, counters).pins() == []
     assert counters.as_dict()["faults"] == {"pinned InvalidHeader": 1}
+
+
+class Remote:
+    """A server without a file system: how a test opens it, and puts bytes there as an earlier version or another program would."""
+
+    def __init__(self, url: str, put_old: Callable[[bytes, bytes], Any], put: Callable[[bytes, str, bytes], Any]) -> None:
+        self.url, self.put_old, self.put = url, put_old, put
+
+    def open(self, **options: Any) -> kvpack.Store:
+        return kvpack.Store(self.url, IDENTITY, chunk=CHUNK, timeout=5, **options)
+
+    def save(self) -> kvpack.Store:
+        """A store of the prompt, whose use is recorded."""
+        with self.open() as store:
+            save(store, IDS)
+        return self.open()
+
+    def fill(self) -> bool:
+        """Store more than fits beside the prompt, and return whether that is still there."""
+        with self.open() as store:
+            size = max(stored.size for stored in store._backend.list())
+        with self.open(max_bytes=4 * size) as store:
+            for seed in range(1, 7):
+                store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5))
+            assert not {name: count for name, count in store.counters()["faults"].items() if name != "pinned InvalidHeader"}
+            return store.match(IDS) == 2 * CHUNK
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[s3_server.Server]:
+    with s3_server.running() as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "s3"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    if request.param == "redis":
+        redis = pytest.importorskip("redis")
+        with redis_server.running(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+            yield Remote(
+                server.url,
+                lambda key, data: client.hset("{kvpack}:pins", key, data),
+                lambda key, owner, data: client.hset("{kvpack}:holds", key + owner_digest(owner), data),
+            )
+        return
+    obstore = pytest.importorskip("obstore")
+    server = request.getfixturevalue("s3")
+    for name, variable in s3_server.VARIABLES.items():
+        monkeypatch.setenv(variable, server.options[name])
+    url = f"{server.url}/{tmp_path.name}"
+    objects = obstore.store.from_url(url, config=server.options, client_options={"allow_http": True})
+    yield Remote(
+        url,
+        lambda key, data: obstore.put(objects, f"pins/{key.hex()}", data),
+        lambda key, owner, data: obstore.put(objects, f"holds/{key.hex()}/{owner_digest(owner).hex()}", data),
+    )
+
+
+def test_pins_of_a_server_have_owners_and_ends(remote: Remote, capsys: pytest.CaptureFixture[str]) -> None:
+    store = remote.save()
+    keys = store.keys(IDS)
+    assert store.pin(IDS, owner="job 7", seconds=100) == 2 * CHUNK
+    assert store.pin(IDS, owner="job 8", seconds=100) == 2 * CHUNK
+    assert main(["store", "stat", remote.url, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pinned"] == 2
+    assert sorted(pin["owner"] for pin in found["pins"]) == ["job 7", "job 8"]
+    assert {pin["key"] for pin in found["pins"]} == {keys[-1].hex()}
+    assert all(abs(pin["until"] - time.time() - 100) < 60 for pin in found["pins"])
+    assert not store.unpin(IDS, owner="job 9")
+    assert store.unpin(IDS, owner="job 7")
+    assert remote.fill()
+    assert main(["store", "unpin", remote.url, keys[-1].hex()[:12], "--owner", "job 8"]) == 0
+    assert store.pin(IDS[:CHUNK]) == CHUNK
+    assert store.delete(IDS) == 2
+    assert not store._backend.pins()
+    assert not store.unpin(IDS)
+    assert store.counters()["faults"] == {}
+
+
+def test_pins_of_a_server_end_and_junk_holds_nothing(remote: Remote) -> None:
+    store = remote.save()
+    keys = store.keys(IDS)
+    remote.put(keys[-1], "late", hold_bytes(keys, Hold("late", int(time.time()) - 5)))
+    for number, junk in enumerate((b"", b"kvphold1", b"kvphold1" + bytes(10), b"kvphold1" + b"\xff" * 60, b"x" * 100)):
+        remote.put(keys[-1], f"junk {number}", junk)
+    assert not store._backend.pins()
+    assert not remote.fill()
+    store = remote.save()
+    remote.put(keys[-1], "soon", hold_bytes(keys, Hold("soon", int(time.time()) + 1000)))
+    assert remote.fill()
+    assert [pin.owner for pin in store._backend.pins()] == ["soon"]
+    assert set(store.counters()["faults"]) == {"pinned InvalidHeader"}
+
+
+def test_a_pin_of_an_earlier_version_holds_on_a_server(remote: Remote, capsys: pytest.CaptureFixture[str]) -> None:
+    store = remote.save()
+    keys = store.keys(IDS)
+    remote.put_old(keys[-1], b"".join(keys))
+    assert remote.fill()
+    assert main(["store", "stat", remote.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pins"] == [{"key": keys[-1].hex(), "owner": "", "chunks": 2, "until": None}]
+    assert store.unpin(IDS)
+    assert not remote.fill()

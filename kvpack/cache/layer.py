@@ -73,6 +73,12 @@ class Layer:
         """Decode to dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
+    def __getitem__(self, tokens: slice) -> Layer:
+        """``layer[start:stop]``: as ``slice``. Raises OutOfBounds, also for a step and for negative positions."""
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+            raise OutOfBounds(f"layer[{shown(tokens)}]: a layer is indexed as layer[start:stop], by tokens")
+        return self.slice(0 if tokens.start is None else tokens.start, self.seen if tokens.stop is None else tokens.stop)
+
     def prefix(self, tokens: int) -> Layer:
         """The first ``tokens`` tokens of the cache's range. Raises OutOfBounds."""
         return self.slice(0, tokens)
@@ -93,16 +99,6 @@ class Layer:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a layer that holds tokens {self.skipped} to {self.seen}")
         first, last = start - self.skipped, stop - self.skipped
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
-
-    def crop(self, count: int) -> Layer:
-        """The layer without its newest ``count`` tokens; skipped tokens stay skipped. Raises OutOfBounds."""
-        count = integer(count, "count")
-        if not 0 <= count <= self.tokens:
-            raise OutOfBounds(f"cannot drop {shown(count)} tokens from a layer that holds {self.tokens}")
-        if count and self.states:
-            raise OutOfBounds(_one_moment(self, f"{count} tokens were to be dropped from it"))
-        held = self.tokens - count
-        return replace(self, k=self.k.prefix(held) if self.k else None, v=self.v.prefix(held) if self.v else None)
 
     def select(self, indices: Rows) -> Layer:
         """The rows ``indices`` of the batch, as ``Side.select``. Raises OutOfBounds, InvalidParameter."""

@@ -197,7 +197,7 @@ class LiveCache:
         if torch.compiler.is_dynamo_compiling():
             self._compiled_update(layer, k, v)
             return
-        if self.append(layer, k, v):
+        if self.try_update(layer, k, v):
             return
         self._check_captured(layer)
         own = self._layer(layer, k, v)
@@ -207,12 +207,12 @@ class LiveCache:
         own.update(k, v)
         self._changed(layer)
 
-    def append(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+    def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
         """Add a few tokens as ``update`` does, where kernels do so by themselves; else False, and nothing is done."""
         if type(layer) is not int:
             integer(layer, "layer")
         steps = self._steps[layer] if 0 <= layer < self._count else None
-        return steps is not None and steps.append(k, v)
+        return steps is not None and steps.try_update(k, v)
 
     def attend(
         self,
@@ -377,21 +377,21 @@ class LiveCache:
         self._check_finite()
         return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
 
-    def crop(self, tokens: int, layer: int | None = None) -> None:
-        """Drop the newest ``tokens`` tokens of every layer, or of one. Raises OutOfBounds where a layer holds fewer."""
+    def truncate(self, tokens: int, layer: int | None = None) -> None:
+        """Keep the first ``tokens`` tokens that every layer, or one, has seen. Raises OutOfBounds for those that are not held."""
         tokens = integer(tokens, "tokens")
         self._settle()
         chosen = self._chosen(layer)
         if tokens and not chosen:
             where = "the cache" if layer is None else f"layers[{layer}]"
-            raise OutOfBounds(f"{where}: {tokens} tokens are to be dropped of 0 that it holds")
+            raise OutOfBounds(f"{where}: truncate({tokens}) keeps more tokens than the 0 that it has seen")
         for own in chosen:
-            if not 0 <= tokens <= own.tokens:
-                raise OutOfBounds(f"{own.name}: {tokens} tokens are to be dropped of {own.tokens} that it holds")
-        self._each(lambda own: own.crop(tokens), layer)
+            if not own.seen - own.tokens <= tokens <= own.seen:
+                raise OutOfBounds(f"{own.name}: truncate({tokens}) of a layer that holds tokens {own.seen - own.tokens} to {own.seen}")
+        self._each(lambda own: own.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Let a sliding-window layer drop the tokens that no later query sees only in ``crop``, so that this can go back before them."""
+        """Let a sliding-window layer drop the tokens that no later query sees only in ``truncate``, which can then go back before them."""
         own = self._own(layer)
         self._kept.add(layer)
         if own is not None:

@@ -163,10 +163,11 @@ class LiveLayer:
         self._encode({name: side.tail[:, :, : self.raw_tokens] for name, side in self.sides.items()})
         return True
 
-    def crop(self, count: int) -> None:
-        """Drop the newest ``count`` tokens. Raises OutOfBounds for more than the layer holds."""
+    def truncate(self, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens seen. Raises OutOfBounds for tokens that the layer does not hold."""
+        count = self.seen - tokens
         if not 0 <= count <= self.tokens:
-            raise OutOfBounds(f"{self.name}: cannot drop {count} tokens of a layer that holds {self.tokens}")
+            raise OutOfBounds(f"{self.name}: truncate({tokens}) of a layer that holds tokens {self.seen - self.tokens} to {self.seen}")
         pending = min(count, self.pending_tokens)
         if pending:
             # Before they are encoded, which drops what no query after them sees.

@@ -33,7 +33,7 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
     k, v = (torch.zeros(2, 2, 0, 64) for _ in range(2))
     whole = True
     for seed in range(data.draw(st.integers(2, 10))):
-        kind = data.draw(st.sampled_from(["update", "update", "file", "file", "unpacked file", "crop", "select", "roll", "attend", "copy"]))
+        kind = data.draw(st.sampled_from(["update", "update", "file", "file", "unpacked file", "cut", "select", "roll", "attend", "copy"]))
         if kind == "update" or not live.tokens:
             new = tokens(data.draw(st.sampled_from([1, 7, 31, 64, 200])), seed, k.shape[0])
             live.update(0, *new)
@@ -41,10 +41,10 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
         elif kind.endswith("file"):
             kvpack.save(live.freeze(packed=kind == "file"), tmp_path / "file")
             live = LiveCache.of(kvpack.load(tmp_path / "file"), sliding_windows=[window])
-        elif kind == "crop":
+        elif kind == "cut":
             count = data.draw(st.integers(0, min(live.held(0), 50)))
-            live.crop(count)
-            # A crop may cut a token group that is packed.
+            live.truncate(live.seen(0) - count)
+            # A cut may cut a token group that is packed.
             whole &= not count
             k, v = k[:, :, : k.shape[2] - count], v[:, :, : v.shape[2] - count]
         elif kind == "select":
@@ -85,7 +85,7 @@ def test_a_query_whose_window_a_crop_has_cut_is_refused_until_its_tokens_are_the
     k, v = tokens(200, 0, 1)
     live.update(0, k, v)
     assert live.layer(0).tokens == 72
-    live.crop(33)
+    live.truncate(167)
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
     held = "the layer holds tokens 128 to 167 of its cache, not those before; the query of token 166 sees a window of 40 tokens"
     with pytest.raises(kvpack.InvalidShape, match=held):

@@ -97,7 +97,7 @@ def test_pages_are_shared_and_never_change(tmp_path: Path) -> None:
     before = frozen.unpack(torch.float32)
     for step in range(400):
         live.update(0, *tokens(1, step))
-    live.crop(200)
+    live.truncate(live.tokens - 200)
     live.update(0, *tokens(260, 9))
     live.roll()
     for kept, now in zip(before[0], frozen.unpack(torch.float32)[0], strict=True):
@@ -109,10 +109,10 @@ def test_pages_are_shared_and_never_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 5, 44, 45, 200, 300])
-def test_crop_keeps_the_first_tokens(count: int) -> None:
+def test_truncate_keeps_the_first_tokens(count: int) -> None:
     live = LiveCache("raw", layers=1)
     live.update(0, *tokens(300))
-    live.crop(count)
+    live.truncate(300 - count)
     assert live.tokens == 300 - count
     live.update(0, *tokens(7, 1))
     k, v = live.freeze()[0].unpack(torch.bfloat16)
@@ -120,15 +120,15 @@ def test_crop_keeps_the_first_tokens(count: int) -> None:
         assert torch.equal(found, torch.cat([first[:, :, : 300 - count], second], 2))
 
 
-def test_crop_of_no_tokens_drops_none() -> None:
+def test_truncate_keeps_no_more_than_there_is() -> None:
     live = LiveCache("raw", layers=2)
-    with pytest.raises(OutOfBounds, match="the cache: 3 tokens are to be dropped of 0 that it holds"):
-        live.crop(3)
+    with pytest.raises(OutOfBounds, match=r"the cache: truncate\(3\) keeps more tokens than the 0 that it has seen"):
+        live.truncate(3)
     live.update(0, *tokens(5))
-    with pytest.raises(OutOfBounds, match=r"layers\[1\]: 3 tokens are to be dropped of 0 that it holds"):
-        live.crop(3, 1)
-    live.crop(0, 1)
-    live.crop(3)
+    with pytest.raises(OutOfBounds, match=r"layers\[1\]: truncate\(3\) keeps more tokens than the 0 that it has seen"):
+        live.truncate(3, 1)
+    live.truncate(0, 1)
+    live.truncate(2)
     assert live.seen(0) == 2
 
 
@@ -147,13 +147,13 @@ def test_what_was_given_may_be_written_over(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 29, 290])
-def test_crop_after_a_long_update_leaves_a_sliding_layer_its_window(count: int) -> None:
+def test_truncate_after_a_long_update_leaves_a_sliding_layer_its_window(count: int) -> None:
     live = LiveCache("raw", layers=1, sliding_windows=[20])
     parts = [tokens(seen, seed) for seed, seen in enumerate((10, 400, 1))]
     live.update(0, *parts[0])
     live.update(0, *parts[1])
     live.attend(0, queries(400), sliding_window=20)
-    live.crop(count)
+    live.truncate(410 - count)
     live.update(0, *parts[2])
     assert live.seen(0) == 411 - count
     first = [x[:, :, : 410 - count] for x in joined(parts)]
@@ -167,7 +167,7 @@ def test_crop_after_a_long_update_leaves_a_sliding_layer_its_window(count: int) 
     [
         ("add", lambda live: live.update(0, *tokens(200, 2)), 600),
         ("add", lambda live: live.roll(), 400),
-        ("keep", lambda live: live.crop(150), 250),
+        ("keep", lambda live: live.truncate(250), 250),
         ("select", lambda live: live.select([0, 0]), 400),
     ],
 )
@@ -280,7 +280,7 @@ def test_turns_end_with_the_groups_of_one_turn(recipe: str, step: int, tmp_path:
 
 
 @pytest.mark.parametrize("recipe", UNEVEN)
-@pytest.mark.parametrize("change", ["nothing", "crop into the tail", "crop into pages", "select", "long update", "reset", "copy", "fail"])
+@pytest.mark.parametrize("change", ["nothing", "cut into the tail", "cut into pages", "select", "long update", "reset", "copy", "fail"])
 def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_full(recipe: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64), batch=2), recipe).append([tokens(25, 3, batch=2, dtype=torch.float32)])
     given = [x.unpack(torch.float32) for x in cache[0].sides.values()]
@@ -288,13 +288,13 @@ def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_full(recipe: str
     more = tokens(1 if change != "long update" else 700, 4, batch=2, dtype=torch.float32)
     rows, first = [0, 1], 121
     live.update(0, *more)
-    if change == "crop into the tail":
+    if change == "cut into the tail":
         first = 111
-        live.crop(11)
+        live.truncate(111)
         more = [x[:, :, :0] for x in more]
-    elif change == "crop into pages":
+    elif change == "cut into pages":
         first = 64
-        live.crop(live.tokens - 64)
+        live.truncate(64)
         more = [x[:, :, :0] for x in more]
     elif change == "select":
         rows = [1, 1, 0]
@@ -316,7 +316,7 @@ def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_full(recipe: str
             patched.setattr(LiveSide, "add", refuse)
             with pytest.raises(MemoryError):
                 live.roll()
-        live.crop(live.tokens - before)
+        live.truncate(before)
     found = live.freeze()[0]
     for name, own, new in zip("kv", given, more, strict=True):
         side = found.sides[name]
@@ -389,7 +389,7 @@ def test_moving_keeps_what_the_cache_knows() -> None:
     moved = live.to("cpu")
     for later in range(3):
         moved.update(1, *tokens(4, later))
-    moved.crop(12, 1)
+    moved.truncate(3, 1)
     assert moved.held(1) == 3
     assert moved._recipe is live._recipe
 
@@ -404,7 +404,7 @@ def test_a_layer_that_the_cache_does_not_have_is_named(call: str, layer: int) ->
     with pytest.raises(OutOfBounds, match=f"layer {layer} is out of range"):
         live.attend(layer, queries(1))
     with pytest.raises(OutOfBounds, match=f"layer {layer} is out of range"):
-        live.crop(1, layer)
+        live.truncate(1, layer)
 
 
 def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
@@ -421,8 +421,8 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
         (InvalidShape, "the layer has a v side, and none was given", lambda: live.update(0, k, None)),
         (InvalidDtype, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
         (NonFinite, r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan", lambda: live.update(0, bad, v[:, :, :1])),
-        (OutOfBounds, r"layers\[0\]: 151 tokens are to be dropped of 150 that it holds", lambda: live.crop(151)),
-        (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.crop(0.5)),  # type: ignore[arg-type]
+        (OutOfBounds, r"layers\[0\]: truncate\(151\) of a layer that holds tokens 0 to 150", lambda: live.truncate(151)),
+        (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.truncate(0.5)),  # type: ignore[arg-type]
         (InvalidShape, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
         (InvalidParameter, "sliding_windows has 1 items, and the cache 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
         (InvalidParameter, "layers is 0", lambda: LiveCache("raw", layers=0)),

@@ -344,35 +344,35 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             self.compiled.compiled_update(layer_idx, key_states, value_states)
         else:
-            self.append(key_states, value_states, layer_idx)
+            self.take(key_states, value_states, layer_idx)
         states = PackedStates(self, layer_idx, key_states, value_states)
         return states, states
 
     @left_out(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """``append``, and dense keys and values of the layer; where they cannot be had, nothing is appended."""
+        """``take``, and dense keys and values of the layer; where they cannot be had, nothing is added."""
         before = self.live.seen(layer_idx)
-        self._append(key_states, value_states, layer_idx)
+        self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
         try:
             dense = layer.decoded(key_states.shape[2], key_states.dtype)
         except BaseException:
-            self.live.crop(self.live.seen(layer_idx) - before, layer_idx)
+            self.live.truncate(before, layer_idx)
             raise
         self.passes.appended(self.live.seen(layer_idx))
         k, v = (without_gradients(x, key_states, value_states) for x in dense)
         return k, v
 
-    def append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
-        """Append to one layer as ``update``, which returns what attention takes."""
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        """Add tokens to one layer as ``update``, which also returns the arguments of attention."""
         live, following = self.live, self._following[layer_idx]
         # Most steps need no more: what they give is of the shape of the step before.
         due = not self._careful and live.seen(following) >= live.seen(layer_idx)
-        if not (due and live.append(layer_idx, key_states, value_states)):
-            self._append(key_states, value_states, layer_idx)
+        if not (due and live.try_update(layer_idx, key_states, value_states)):
+            self._take(key_states, value_states, layer_idx)
         self.passes.appended(live.seen(layer_idx))
 
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+    def _take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         self._check_states(key_states, value_states, layer_idx)
         self.passes.check_update()
         if self.passes.states and self.live.seen(layer_idx):

@@ -35,7 +35,7 @@ class CompiledCalls:
         """What the operator does."""
         assert k is not None
         assert v is not None
-        self.cache.append(k, v, layer)
+        self.cache.take(k, v, layer)
 
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """What the operator does."""

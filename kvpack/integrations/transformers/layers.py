@@ -162,7 +162,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens (transformers passes a negative number)."""
         self.check_crop(tokens_to_remove)
-        self.live.crop(-tokens_to_remove, self.number)
+        self.live.truncate(self.live.seen(self.number) + tokens_to_remove, self.number)
 
     def offload(self) -> NoReturn:
         """Raise InvalidParameter: transformers moves tensors, and this layer has pages."""

@@ -130,13 +130,14 @@ class Prepared:
         self._parts, self._columns = parts, max(launch.constants["V"].columns for launch in launches)
         rows = shape.sequences * shape.padded
         places = _Places()
-        self._scales = places.take(rows)
         self._largest, self._total = places.take(rows * parts), places.take(rows * parts)
         self._sums = places.take(rows * parts * self._columns)
         self._k_frames = list(dict.fromkeys(launch.k for launch in launches))
         # The plain frames lie side by side: one launch rotates the query into all of them.
         framed = [frame for frame in self._k_frames if frame.page is not None]
         self._turned = {frame: places.take(rows * len(frame_columns.columns(frame.codec, dual))) for frame in (*self._plain(), *framed)}
+        # Maps of values change the length of a query, which rotations keep.
+        self._scales = dict.fromkeys(self._plain(), places.take(rows)) | {frame: places.take(rows) for frame in framed}
         self._v_frames: dict[Frame, tuple[int, int]] = {}
         stop = 0
         for launch in launches:
@@ -270,7 +271,7 @@ class Prepared:
                 },
                 self._overlap,
             )  # fmt: skip
-            turned, scales = (SCRATCH, self._turned[frames[0]]), (SCRATCH, self._scales)
+            turned, scales = (SCRATCH, self._turned[frames[0]]), (SCRATCH, self._scales[frames[0]])
             found.append((launch, [turned, scales, (query, 0), (matrix, 0), (blocks, 0)]))
         return found
 
@@ -301,7 +302,7 @@ class Prepared:
                 partial(shared_table.allow, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
             )  # fmt: skip
             places: list[tuple[int | torch.Tensor, int]] = [
-                *self._partials, (SCRATCH, self._turned[launch.k]), (SCRATCH, self._scales), (launch.work, 0), (numbers, 0),
+                *self._partials, (SCRATCH, self._turned[launch.k]), (SCRATCH, self._scales[launch.k]), (launch.work, 0), (numbers, 0),
                 (launch.tables[0], 0), (launch.tables[1], 0), (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
             found.append((run, [*places, (STARTS, 0)] if options.starts else places))

@@ -7,7 +7,10 @@ import torch
 
 import kvpack
 from kvpack.cache.layer import Layer
+from kvpack.cache.pages import Page
+from kvpack.cache.side import Side
 from kvpack.coding import dispatch, triton_version
+from kvpack.formats.channel_scale import STREAM
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
@@ -239,3 +242,16 @@ def test_patches_fit_beside_tables() -> None:
             assert side.together > 0 or table_bytes > 0
             assert 2 * tokens * side.width * side.together <= side.patch_bytes
         assert (k_constants.together == k_constants.tiles) == (table_bytes == 0)
+
+
+@pytest.mark.kernels
+def test_pages_of_channel_scales_beside_a_raw_tail() -> None:
+    """Queries have another length in each frame: one page scales its channels by 8, one by 1/4, and the tail by nothing."""
+    (codec, v_codec) = codecs("scalar:b=3", "scalar:b=4", (64, 64))
+    scaled = kvpack.Recipe("k=scalar:b=3,channel_scale=fp16;v=raw").codec(0, 1, "k", 64)
+    plain = random_side(codec, 2, (64, 32), 9, 1)
+    pages = tuple(
+        Page(scaled, page.tokens, {**page.streams, STREAM: torch.full((1, 2, 1, 64), factor, dtype=torch.float16)})
+        for page, factor in zip(plain.pages, (8.0, 0.25), strict=True)
+    )
+    check(Layer(Side(scaled, pages, plain.tail), random_side(v_codec, 2, (64, 32), 9, 2)), 4, q_len=3)

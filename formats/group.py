@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 
 AXES = ("token", "channel")
 SIZES = (4, 8, 16, 32, 64, 128)
-TOKEN_SCALE_DTYPES = {"fp16": "F16", "fp32": "F32"}
+PER_HEAD = "-per-head"
+"""What names of token scales end with that heads do not share."""
+
+TOKEN_SCALE_DTYPES = {"fp16": "F16", "fp32": "F32", f"fp16{PER_HEAD}": "F16", f"fp32{PER_HEAD}": "F32"}
 TOKEN_SCALES = ("none", *TOKEN_SCALE_DTYPES)
+TOKEN_SCALE_FEATURE = "token-scale-per-head"
+"""The required feature of codecs with token scales of each head."""
+
 SCALE_DTYPES = ("fp16", "u8")
 CENTRES = ("middle", "zero")
 SMALLEST_HALF = 2.0**-24
@@ -39,7 +45,8 @@ SMALLEST_HALF = 2.0**-24
 class Group(CodecFamily):
     """``bits`` per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
 
-    ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype.
+    ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype. With ``-per-head`` every head
+    has its own, so that a head with a large key costs the other heads nothing.
     ``scale_dtype`` u8 stores scales and centres in 8 bits, with one range per head and run.
     ``centre`` tells the encoder to use the middle of the group's range or (symmetric) zero, and ``norm_rule``
     steers the token scales; neither is stored.
@@ -85,6 +92,15 @@ class Group(CodecFamily):
         return float(self.bits)
 
     @property
+    def features(self) -> frozenset[str]:
+        return frozenset({TOKEN_SCALE_FEATURE} if self.scale_per_head else ())
+
+    @property
+    def scale_per_head(self) -> bool:
+        """Whether every head has its own token scales."""
+        return self.token_scale.endswith(PER_HEAD)
+
+    @property
     def rotation(self) -> Rotation:
         return rotation_of(self.rotation_kind, self.dim, self.seed)
 
@@ -105,7 +121,7 @@ class Group(CodecFamily):
         if self.scale_dtype == "u8":
             result["scale_range"] = Layout("F16", (batch, heads, 1, 4), per="run")
         if self.token_scale != "none":
-            result["token_scale"] = Layout(TOKEN_SCALE_DTYPES[self.token_scale], (batch, 1, tokens))
+            result["token_scale"] = Layout(TOKEN_SCALE_DTYPES[self.token_scale], (batch, heads if self.scale_per_head else 1, tokens))
         return result
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -152,7 +168,8 @@ class Group(CodecFamily):
 
     def _unbiased(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """The token scales that norm_rule=unbiased stores for tokens ``u``, which have been divided by ``factor``."""
-        squares, product, length = ((a * b).sum((1, 3))[:, None] for a, b in ((u, u), (u, decoded), (decoded, decoded)))
+        pairs = ((u, u), (u, decoded), (decoded, decoded))
+        squares, product, length = ((a * b).sum(self._scaled_together, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -161,10 +178,15 @@ class Group(CodecFamily):
         if self.token_scale == "none":
             return u, {}
         # Divide by the root mean square, not by the norm: scaled values are then near 1, where binary16 scales are precise.
-        root = u.square().mean((1, 3), keepdim=True).sqrt()
+        root = u.square().mean(self._scaled_together, keepdim=True).sqrt()
         stored = stored_norm(root[..., 0], TOKEN_SCALE_DTYPES[self.token_scale], "token scale")
         factor = stored.to(torch.float32)[..., None]
         return u / torch.where(factor > 0, factor, 1.0), {"token_scale": stored}
+
+    @property
+    def _scaled_together(self) -> tuple[int, ...]:
+        """The axes of the values that share a token scale."""
+        return (3,) if self.scale_per_head else (1, 3)
 
     def _centre(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         return (low + high) / 2 if self.centre == "middle" else torch.zeros_like(low)

@@ -726,6 +726,8 @@ class Codec:
     """The rows of digits that other streams of a side code together, as those of code streams."""
     basis: tuple[bytes, int, str] | None = None
     """The digest, the layer and the side of the basis that a reader must be given."""
+    feature: str = ""
+    """The required feature that stands for a parameter."""
     scope: str = ""
     """That of the frames of the basis, for a codec that needs these and not its rows."""
     heads: int = 0
@@ -1263,6 +1265,10 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
 # codecs/group.md -----------------------------------------------------------------------------------------------------
 
 
+PER_HEAD = "-per-head"
+SCALE_PER_HEAD = "token-scale-per-head"
+
+
 def group(entry: Mapping[str, Any]) -> Codec:
     dim, bits, axis, size, rotation_kind, seed, token_scale, fields, scale_dtype = take_parameters(
         entry,
@@ -1273,7 +1279,7 @@ def group(entry: Mapping[str, Any]) -> Codec:
             "size": (4, 8, 16, 32, 64, 128),
             "rotation_kind": ROTATION_KINDS,
             "seed": int,
-            "token_scale": ("none", *HALF_OR_SINGLE),
+            "token_scale": ("none", *HALF_OR_SINGLE, *(name + PER_HEAD for name in HALF_OR_SINGLE)),
             "fields": dict,
         },
         optional={"scale_dtype": ("u8",)},
@@ -1286,7 +1292,8 @@ def group(entry: Mapping[str, Any]) -> Codec:
     if scale_dtype:
         streams.append(NumberStream("scale_range", "F16", (4,), per="run"))
     if token_scale != "none":
-        streams.append(NumberStream("token_scale", HALF_OR_SINGLE[token_scale], (), per_head=False))
+        dtype = HALF_OR_SINGLE[token_scale.removesuffix(PER_HEAD)]
+        streams.append(NumberStream("token_scale", dtype, (), per_head=token_scale.endswith(PER_HEAD)))
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
         m = (2**bits - 1) / 2
@@ -1310,7 +1317,8 @@ def group(entry: Mapping[str, Any]) -> Codec:
                 require(finite, "codecs/group.md, Decode", f"{where}: scale_range gives an infinite number for {k}")
 
     token_group = size if by_token else 1
-    return Codec("group", dim, token_group, codes, streams, decode, tolerance, check, rotation_kind, seed)
+    feature = SCALE_PER_HEAD if token_scale.endswith(PER_HEAD) else ""
+    return Codec("group", dim, token_group, codes, streams, decode, tolerance, check, rotation_kind, seed, feature=feature)
 
 
 def of_8_bits(row: Numbers, member: int, k: float) -> float:
@@ -2065,7 +2073,8 @@ HIDDEN_RECORD = 20
 OFFSETS = "container.md, Position offsets"
 POSITION_OFFSETS = "position-offsets"
 RAW_POSITIONS = "raw-positions"
-REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, RAW_POSITIONS)}
+CODEC_FEATURES = (RAW_POSITIONS, SCALE_PER_HEAD)
+REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, *CODEC_FEATURES)}
 LIMITS = "container.md, Limits"
 
 
@@ -2111,8 +2120,9 @@ def take_header(
             require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
         file.layers.append({"k": k, "v": v})
     require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
-    used = any("raw_positions" in codec.side_cars for codec in made)
-    require(used == (RAW_POSITIONS in required), "container.md, Header tensor", f"{RAW_POSITIONS} is in required or its side-car in codecs")
+    used = {codec.feature for codec in made} | {RAW_POSITIONS for codec in made if "raw_positions" in codec.side_cars}
+    for feature in CODEC_FEATURES:
+        require((feature in used) == (feature in required), "container.md, Header tensor", f"{feature} is either in required or in codecs")
     file.starts = take_starts(file, LAYER_POSITIONS in required)
     if BASIS in required:
         check_basis(file)
@@ -2687,7 +2697,8 @@ def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
 
 def take_page(header: dict[str, Any]) -> File:
     """The description of a page: the map of a header, with the restrictions of row.md."""
-    named = header.get("tensors") == [] and header.get("required") in ([], [RAW_POSITIONS])
+    required = header.get("required")
+    named = header.get("tensors") == [] and isinstance(required, list) and all(name in CODEC_FEATURES for name in required)
     require(named, ROW, "the description names tensors or features")
     file = take_header(header, {**CODECS, "opaque": opaque}, without_tensors=True)
     require(file.start == 0 and not file.model and list(file.ignorable) == [PAGE_DTYPE], ROW, "the description has other fields")

@@ -17,7 +17,7 @@ from kvpack.formats.angle import Angle, bin_directions
 from kvpack.formats.base import NORMS
 from kvpack.formats.basis import RUN_COLUMNS
 from kvpack.formats.columns import is_power_of_two, next_power_of_two
-from kvpack.formats.group import Group
+from kvpack.formats.group import TOKEN_SCALE_DTYPES, Group
 from kvpack.formats.klt import CODES, GAINS, HEAD_RUN_COLUMNS, Klt, columns_of
 from kvpack.formats.lossless import FORMS, Lossless
 from kvpack.formats.minifloat import Minifloat
@@ -130,7 +130,7 @@ def _group(codec: Group) -> Described | None:
     if codec.axis == "channel":
         values["scales"] = (2 * -(-codec.dim // codec.size), "F16" if codec.scale_dtype == "fp16" else "U8")
     if codec.token_scale != "none":
-        values["token_scale"] = (1, "F16" if codec.token_scale == "fp16" else "F32")
+        values["token_scale"] = (1, TOKEN_SCALE_DTYPES[codec.token_scale])
     result, streams = _struct(codec, values), list(values)
     if result is None:
         return None

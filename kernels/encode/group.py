@@ -69,6 +69,7 @@ def encode(
     batch, heads, tokens, dim = x.shape
     arguments, constants = input_of(x, origins)
     token_scale = streams.get("token_scale")
+    scaled = batch * (heads if codec.scale_per_head else 1) * -(-tokens // SCALE_TOKENS)
     products = None
     if token_scale is not None:
         dtype = codec.scales(1, 1, 1)["token_scale"].dtype
@@ -76,9 +77,9 @@ def encode(
         if rule:
             products = torch.empty(batch, heads, tokens, 3, dtype=torch.float32, device=x.device)
         launch(
-            _token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, *arguments, token_scale, flag,
+            _token_scales, scaled, x.device, *arguments, token_scale, flag,
             DIM=dim, PADDED_DIM=constants["PADDED_DIM"], ALIGNED=constants["ALIGNED"], LIMIT=limit, AT_ONCE=SCALE_HEADS,
-            BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+            PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
         )  # fmt: skip
     symbols = _symbols(codec)
     along_tokens = codec.axis == "token"
@@ -94,15 +95,16 @@ def encode(
             *arguments, components(codec.rotation, 1, symbols, block, x) if rotated else None, plan.places, planes,
             scales, streams.get("scale_range"), extremes, token_scale, products, flag,
             **constants, SYMBOLS=symbols, BLOCK=block, BITS=codec.bits, SIZE=codec.size, ALONG_TOKENS=along_tokens,
-            MIDDLE=codec.centre == "middle", MEASURED=measured, SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT,
+            SCALE_PER_HEAD=codec.scale_per_head, MIDDLE=codec.centre == "middle", MEASURED=measured,
+            SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT,
             LARGEST=scale_range.LARGEST, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams, BLOCK_TOKENS=block_tokens,
             # With one warp, most tokens of a group are in one thread.
             warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
         )  # fmt: skip
     if products is not None:
         launch(
-            _unbiased_token_scales, batch * -(-tokens // SCALE_TOKENS), x.device, products, token_scale, heads, tokens, arguments[-1],
-            LIMIT=limit, RULE=rule, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+            _unbiased_token_scales, scaled, x.device, products, token_scale, heads, tokens, arguments[-1],
+            LIMIT=limit, RULE=rule, PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
         )  # fmt: skip
     return True
 
@@ -134,13 +136,18 @@ def _token_scales(
     ALIGNED: tl.constexpr,
     LIMIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Write the root mean square of every token over all heads to ``scales``, ``[batch, 1, token]``; a rotation does not change it.
+    """Write the root mean square of every token to ``scales``; a rotation does not change it.
 
-    Tiles are ``[token, channel]``.
+    It is that over all heads, ``[batch, 1, token]``, or if ``PER_HEAD`` that of each, ``[batch, kv_head, token]``. Tiles are
+    ``[token, channel]``.
     """
-    batch, _, first = tile_origin(1, tokens, BLOCK_TOKENS)
+    if PER_HEAD:
+        batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    else:
+        batch, head, first = tile_origin(1, tokens, BLOCK_TOKENS)
     if origins is not None:
         origin = origin_of(origins, batch, ALIGNED)
         x += origin.input
@@ -149,20 +156,27 @@ def _token_scales(
         batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens
-    squares = tl.zeros((BLOCK_TOKENS, PADDED_DIM), tl.float32)
-    for some in range(0, heads, AT_ONCE):
-        # Unrolled, so that the loads of several heads are under way together.
-        for number in tl.static_range(AT_ONCE):
-            head = some + number
-            known = token < tl.where(head < heads, tokens, 0)
-            rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, known, DIM, PADDED_DIM)
-            value = rows.to(tl.float32)
-            squares += value * value
-    mean = tl.sum(squares, 1)[:, None] / (heads * DIM)
+    if PER_HEAD:
+        rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
+        value = rows.to(tl.float32)
+        mean = tl.sum(value * value, 1)[:, None] / DIM
+        scales += (batch * heads + head) * tokens
+    else:
+        squares = tl.zeros((BLOCK_TOKENS, PADDED_DIM), tl.float32)
+        for some in range(0, heads, AT_ONCE):
+            # Unrolled, so that the loads of several heads are under way together.
+            for number in tl.static_range(AT_ONCE):
+                one = some + number
+                known = token < tl.where(one < heads, tokens, 0)
+                rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, one, token, known, DIM, PADDED_DIM)
+                value = rows.to(tl.float32)
+                squares += value * value
+        mean = tl.sum(squares, 1)[:, None] / (heads * DIM)
+        scales += batch * tokens
     root = tl.sqrt_rn(mean)
     fits = root < LIMIT
     flag_unless(fits, flag)
-    tl.store(scales + batch * tokens + token, tl.where(fits, root, 0.0).to(scales.dtype.element_ty), valid)
+    tl.store(scales + token, tl.where(fits, root, 0.0).to(scales.dtype.element_ty), valid)
 
 
 @triton.jit
@@ -174,20 +188,24 @@ def _unbiased_token_scales(
     origins: tl.tensor,
     LIMIT: tl.constexpr,
     RULE: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Replace ``scales``, ``[batch, 1, token]``, by those of norm_rule=unbiased.
+    """Replace ``scales``, as ``_token_scales`` writes them, by those of norm_rule=unbiased.
 
     ``products`` is ``[batch, kv_head, token, 3]``: of the values with themselves, with what they decode to, and of that with itself.
     """
-    batch, _, first = tile_origin(1, tokens, BLOCK_TOKENS)
+    if PER_HEAD:
+        batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
+    else:
+        batch, head, first = tile_origin(1, tokens, BLOCK_TOKENS)
     token = first + tl.arange(0, BLOCK_TOKENS)
     valid = token < tokens
     squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
     product = tl.zeros((BLOCK_TOKENS,), tl.float32)
     decoded = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    for head in range(heads):
-        place = products + ((batch * heads + head) * tokens + token) * 3
+    for number in range(1 if PER_HEAD else heads):
+        place = products + ((batch * heads + head + number) * tokens + token) * 3
         squares += tl.load(place, valid, 0.0)
         product += tl.load(place + 1, valid, 0.0)
         decoded += tl.load(place + 2, valid, 0.0)
@@ -195,6 +213,8 @@ def _unbiased_token_scales(
         scales = moved(scales, origin_of(origins, batch, 1).streams)
         batch = batch * 0
     place = scales + batch * tokens + token
+    if PER_HEAD:
+        place = scales + (batch * heads + head) * tokens + token
     factor = unbiased_factor(tl.load(place, valid, 0.0).to(tl.float32), squares, product, decoded, LIMIT, RULE)
     tl.store(place, factor.to(scales.dtype.element_ty), valid)
 
@@ -290,6 +310,7 @@ def _encode(
     SIZE: tl.constexpr,
     ALONG_TOKENS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    SCALE_PER_HEAD: tl.constexpr,
     MEASURED: tl.constexpr,
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -303,9 +324,9 @@ def _encode(
 
     ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
     ``[token, 1]``, and tiles are ``[token, channel]``.
-    ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, centre); ``token_scales`` is
-    ``[batch, 1, token]``, and ``products`` what ``_unbiased_token_scales`` takes. Extremes and scales are ``[token group, channel]`` or
-    ``[token, channel group]``.
+    ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, centre); ``token_scales`` are
+    those of ``_token_scales``, and ``products`` what ``_unbiased_token_scales`` takes. Extremes and scales are
+    ``[token group, channel]`` or ``[token, channel group]``.
     With scales of 8 bits ``scales`` is int16, ``ranges`` is ``[batch, kv_head, 4]``, and one launch only fills ``extremes``, int32
     ``[batch, kv_head, 3]`` (``MEASURED``): the keys of the largest scale, of the largest centre, and of the largest of their opposites.
     """
@@ -334,7 +355,10 @@ def _encode(
     if matrix is not None:
         rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
     if token_scales is not None:
-        factor = tl.load(token_scales + batch * tokens + token, valid, 1.0).to(tl.float32)
+        if SCALE_PER_HEAD:
+            factor = tl.load(token_scales + row, valid, 1.0).to(tl.float32)
+        else:
+            factor = tl.load(token_scales + batch * tokens + token, valid, 1.0).to(tl.float32)
         inverse = 1.0 / tl.where(factor > 0, factor, 1.0)
     if products is not None:
         squares = tl.zeros((BLOCK_TOKENS,), tl.float32)

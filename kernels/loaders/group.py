@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.columns import is_power_of_two
+from kvpack.formats.group import TOKEN_SCALE_DTYPES
 from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
 from kvpack.kernels.words.f16_tiles import affine, affine_bits, middle_code, scale_and_centre
 from kvpack.kernels.words.streams import Stream, plane_streams
@@ -88,7 +90,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and field_stride == 1 and len(symbols) * span == codec.dim)
     whole_rows = not dual and in_order and is_power_of_two(scales_per_row)
     streams = (*planes, Stream("scales", 32, scales_per_row, codec.size if along_tokens else 1))
-    scale_bits = {"none": 0, "fp16": 16, "fp32": 32}[codec.token_scale]
+    scale_bits = 0 if codec.token_scale == "none" else 8 * DTYPE_BYTES[TOKEN_SCALE_DTYPES[codec.token_scale]]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     most_tokens = MOST_TOKENS

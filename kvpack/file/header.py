@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
+from kvpack.formats.group import TOKEN_SCALE_FEATURE
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The major version of the format."""
 
-CODEC_FEATURES = frozenset({RawPositions.feature})
+CODEC_FEATURES = frozenset({RawPositions.feature, TOKEN_SCALE_FEATURE})
 """The required features that stand for parameters of codecs, and for side-cars (``Codec.features``)."""
 
 FEATURES = CODEC_FEATURES | {

@@ -21,7 +21,7 @@ from spec.generate.invalid_vectors import (
     add_header,
     add_payload,
 )
-from support.file_parts import one_side, reorder
+from support.file_parts import edit, one_side, reorder
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def add_all() -> None:
-    for add_vectors in (add_parameters, add_tables, add_packing, add_numbers, add_minifloats):
+    for add_vectors in (add_parameters, add_tables, add_packing, add_numbers, add_minifloats, add_scales_per_head):
         add_vectors()
 
 
@@ -149,6 +149,18 @@ def add_parameters() -> None:
         lambda: one_side(GROUP, lambda parts: parts.header["codecs"][0].update(scale_dtype="fp16")),
     )
     add_header("group-scale-dtype-unknown", "group-4", EIGHT_BIT, "codecs.0.scale_dtype", "u16", "scale_dtype is u16")
+
+
+def add_scales_per_head() -> None:
+    shared, per_head = (create("group", 5, b="2", g="4", axis="channel", token_scale=scale) for scale in ("fp16", "fp16-per-head"))
+    feature = "token-scale-per-head"
+    add_header("token-scale-per-head-not-required", "container-61", per_head, "required", [], "token scales per head without their feature")
+    add_header("token-scale-per-head-required-of-none", "container-61", shared, "required", [feature], "the feature without such scales")
+    for name, codec, scale, required in (("shared", per_head, "fp16", []), ("per-head", shared, "fp16-per-head", [feature])):
+        changes = edit("codecs.0.token_scale", scale), edit("required", required)
+        shows = f"token_scale is {scale}, and the tensor has the shape of {codec.token_scale}"  # type: ignore[attr-defined]
+        make = lambda codec=codec, changes=changes: one_side(codec, *changes, heads=3)  # noqa: E731
+        add(f"token-scale-of-another-shape-{name}", "container-16", "InvalidHeader", shows, make)
 
 
 def add_tables() -> None:

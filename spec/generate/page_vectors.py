@@ -116,6 +116,11 @@ def vectors() -> dict[str, Vector]:
             None,
             lambda: row_of("kv=group:b=2,g=4,axis=token", geometry(1, 2, 6, 8, 8)),
         ),
+        "token-scales-per-head": Vector(
+            "a token scale for each of two heads, with its feature",
+            None,
+            lambda: row_of("kv=group:b=2,g=4,axis=token,token_scale=fp16-per-head", geometry(1, 2, 6, 8, 8)),
+        ),
         "octahedral": Vector("a rotated codec, fp16", None, lambda: row_of("octopus-3", geometry(1, 1, 2, 64, 64, "fp16"))),
         "latents": Vector(
             "MLA: latents in groups, and a rotary part as it is",

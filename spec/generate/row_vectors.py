@@ -7,6 +7,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.channel_order import ChannelOrder
+from kvpack.formats.group import TOKEN_SCALE_DTYPES
 from kvpack.formats.outliers import Outliers
 from spec.generate.invalid_vectors import ANGLE, MINIFLOAT, MXFP8, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add
 from spec.generate.valid_vectors import add as add_valid
@@ -43,10 +44,11 @@ def rows(name: str, shows: str, codec: Codec, *rules: str, runs: tuple[int, ...]
 def add_rows() -> None:
     """Streams with one row per sequence, head or run: the row that a token takes matters only if there are several."""
     for axis in ("token", "channel"):
-        for scale in ("fp16", "fp32"):
+        for scale in TOKEN_SCALE_DTYPES:
             codec = create("group", 6, b="3", g="4", axis=axis, token_scale=scale)
             shows = f"{scale} token scales of two sequences, in three runs of groups along {axis}s"
-            rows(f"group-rows-of-token-scales-{axis}-{scale}", shows, codec, "front-12")
+            rules = ("front-12", *(("container-61",) if codec.scale_per_head else ()))  # type: ignore[attr-defined]
+            rows(f"group-rows-of-token-scales-{axis}-{scale}", shows, codec, *rules)
         codec = create("group", 6, b="3", g="4", axis=axis, scales="u8")
         rows(f"group-rows-of-8-bit-scales-{axis}", f"a row of scale_range for each of three runs, groups along {axis}s", codec, "front-12")
     for codec in (
@@ -84,6 +86,10 @@ def add_side_cars() -> None:
             codec = create("group", 16, b="2", g="4", axis=axis, rotation=kind, token_scale="fp32", block_rotation="4", **EVERY)
             shows = f"all side-cars of three runs of groups along {axis}s, two sequences and three heads, rotation {kind}"
             rows(f"side-cars-all-{kind}-{axis}", shows, codec, "side-cars-10", "front-12")
+    words = {"scales": "u8", "token_scale": "fp16-per-head", "channel_scale": "fp16", "raw_first": "1"}
+    codec = create("group", 16, b="2", g="4", axis="token", rotation="hadamard", **words)
+    shows = "token scales per head and raw tokens by positions: two features of one codec"
+    rows("group-token-scales-per-head-and-raw-positions", shows, codec, "container-61", "container-55", "side-cars-10", "front-8")
     codec = create("scalar", 6, b="2", rotation="none", sinks="1", raw_tokens="fp32")
     none = without_entries("raw_token_flags", "raw_tokens")
     shows = "a last tensor of no bytes, so that a pad is the end of the file"

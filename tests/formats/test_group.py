@@ -61,7 +61,8 @@ def test_decoding_is_exact_for_any_valid_streams(bits: int, axis: str, token_sca
     # Exact in binary64, then one rounding: the product of a code and a scale has at most 19 bits.
     expected = ((codes - (2**bits - 1) / 2) * spread[..., 0] + spread[..., 1]).astype(numpy.float32)
     if token_scale != "none":
-        factor = random.lognormal(0, 3, (1, 1, 45)).astype(numpy.float16 if token_scale == "fp16" else numpy.float32)
+        shape = codec.layout(1, 2, 45)["token_scale"].shape
+        factor = random.lognormal(0, 3, shape).astype(numpy.float16 if token_scale.startswith("fp16") else numpy.float32)
         streams["token_scale"] = torch.from_numpy(factor)
         expected = expected * factor.astype(numpy.float32)[..., None]
     assert numpy.array_equal(codec.decode_frame(streams).numpy(), expected)
@@ -73,6 +74,7 @@ def test_decoding_is_exact_for_any_valid_streams(bits: int, axis: str, token_sca
         pytest.param({"b": 2, "side": "k"}, 3.0, id="KIVI keys"),
         pytest.param({"b": 2, "side": "v"}, 3.0, id="KIVI values"),
         pytest.param({"b": 2, "side": "k", "token_scale": "fp16"}, 3.0 + 16 / 1024, id="OScaR keys"),
+        pytest.param({"b": 2, "side": "k", "token_scale": "fp16-per-head"}, 3.0 + 16 / 128, id="OScaR keys, a scale per head"),
         pytest.param({"b": 3, "side": "v"}, 4.0, id="3 bits"),
         pytest.param({"b": 4, "side": "v", "g": 128}, 4.25, id="4 bits in groups of 128"),
     ],
@@ -95,6 +97,15 @@ def test_stored_bits(words: dict[str, Any], bits: float) -> None:
                 "token_scale": Layout("F32", (2, 1, 33)),
             },
             id="channels",
+        ),
+        pytest.param(
+            {"b": 2, "token_scale": "fp16-per-head"},
+            {
+                "codes.0": Layout("U16", (2, 3, 33, 10)),
+                "scales": Layout("F16", (2, 3, 2, 80, 2), 32),
+                "token_scale": Layout("F16", (2, 3, 33)),
+            },
+            id="scales per head",
         ),
     ],
 )
@@ -180,6 +191,28 @@ def test_token_scale_is_one_root_mean_square_over_all_heads() -> None:
     assert scale.shape == (2, 1, 9)
     expected = x.double().square().mean((1, 3)).sqrt()
     assert ((scale[:, 0] - expected).abs() <= expected * 2.0**-10 + 2.0**-24).all()
+
+
+def test_token_scales_per_head_are_those_of_each_head_alone() -> None:
+    words = {"token_scale": "fp16", "rotation": "hadamard"}
+    x = contents("mixed", (2, 3, 9, 64), seed=5)
+    together = group(64, **words | {"token_scale": "fp16-per-head"}).encode(x)
+    for head in range(3):
+        alone = group(64, **words).encode(x[:, head : head + 1])
+        assert all(torch.equal(stream[:, head : head + 1], alone[name]) for name, stream in together.items())
+
+
+def test_with_a_scale_per_head_a_large_head_costs_the_others_nothing() -> None:
+    x = contents("gaussian", (1, 4, 64, 64), seed=6)
+    x[:, 2, 9] *= 7
+    errors = {}
+    for token_scale in ("fp16", "fp16-per-head"):
+        codec = group(64, token_scale=token_scale, rotation="hadamard")
+        lost, others = codec.decode(codec.encode(x)) - x, [0, 1, 3]
+        errors[token_scale] = float(lost[:, others, 9].norm() / x[:, others, 9].norm())
+        usual = float(lost.norm() / x.norm())
+    assert errors["fp16-per-head"] < 1.15 * usual
+    assert errors["fp16"] > 2 * usual
 
 
 def test_token_scale_protects_tokens_from_a_large_one() -> None:

@@ -115,6 +115,7 @@ RECIPES = (
     "int-4",
     "oscar-2",
     "oscar-2-u8",
+    "k=group:b=2,rotation=hadamard,token_scale=fp16-per-head;v=group:b=3,token_scale=fp32-per-head",
     "octopus-2",
     "octopus-4",
     "kv=octahedral:b=3,arrangement=direct",

@@ -156,6 +156,7 @@ def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> Non
         "octopus-qjl-2",
         "int-4-med3",
         "k=octahedral:b=3,qjl=fp16,outliers=2,sinks=4;v=group:b=3,g=32,outliers=2,scales=u8",
+        "kv=group:b=2,scales=u8,token_scale=fp16-per-head,channel_scale=fp16",
         "k=group:b=2,qjl=fp32,token_scale=fp16;v=minifloat:element=e4m3,per=token,qjl=fp16",
     ],
 )

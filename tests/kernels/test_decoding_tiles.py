@@ -21,6 +21,7 @@ CODECS = [
     "group:b=4,g=32",
     "group:b=3,g=32,rotation=hadamard,token_scale=fp16",
     "group:b=2,g=16,axis=channel,token_scale=fp32",
+    "group:b=2,g=16,axis=token,token_scale=fp32-per-head",
     "scalar:b=2,high=3",
     "octahedral:b=3",
     "octahedral:b=4,arrangement=direct",

@@ -106,6 +106,8 @@ CLOSE = [
     ("angle", 64, "k", "bfloat16", "n=8,norm=log3,norm_rule=norm"),
     ("quaternion", 64, "v", "bfloat16", "s=12,r=3,norm_rule=norm"),
     ("group", 128, "k", "bfloat16", "b=2,token_scale=fp16,norm_rule=norm"),
+    ("group", 128, "k", "bfloat16", "b=2,token_scale=fp16-per-head,rotation=hadamard"),
+    ("group", 80, "v", "float32", "b=4,g=16,token_scale=fp32-per-head,norm_rule=norm"),
 ]
 
 pytestmark = needs_loaded_bounds
@@ -251,7 +253,15 @@ def test_devices_without_products_of_bfloat16_are_left_to_the_format(monkeypatch
         assert has_products(torch.device("cpu"))
 
 
-RECIPES = ("kv=group:b=4", "kv=group:b=2,token_scale=fp16", "kv=scalar:b=3", "kv=octahedral:b=3", "kv=angle:n=64", "kv=quaternion:s=3,r=3")
+RECIPES = (
+    "kv=group:b=4",
+    "kv=group:b=2,token_scale=fp16",
+    "kv=group:b=2,token_scale=fp16-per-head",
+    "kv=scalar:b=3",
+    "kv=octahedral:b=3",
+    "kv=angle:n=64",
+    "kv=quaternion:s=3,r=3",
+)
 
 
 @pytest.mark.kernels
@@ -277,7 +287,7 @@ def test_values_are_refused_as_by_the_format(recipe: str, value: float, error: t
 
 @pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("recipe", RECIPES[2:])
+@pytest.mark.parametrize("recipe", RECIPES[3:])
 @pytest.mark.parametrize("size", [2.0**-130, 2.0**-60, 2.0**70], ids=lambda size: f"{size:.0e}")
 def test_values_whose_squares_leave_binary32_are_left_to_the_format(recipe: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe += {"scalar": ",norm=fp32", "octahedral": ",norm=fp32", "angle": ",range=fp32", "quaternion": ",norm=fp32"}[

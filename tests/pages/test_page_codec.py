@@ -45,6 +45,7 @@ RECIPES = [
     "turboquant-4",
     "oscar-2",
     "kivi-2-u8",
+    "kv=group:b=2,rotation=hadamard,token_scale=fp16-per-head",
     "hqmq-s24-r3",
     "turboangle-k8v4",
     "polarquant-4",

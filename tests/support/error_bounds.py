@@ -53,7 +53,7 @@ def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, A
         factored = {name: measured[name] if name in FACTORS else stream for name, stream in streams.items()}
         other = plain.decode(factored)
         check(plain, x, factored, other)
-        axes = (1, 3) if codec.id == "group" else (3,)
+        axes = (1, 3) if codec.id == "group" and not codec.scale_per_head else (3,)
         error, plain_error, length = ((value.double()).square().sum(axes).sqrt() for value in (decoded - x, other - x, x))
         # A polar codec with several radii chooses for each.
         larger = (torch.hypot if codec.id == "polar" else torch.maximum)(plain_error, length)
@@ -109,7 +109,7 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
         off = step / 2 + 2.0**-10 * (minimum + 255 * step)
         # The range of the scales does not foresee by how much a centre is rounded to binary16.
         bound = bound + middle * (2 * root + off) * off + 2.0**-25
-    lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale == "fp16" else 2.0**-60
+    lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale.startswith("fp16") else 2.0**-60
     return torch.where(factor > 0, bound * factor * (1 + 2.0**-20), lost)
 
 

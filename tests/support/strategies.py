@@ -18,6 +18,7 @@ from kvpack.formats import CODECS, codec_from_params, create_codec
 from kvpack.formats import SIDE_CARS as ORDER
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
 from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.group import TOKEN_SCALES
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
@@ -141,7 +142,7 @@ CASES: dict[str, Case] = {
             optional={
                 "g": st.sampled_from(("4", "8", "16", "32", "64", "128")),
                 "axis": st.sampled_from(("token", "channel")),
-                "token_scale": st.sampled_from(("none", "fp16", "fp32")),
+                "token_scale": st.sampled_from(TOKEN_SCALES),
                 "scales": st.sampled_from(("fp16", "u8")),
                 "centre": st.sampled_from(("middle", "zero")),
                 **_ROTATED,

@@ -9,7 +9,7 @@ import hashlib
 import types
 from contextlib import nullcontext
 from dataclasses import dataclass, make_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import pytest
@@ -60,6 +60,17 @@ class AsyncLookupManager:
         self.missed += keys
 
 
+class Info(NamedTuple):
+    """The size of the primary tier, which vLLM 0.33 publishes."""
+
+    chunks: int
+    chunk_bytes: int
+
+    @classmethod
+    def from_config(cls, config: Any, chunks: int, chunk_bytes: int) -> Info:
+        return cls(chunks, chunk_bytes)
+
+
 class TieringOffloadingSpec:
     """What vLLM's own does in its constructor, as far as kvpack's relies on it."""
 
@@ -69,6 +80,7 @@ class TieringOffloadingSpec:
         self.replicated_layout = config.replicated_layout
         self.kv_bytes_per_chunk = config.worker_kv_bytes_per_block * config.parallel.world_size * self.blocks_per_chunk
         self.num_chunks = 0
+        self.cpu_info = Info.from_config(config, self.num_chunks, self.kv_bytes_per_chunk)
         self._manager = self._worker = None
         self._engine_id = config.engine_id
         self.secondary_tier_configs = self.extra_config.get("secondary_tiers", [])
@@ -373,6 +385,7 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.cpu_page_size_per_worker == cell
     assert spec.kv_bytes_per_chunk == -(-2 * cell // 4096) * 4096
     assert spec.num_chunks == (1 << 20) // spec.kv_bytes_per_chunk
+    assert spec.cpu_info == (spec.num_chunks, spec.kv_bytes_per_chunk)
     assert spec.ratio == 2 * PER_CHUNK * LAYERS * ATTENTION.page_bytes / spec.kv_bytes_per_chunk
     # Rows of another rank, group, model or recipe are not those of this one.
     names = {codec.namespace for codecs in spec.codecs for codec in codecs}
@@ -772,12 +785,13 @@ def test_the_connector_refuses_other_versions(connector: Any, one_group: Any, mo
     for version in ("0.320.0", "0.3", "1.0.32"):
         monkeypatch.setattr(connector.vllm, "__version__", version)
         for options in given:
-            with pytest.raises(InvalidParameter, match=f"vLLM is {version}, and kvpack's tier was run with 0.32: "):
+            with pytest.raises(InvalidParameter, match=f"vLLM is {version}, but kvpack was tested with 0.32 and 0.33 only"):
                 connector.KvpackConnector(configured(**options), "scheduler", one_group)
         assert not asked
     for options in given:
         connector.KvpackConnector(configured(**options, any_version=True), "scheduler", one_group)
-    monkeypatch.setattr(connector.vllm, "__version__", "0.32.1")
-    for options in given:
-        connector.KvpackConnector(configured(**options), "scheduler", one_group)
-    assert len(asked) == 4
+    for version in ("0.32.1", "0.33.0"):
+        monkeypatch.setattr(connector.vllm, "__version__", version)
+        for options in given:
+            connector.KvpackConnector(configured(**options), "scheduler", one_group)
+    assert len(asked) == 6

@@ -372,17 +372,17 @@ def test_what_cannot_be_right_is_refused_at_the_start(
 def test_other_versions_are_refused(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.34.1")
     config = Config("m")
-    with pytest.raises(InvalidParameter, match=r"vLLM is 0.34.1, and kvpack's tier was run with 0.32: .*Write \"any_version\": true"):
+    with pytest.raises(InvalidParameter, match=r"vLLM is 0.34.1, but kvpack was tested with 0.32 and 0.33 only, .*\"any_version\": true"):
         opened(tier_class, config, rows_of(config, 2), tmp_path)
     identities = []
-    for version in ("0.32.0", "0.32.1", "0.34.1", "0.34.2"):
+    for version in ("0.32.0", "0.32.1", "0.33.0", "0.34.1", "0.34.2"):
         monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
         tier = opened(tier_class, config, rows_of(config, 2), tmp_path, any_version=True)
         identities.append(tier.store.identity)
         tier.shutdown()
     # Another may arrange chunks otherwise under the same names.
     assert identities[0] == identities[1]
-    assert len(set(identities)) == 3
+    assert len(set(identities)) == 4
 
 
 def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -189,7 +190,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
             check_layers(self._options["recipe"], "this pool does not hold all layers of the model")
         packed = recipe_with_basis(self._options["recipe"], self._options.get("basis"), str(self._config.model_name or ""))
         options = {**self._options, "recipe": packed.text if recipe is None else recipe}
-        return PageStore(
+        store = PageStore(
             options["location"],
             _identity(self._config, options, pool, name, arranged=recipe is not None),
             geometry,
@@ -198,6 +199,9 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
             encryption=_keys(options),
             basis=packed.basis,
         )
+        ratio = geometry.raw_bytes / store.codec.nbytes
+        logging.getLogger("kvpack").info("kvpack packs pages with %s, %.2f times smaller, into its store", options["recipe"], ratio)
+        return store
 
 
 class Pool:

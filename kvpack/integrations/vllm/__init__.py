@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-VERSIONS = ("0.32",)
-"""The versions of vLLM with which the tier was run."""
+VERSIONS = ("0.32", "0.33")
+"""The versions of vLLM that kvpack was run in."""
 PLACEMENTS = ("primary", "store")
 """Where rows are: in vLLM's own memory of the host, or in a store of kvpack's own below it."""
 STORE_OPTIONS = (

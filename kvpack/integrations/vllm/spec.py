@@ -6,6 +6,7 @@ vLLM's own secondary tiers store packed chunks as they are; what they bring back
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,9 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         page_bytes = max(group.page_bytes * group.layers for group in groups)
         self.kv_bytes_per_chunk = -(-self.cpu_page_size_per_worker * copies // mmap.PAGESIZE) * mmap.PAGESIZE
         self.num_chunks = int(options["cpu_bytes_to_use"]) // self.kv_bytes_per_chunk
+        if hasattr(self, "cpu_info"):
+            # vLLM 0.33 publishes the size of its tier, which it has found for its own chunks.
+            self.cpu_info = type(self.cpu_info).from_config(config, self.num_chunks, self.kv_bytes_per_chunk)
         self.ratio = page_bytes * self.blocks_per_chunk * copies / self.kv_bytes_per_chunk
         if not self.num_chunks:
             raise InvalidParameter(f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, and one chunk takes {self.kv_bytes_per_chunk}")
@@ -108,6 +112,11 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 check_promotions(tier, view, self.codecs_by_number, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             tell_keys(manager)
             manager.kvpack_ratio = self.ratio
+            # A child of vLLM's own logger, which vLLM shows.
+            logging.getLogger("vllm.kvpack").info(
+                "kvpack packs pages with %s, %.2f times smaller: host memory holds %d chunks",
+                self.extra_config["recipe"], self.ratio, self.num_chunks,
+            )  # fmt: skip
         return manager
 
     @property

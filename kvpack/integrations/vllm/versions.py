@@ -8,15 +8,17 @@ from . import VERSIONS
 
 
 def check_version(version: str, any_version: bool) -> dict[str, str]:
-    """What an identity of pages names of ``version``: nothing of those with which kvpack was run, since their pages are the same.
+    """What an identity of pages names of ``version``, so that versions of vLLM share no entries: its first two numbers, or all of a version
+    that kvpack was not run in.
 
-    Raises InvalidParameter for another, unless ``any_version`` is set.
+    Raises InvalidParameter for such a version unless ``any_version`` is set.
     """
-    if ".".join(version.split(".")[:2]) in VERSIONS:
-        return {}
+    minor = ".".join(version.split(".")[:2])
+    if minor in VERSIONS:
+        return {"vllm": minor}
     if not any_version:
         raise InvalidParameter(
-            f"vLLM is {version}, and kvpack's tier was run with {', '.join(VERSIONS)}: its interface is experimental. "
-            'Write "any_version": true to try it'
+            f"vLLM is {version}, but kvpack was tested with {' and '.join(VERSIONS)} only, and vLLM's interface is experimental: "
+            f'install one of those (pip install "vllm=={VERSIONS[-1]}.*"), or set "any_version": true to try this one'
         )
     return {"vllm": version}

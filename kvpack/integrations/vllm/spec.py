@@ -91,9 +91,10 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         page_bytes = max(group.page_bytes * group.layers for group in groups)
         self.kv_bytes_per_chunk = -(-self.cpu_page_size_per_worker * copies // mmap.PAGESIZE) * mmap.PAGESIZE
         self.num_chunks = int(options["cpu_bytes_to_use"]) // self.kv_bytes_per_chunk
-        if hasattr(self, "cpu_info"):
-            # vLLM 0.33 publishes the size of its tier, which it has found for its own chunks.
-            self.cpu_info = type(self.cpu_info).from_config(config, self.num_chunks, self.kv_bytes_per_chunk)
+        info: Any = getattr(self, "cpu_info", None)
+        if info is not None:
+            # vLLM 0.33 publishes the size of its tier, which its constructor counts in chunks of pages.
+            self.cpu_info = info.from_config(config, self.num_chunks, self.kv_bytes_per_chunk)
         self.ratio = page_bytes * self.blocks_per_chunk * copies / self.kv_bytes_per_chunk
         if not self.num_chunks:
             raise InvalidParameter(f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, and one chunk takes {self.kv_bytes_per_chunk}")

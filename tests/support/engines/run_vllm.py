@@ -1,5 +1,7 @@
 """Run kvpack in vLLM for CPU, in a virtual environment of its own: ``make engines``.
 
+``--python`` runs it in an environment that is there, for example one of a newer vLLM.
+
 Once as a tier below vLLM's memory of the host, and once in the worker, so that this memory and vLLM's own fs tier hold rows.
 Once more with models of sliding windows, by two workers, of latents, and of recurrent states.
 Processes fill a store, load from it, load after one flipped bit, and load what a killed process has left; tokens must be the same, but
@@ -72,9 +74,10 @@ def entries(store: Path) -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "engines" / "vllm", help="where the virtual environment is")
+    parser.add_argument("--python", type=Path, help="the Python of an environment that has vLLM and this kvpack")
     parser.add_argument("--model", type=Path, default=SMALL, help="a model whose tokens are bytes")
     options = parser.parse_args()
-    python = environment(options.folder)
+    python = options.python or environment(options.folder)
     failed = 0
     for script, kind in (("vllm_process.py", "the tier"), ("vllm_packed.py", "packed by the worker, vLLM's fs tier")):
         for recipe in ("bf16", "octopus-4"):

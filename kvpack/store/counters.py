@@ -41,6 +41,7 @@ NAMES = {
     "undecryptable_entries": "Entries that no key at hand opens; each was a miss.",
     "evicted_entries": "Entries removed to make room.",
     "evicted_bytes": "Bytes of those entries.",
+    "expired_entries": "Entries of a folder or an object store removed because nobody had used them for the ttl of their last user.",
     "vanished_entries": "Entries that a Redis server had removed by itself: it expires them, or evicts them by a policy of its own.",
     "deleted_entries": "Entries removed by delete.",
     "reclaimed_entries": "Entries of older layouts, which no store finds any more, that were removed.",

@@ -2,12 +2,13 @@
 
 folder.py defines the file layout. A file gets its name by rename once it is complete, and loses it by unlink; a process that has
 mapped the file keeps its mapping. An entry's modification time is the time of its last use; an ancestor's is always later than
-that of its descendants.
+that of its descendants. Its access time is when it expires (expiry.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
@@ -21,6 +22,7 @@ from .abouts import about_pieces
 from .backend import OneTier, Stored
 from .catalog import read_catalog, restored_times
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
+from .expiry import Expiry, file_times, has_expired
 from .folder import Folder
 from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .fronts import kind_of
@@ -50,9 +52,10 @@ _DESCRIBED_AT_ONCE = 2048
 class Directory(OneTier):
     """A folder of entries. ``max_bytes`` is a hard budget for their bytes, ``min_free`` the disk space in bytes to leave free.
 
-    No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. With
-    ``looking`` opening sweeps nothing. Files of this user are mapped; files of another user are copied and not ``private``.
-    Raises InvalidParameter when other users may write to the folder, or when the path cannot be a folder.
+    No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. ``ttl`` are the
+    seconds after which an entry that this store has put or used, and nobody since, expires. With ``looking`` opening sweeps nothing.
+    Files of this user are mapped; files of another user are copied and not ``private``. Raises InvalidParameter when other users may
+    write to the folder, or when the path cannot be a folder.
     """
 
 
@@ -65,6 +68,7 @@ class Directory(OneTier):
         max_bytes: int | None = None,
         min_free: int = 0,
         durable: bool = False,
+        ttl: int | None = None,
         looking: bool = False,
     ) -> None:
         self._folder = Folder(root, counters, durable=durable)
@@ -74,8 +78,11 @@ class Directory(OneTier):
         self._usage = Usage(os.path.join(self._folder.root, "usage"), self.trust.own)
         self._index = Index(self._folder)
         self._evictor = Evictor(self._folder, self._index, self._pins, self._usage, counters, max_bytes, min_free, self._restore)
+        self._ttl = ttl
+        self._expiry = Expiry(self._folder, self._pins, counters, self.delete, ttl)
         if not looking and self.trust.may_write:
             self._evictor.sweep()
+            self._expiry.step()
 
     @property
     def trust(self) -> Trust:
@@ -91,12 +98,13 @@ class Directory(OneTier):
             try:
                 with self.trust.opened(self._folder.path(key)) as (descriptor, status):
                     kind = self._form.kind(read_beginning(descriptor, FRONT_BYTES), status.st_size)
+                    expired = self._expired(key, status)
             except FileNotFoundError:
                 return number
             except OSError as error:
                 self._counters.fault("match", error)
                 return number
-            if kind is not Kind.READABLE:
+            if kind is not Kind.READABLE or expired:
                 return number
         return len(keys)
 
@@ -134,7 +142,7 @@ class Directory(OneTier):
             self._folder.make_folders(os.path.dirname(path))
 
         def complete(descriptor: int) -> None:
-            os.utime(descriptor, ns=(used, used))
+            os.utime(descriptor, ns=file_times(used, self._ttl))
 
         def rename(unfinished: str, path: str) -> None:
             self._index.add(key, size, used, about_pieces(pieces), lambda: os.replace(unfinished, path))
@@ -143,7 +151,7 @@ class Directory(OneTier):
             if not self.trust.may_write:
                 raise Untrusted(f"{self._folder.root} belongs to user {self.trust.owner}: others read it")
             there = self._kind(key)
-            if there is Kind.READABLE:
+            if there is Kind.READABLE and self._renewed(path, used):
                 return True
             if there is Kind.FOREIGN:
                 raise NoRoom
@@ -165,6 +173,7 @@ class Directory(OneTier):
             return False
         self._counters.add("saved_chunks")
         self._counters.add("saved_bytes", size)
+        self._expiry.step()
         return True
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
@@ -176,7 +185,7 @@ class Directory(OneTier):
             try:
                 noted = os.stat(path, follow_symlinks=False).st_mtime_ns
                 if noted < used or noted > now_ns + FUTURE_NS:
-                    os.utime(path, ns=(used, used), follow_symlinks=False)
+                    os.utime(path, ns=file_times(used, self._ttl), follow_symlinks=False)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -270,6 +279,8 @@ class Directory(OneTier):
             return NoLease()
 
     def collect(self) -> None:
+        if self.trust.may_write:
+            self._expiry.all()
         self._evictor.collect()
 
     def close(self) -> None:
@@ -282,12 +293,30 @@ class Directory(OneTier):
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
 
+    def _expired(self, key: bytes, status: os.stat_result) -> bool:
+        """Whether an entry has expired, and is not pinned. Raises OSError."""
+        if not has_expired(status):
+            return False
+        pinned = self._pins.keys()
+        return key not in pinned
+
+    def _renewed(self, path: str, used_ns: int) -> bool:
+        """Let an entry that has expired, and was not removed yet, be used again; False if it is gone. Raises OSError."""
+        try:
+            if has_expired(os.stat(path, follow_symlinks=False)):
+                os.utime(path, ns=file_times(used_ns, self._ttl), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
     def _read(self, key: bytes, *, lazily: bool = False) -> Data:
-        """An entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part.
+        """An entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part, also of one that has expired.
 
         Raises OSError, LimitExceeded, and what mapping raises.
         """
         with self.trust.opened(self._folder.path(key)) as (descriptor, status):
+            if not lazily and self._expired(key, status):
+                raise FileNotFoundError(errno.ENOENT, "the entry has expired")
             size = status.st_size
             if not size:
                 # An empty file cannot be mapped; it is refused like any truncated file.

@@ -107,12 +107,12 @@ def _open_folder(location: Any, counters: Counters, form: Form, *, looking: bool
 
 KINDS = [
     Kind("a Redis server", {"max_bytes", "ttl", "timeout"}, REDIS_SCHEMES, is_redis, _open_redis),
-    Kind("an object store", {"max_bytes", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store),
+    Kind("an object store", {"max_bytes", "ttl", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store),
     Kind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
 ]
 """The kinds of location other than a folder; any other text names a folder."""
 
-FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable"}, (_FILE,), lambda location: True, _open_folder)
+FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable", "ttl"}, (_FILE,), lambda location: True, _open_folder)
 
 
 def _kind(location: Any) -> Kind:

@@ -23,12 +23,13 @@ from kvpack.runtime.threads import in_parallel
 
 from .backend import Found, OneTier, Stored
 from .breaker import Breaker, Guard
+from .expiry import MAX_TTL, pass_seconds
 from .forms import PLAIN, Kind
 from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .lease import NoLease
 from .objects import SCHEMES, Objects
-from .uses import Uses, eviction_order, order_of, record_name
+from .uses import INTERVAL_SECONDS, Uses, eviction_order, merged, order_of, record_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .counters import Counters
     from .forms import Form
     from .lease import Lease
+    from .uses import Use
 
 REQUESTS = 16
 """The most concurrent requests."""
@@ -68,7 +70,8 @@ class ObjectStore(OneTier):
 
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; others
     are taken from the environment, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every
-    writer counts again each minute; ``timeout`` the most seconds per request. Raises what ``Objects`` raises.
+    writer counts again each minute; ``ttl`` the seconds after which an entry that this store has put or used, and nobody since, expires;
+    ``timeout`` the most seconds per request. Raises what ``Objects`` raises.
     """
 
     private = False
@@ -80,6 +83,7 @@ class ObjectStore(OneTier):
         form: Form = PLAIN,
         *,
         max_bytes: int | None = None,
+        ttl: int | None = None,
         timeout: float = 5.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -87,22 +91,29 @@ class ObjectStore(OneTier):
         self._counters, self._form, self._max_bytes = counters, form, max_bytes
         self._breaker = Breaker()
         self._guard = Guard(self._breaker, counters, self._objects.errors, self._objects.refusals)
-        self._uses = Uses()
+        self._ttl = None if ttl is None else min(ttl, MAX_TTL)
+        self._uses = Uses(INTERVAL_SECONDS if ttl is None else min(INTERVAL_SECONDS, pass_seconds(ttl)))
         self._lock = Lock()
+        self._expiry_lock = Lock()
+        self._expired: set[bytes] = set()
+        self._looked: float | None = None
         self._total = 0
         self._seen: dict[bytes, tuple[bytes, float]] = {}
         self._counted: float | None = None
 
     def present(self, keys: Sequence[bytes]) -> int:
+        keys = self._unexpired(keys)
         with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, REQUESTS)) as kinds:
             return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
-        return [kind is Kind.READABLE for kind in in_parallel(lambda key: self._kind(_name(key)), keys, REQUESTS)]
+        expired = self._look_for_expired()
+        kinds = in_parallel(lambda key: None if key in expired else self._kind(_name(key)), keys, REQUESTS)
+        return [kind is Kind.READABLE for kind in kinds]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         found: list[Data] = []
-        with contextlib.closing(in_parallel(self.peek, keys, REQUESTS)) as entries:
+        with contextlib.closing(in_parallel(self.peek, self._unexpired(keys), REQUESTS)) as entries:
             for data in entries:
                 if data is None:
                     break
@@ -110,9 +121,13 @@ class ObjectStore(OneTier):
         return found
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+        expired = self._look_for_expired()
+
         def find(asked: tuple[bytes, int]) -> Found | None:
             key, tier = asked
-            data = self._guard.ask("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None) if tier < 0 else None
+            if tier >= 0 or key in expired:
+                return None
+            data = self._guard.ask("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None)
             return None if data is None else Found(data, 0)
 
         return [*in_parallel(find, zip(keys, beyond, strict=True), REQUESTS)]
@@ -137,6 +152,10 @@ class ObjectStore(OneTier):
         if True in stored:
             last = max(place for place, there in zip(entries, stored, strict=True) if there)
             self.touch(chain[: last + 1], now_ns)
+            if self._ttl is not None:
+                # What no record names does not expire.
+                self._record_uses()
+                self._remove_expired()
         return stored
 
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
@@ -164,6 +183,8 @@ class ObjectStore(OneTier):
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         # By the store's clock: its users' clocks may differ.
         self._uses.note(chain)
+        with self._expiry_lock:
+            self._expired = self._expired.difference(chain) if self._expired else self._expired
         if self._uses.due():
             self._record_uses()
 
@@ -177,7 +198,7 @@ class ObjectStore(OneTier):
     def list(self) -> Iterator[Stored]:
         last = self._last_uses(self._records())
         for key, size, put_ns in self._entries() or ():
-            yield Stored(key, size, max(put_ns, last.get(key, 0)))
+            yield Stored(key, size, max(put_ns, last[key].used_ns if key in last else 0))
 
     def size(self) -> tuple[int, int]:
         sizes = [size for _, size, _ in self._entries() or ()]
@@ -241,10 +262,11 @@ class ObjectStore(OneTier):
         return NoLease() if new is None else _ObjectLease(self, name, token)
 
     def collect(self) -> None:
-        """Count the entries, evict those above the budget, and merge all records of uses into one."""
+        """Remove what has expired, count the entries, evict those above the budget, and merge the records of uses."""
+        self._record_uses()
+        self._remove_expired(now=True)
         with self._lock:
             self._evict(self._max_bytes, set())
-        self._record_uses()
         self._merge_records()
 
     def close(self) -> None:
@@ -314,24 +336,55 @@ class ObjectStore(OneTier):
         self._counters.add("evicted_bytes", sum(freed))
 
     def _record_uses(self) -> None:
-        record = self._uses.take()
-        if record and self._guard.ask("touch", lambda: self._objects.put(_USES + record_name(), record), False) and not randrange(_MERGE):
+        record, name = self._uses.take(), _USES + record_name(self._ttl)
+        if record and self._guard.ask("touch", lambda: self._objects.put(name, record), False) and not randrange(_MERGE):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Merge all records into one, without entries that are gone."""
+        """Merge the records of about one age, without entries that are gone."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
         there = {key for key, _, _ in entries}
-        merged = b"".join(key for key in self._last_uses(records) if key in there)
-        if self._guard.ask("collect", lambda: self._objects.put(_USES + record_name(), merged), False):
+        kept = merged({key: use for key, use in self._last_uses(records).items() if key in there}, time.time_ns())
+        if len(kept) < len(records) and all(in_parallel(lambda name: self._put_record(name, kept[name]), kept, PUTS)):
             list(in_parallel(self._remove, [name for name, _, _ in records], REQUESTS))
+
+    def _put_record(self, name: str, record: bytes) -> bool:
+        return self._guard.ask("collect", lambda: self._objects.put(_USES + name, record), False)
+
+    def _unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The leading keys of entries that have not expired."""
+        expired = self._look_for_expired()
+        return keys[: next((number for number, key in enumerate(keys) if key in expired), len(keys))]
+
+    def _look_for_expired(self, *, now: bool = False) -> set[bytes]:
+        """The keys of entries that have expired, as they were a short time ago, or ``now``; otherwise none for a store without ``ttl``."""
+        with self._expiry_lock:
+            late = self._looked is None or time.monotonic() - self._looked >= pass_seconds(self._ttl or 1)
+            if not now and (self._ttl is None or not late):
+                return self._expired
+            # Other threads go on with what was known.
+            self._looked = time.monotonic()
+        at = time.time_ns()
+        expired = {key for key, use in self._last_uses(self._records()).items() if use.expired(at)}
+        pins = self._pins() if expired else ()
+        expired = set() if pins is None else expired.difference(self._uses.noted(), *(pin.chain for pin in pins))
+        with self._expiry_lock:
+            self._expired = expired
+        return expired
+
+    def _remove_expired(self, *, now: bool = False) -> None:
+        expired = self._look_for_expired(now=now)
+        if expired:
+            self._counters.add("expired_entries", len(self.delete(sorted(expired))))
+            with self._expiry_lock:
+                self._expired = self._expired - expired
 
     def _records(self) -> Listing:
         return self._names("list", _USES) or []
 
-    def _last_uses(self, listed: Listing) -> dict[bytes, int]:
+    def _last_uses(self, listed: Listing) -> dict[bytes, Use]:
         records = zip(listed, self._read_all(listed), strict=True)
         return order_of([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 

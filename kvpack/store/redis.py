@@ -201,7 +201,7 @@ class Redis(OneTier):
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         field = keys[-1] + owner_digest(hold.owner)
-        return self._client.ask("pin", "HSET", HOLDS, field, hold_bytes(keys, hold), check=integer) is not None
+        return self._client.call("pin", field, hold_bytes(keys, hold), b"".join(keys), hold.until) is not None
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         if owner is not None:

@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning, MissingPackag
 from .breaker import Breaker, Guard
 from .redis_answers import integer, integers, member_list, numbers, page, progress, sizes_and_uses
 from .redis_limits import limited
-from .redis_scripts import DELETE, FORGET, KEYS, LOOK, PUT, RECOUNT, RELEASE, ROOM, SIZE, SUM, USE
+from .redis_scripts import DELETE, FORGET, KEYS, LOOK, PIN, PUT, RECOUNT, RELEASE, ROOM, SIZE, SUM, USE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SCRIPTS = {
     **{"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "forget": FORGET, "list": LOOK},
-    **{"size": SIZE, "count": RECOUNT, "sum": SUM, "release": RELEASE},
+    **{"size": SIZE, "count": RECOUNT, "sum": SUM, "pin": PIN, "release": RELEASE},
 }
 _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "room": integers(4),
@@ -35,6 +35,7 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "count": page,
     "forget": integer,
     "sum": progress,
+    "pin": integer,
     "release": integer,
 }
 """The check of each script's answer; that of "put" depends on what is put."""

@@ -90,24 +90,13 @@ local function sound()
 end
 """
 
-TOUCH = """
-local function touch(chain, seconds, before, now)
-    for depth = 1, #chain / 32 do
-        local key = string.sub(chain, 32 * depth - 31, 32 * depth)
-        redis.call('ZADD', KEYS[1], 'XX', 'GT', string.format('%.0f', now - before - depth), key)
-        if seconds ~= '' then redis.call('EXPIRE', entry(key), seconds) end
+# ``pinned_until`` is when the last pin of a key ends, in seconds since 1970, or nothing.
+PINNED = """
+local function keys_of(text, ends, finish)
+    for at = 1, #text, 32 do
+        local key = string.sub(text, at, at + 31)
+        ends[key] = math.max(ends[key] or 0, finish)
     end
-end
-"""
-
-# Removes what was used longest ago, except what is kept or pinned, until what is counted fits below ``most``: at most a page of entries.
-# ``first`` is how many of the oldest are known to be kept. Returns 1 if it fits, 0 if nothing more can go, 3 at the end of the page,
-# then entries evicted, their bytes, and ``first``.
-EVICT = """
-local PAGE, STEP = 200, 20
-
-local function keys_of(text, kept)
-    for at = 1, #text, 32 do kept[string.sub(text, at, at + 31)] = true end
 end
 
 local pins
@@ -117,21 +106,50 @@ local function add_hold(field, hold, now)
     local finish = 0
     for at = 16, 9, -1 do finish = 256 * finish + string.byte(hold, at) end
     if finish > now then
-        keys_of(string.sub(hold, 19 + string.byte(hold, 17) + 256 * string.byte(hold, 18)), pins)
+        keys_of(string.sub(hold, 19 + string.byte(hold, 17) + 256 * string.byte(hold, 18)), pins, finish)
     else
         redis.call('HDEL', KEYS[8], field)
     end
 end
 
-local function is_pinned(key)
+local function pinned_until(key)
     if not pins then
         pins = {}
-        for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do keys_of(pinned, pins) end
+        for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do keys_of(pinned, pins, math.huge) end
         local holds, now = redis.call('HGETALL', KEYS[8]), tonumber(redis.call('TIME')[1])
         for at = 1, #holds, 2 do add_hold(holds[at], holds[at + 1], now) end
     end
     return pins[key]
 end
+
+-- An entry expires so many seconds after its last use, and not before its last pin ends; without seconds it does not expire.
+local function expire(key, seconds, now)
+    local finish = seconds ~= '' and pinned_until(key) or 0
+    if seconds == '' or finish >= 1e11 then
+        redis.call('PERSIST', entry(key))
+    elseif finish > now / 1000000 + seconds then
+        redis.call('EXPIREAT', entry(key), string.format('%.0f', finish))
+    else
+        redis.call('EXPIRE', entry(key), seconds)
+    end
+end
+"""
+
+TOUCH = """
+local function touch(chain, seconds, before, now)
+    for depth = 1, #chain / 32 do
+        local key = string.sub(chain, 32 * depth - 31, 32 * depth)
+        redis.call('ZADD', KEYS[1], 'XX', 'GT', string.format('%.0f', now - before - depth), key)
+        expire(key, seconds, now)
+    end
+end
+"""
+
+# Removes what was used longest ago, except what is kept or pinned, until what is counted fits below ``most``: at most a page of entries.
+# ``first`` is how many of the oldest are known to be kept. Returns 1 if it fits, 0 if nothing more can go, 3 at the end of the page,
+# then entries evicted, their bytes, and ``first``.
+EVICT = """
+local PAGE, STEP = 200, 20
 
 local function evict(most, kept, first)
     local looked, evicted, bytes = 0, 0, 0
@@ -143,7 +161,7 @@ local function evict(most, kept, first)
         for _, key in ipairs(oldest) do
             if excess <= bytes then break end
             looked = looked + 1
-            if kept[key] or is_pinned(key) then
+            if kept[key] or pinned_until(key) then
                 first = first + 1
             else
                 local _, freed = remove(key)
@@ -162,6 +180,7 @@ end
 PUT = (
     BEGIN
     + SOUND
+    + PINNED
     + TOUCH
     + EVICT
     + """
@@ -181,7 +200,7 @@ local function put(place, entry_bytes)
     -- Counted before it is there: an entry that nobody counts would never go. A server without memory refuses this first write.
     count(key, #entry_bytes, now)
     if most then
-        keys_of(string.sub(chain, 32 * noted + 1, 32 * place), kept)
+        keys_of(string.sub(chain, 32 * noted + 1, 32 * place), kept, 1)
         noted = place
         local fits, more, freed = evict(most, kept, 0)
         evicted, bytes = evicted + more, bytes + freed
@@ -215,16 +234,36 @@ return {evicted, bytes, message, results}
 # ARGV: most bytes, chain to keep, how many of the oldest are known to be kept. Returns as ``evict``.
 ROOM = (
     BEGIN
+    + PINNED
     + EVICT
     + """
 local kept = {}
-keys_of(ARGV[2], kept)
+keys_of(ARGV[2], kept, 1)
 return {evict(tonumber(ARGV[1]), kept, tonumber(ARGV[3]))}
 """
 )
 
 # ARGV: a part of a chain, seconds to live or '', how many keys of the chain are before it.
-USE = BEGIN + TOUCH + "touch(ARGV[1], ARGV[2], tonumber(ARGV[3]), microseconds()) return 1"
+USE = BEGIN + PINNED + TOUCH + "touch(ARGV[1], ARGV[2], tonumber(ARGV[3]), microseconds()) return 1"
+
+# ARGV: the name of a pin, its bytes, its chain, and its end in seconds since 1970. Entries that expire do not before then.
+PIN = (
+    BEGIN
+    + """
+redis.call('HSET', KEYS[8], ARGV[1], ARGV[2])
+local now = tonumber(redis.call('TIME')[1])
+for at = 1, #ARGV[3], 32 do
+    local name = entry(string.sub(ARGV[3], at, at + 31))
+    local left = redis.call('TTL', name)
+    if left >= 0 and tonumber(ARGV[4]) >= 1e11 then
+        redis.call('PERSIST', name)
+    elseif left >= 0 and now + left < tonumber(ARGV[4]) then
+        redis.call('EXPIREAT', name, ARGV[4])
+    end
+end
+return 1
+"""
+)
 
 # ARGV: keys, one after the other. Returns those of the entries that there were.
 DELETE = (

@@ -61,10 +61,11 @@ class Store:
     evicts nothing, and what does not fit its own is not stored.
 
     - A folder of another user is only read, as copies; a folder that others may write to is refused (spec/store.md, Trust).
+    - ``ttl`` are the seconds after which an entry expires that was saved or loaded by this store, and by nobody since; the last user
+      decides. Pinned entries stay. Expired entries of folders and object stores are removed by ``save`` of such stores, and ``collect``.
     - A folder also takes ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk
       before ``save`` returns.
-    - A Redis server takes ``ttl``, the seconds after which an unused entry expires, and ``timeout``, the most seconds per
-      request (default: 1).
+    - A Redis server takes ``timeout``, the most seconds per request (default: 1).
     - An object store takes ``timeout`` (default: 5), and ``storage_options``, the settings of obstore by name, such as endpoint;
       others are taken from the environment. Each writer counts its bytes every minute, and not at every put.
 

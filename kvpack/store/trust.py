@@ -81,7 +81,7 @@ class Trust:
     def opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
         """The descriptor and the status of a regular file below the root, open for reading. Raises OSError and Untrusted."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = self._open(path)
         except OSError as error:
             # The path is a link or a socket.
             if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -96,6 +96,14 @@ class Trust:
             yield descriptor, status
         finally:
             os.close(descriptor)
+
+    def _open(self, path: str) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        if self.private:
+            # The access time is when an entry expires (expiry.py). Only the file's owner may keep it as it is.
+            with contextlib.suppress(PermissionError):
+                return os.open(path, flags | getattr(os, "O_NOATIME", 0))
+        return os.open(path, flags)
 
     def check_folder(self, folder: str) -> None:
         """Raise Untrusted unless a folder below the root, and every folder between, is writable by its owner alone. Raises OSError."""

@@ -2,33 +2,51 @@
 
 Every user notes the chains that it uses and periodically puts a record of them next to the entries: keys, the least recently
 used first, and so every entry before its ancestors. The store's own clock dates a record. An evicting writer reads all records
-and replaces them by one (spec/store.md, Object stores).
+and merges them (spec/store.md, Object stores). The name of a record says after how many seconds its entries expire.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.runtime.locks import Lock
 
 from .keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 INTERVAL_SECONDS = 60.0
 """The time between two records of a user; a crash loses the uses noted since the last."""
 GRACE_NS = 3600 * 10**9
 """An entry that no record names may await its writer's next record if it is younger than this."""
 _MOST_NOTED = 65_536
+SECOND_NS = 10**9
+_AGES = 1.25
+"""Uses whose ages differ by less than this factor may become one record."""
+_RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merged>-merged)?")
+
+
+class Use(NamedTuple):
+    """When an entry was last used, in nanoseconds since 1970, and the seconds after which it expires then, if it does."""
+
+    used_ns: int
+    ttl: int | None
+
+    def expired(self, now_ns: int) -> bool:
+        """Whether the entry has expired."""
+        return self.ttl is not None and self.used_ns + self.ttl * SECOND_NS <= now_ns
 
 
 class Uses:
-    """The chains that one user has used since its last record. Safe to use from any thread."""
+    """The chains that one user has used since its last record, which it puts every ``interval`` seconds. Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float = INTERVAL_SECONDS) -> None:
+        self._interval = interval
         # A dict keeps the order of insertion: the most recently used key is last.
         self._noted: dict[bytes, None] = {}
         self._since = time.monotonic()
@@ -46,8 +64,13 @@ class Uses:
     def due(self) -> bool:
         """Whether a record should be put."""
         with self._lock:
-            waited = time.monotonic() - self._since >= INTERVAL_SECONDS
+            waited = time.monotonic() - self._since >= self._interval
             return bool(self._noted) and (waited or len(self._noted) >= _MOST_NOTED)
+
+    def noted(self) -> set[bytes]:
+        """The keys that are in no record yet."""
+        with self._lock:
+            return {*self._noted}
 
     def take(self) -> bytes:
         """The record of the noted uses, which are then forgotten; empty if there are none."""
@@ -56,26 +79,45 @@ class Uses:
         return b"".join(noted)
 
 
-def record_name() -> str:
-    """A new name for a record: of two records of a user with the same time, the later one sorts later."""
-    return f"{time.time_ns():020d}-{os.urandom(8).hex()}"
+def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
+    """A new name for a record of uses after which entries expire in ``ttl`` seconds.
 
-
-def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, int]:
-    """The keys of all records with the times of their last uses, the least recently used first.
-
-    ``records`` are (time, name, record); a record with an incomplete last key counts up to that key.
+    Of two records of a user with the same time, the later one sorts later. One that merges others is named by the time of its last use.
     """
-    last: dict[bytes, int] = {}
-    for used_ns, _, record in sorted(records):
+    expires = "" if ttl is None else f"-ttl{ttl}"
+    merged = "" if merged_ns is None else "-merged"
+    return f"{time.time_ns() if merged_ns is None else merged_ns:020d}-{os.urandom(8).hex()}{expires}{merged}"
+
+
+def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
+    """The keys of all records with their last uses, the least recently used first.
+
+    ``records`` are (time of its put, name, record); a record with an incomplete last key counts up to that key.
+    """
+    dated = []
+    for put_ns, name, record in records:
+        found = _RECORD.fullmatch(name.rpartition("/")[2])
+        used_ns = min(put_ns, int(found["time"])) if found and found["merged"] else put_ns
+        dated.append((used_ns, name, record, int(found["ttl"]) if found and found["ttl"] else None))
+    last: dict[bytes, Use] = {}
+    for used_ns, _, record, ttl in sorted(dated, key=lambda one: one[:2]):
         for at in range(0, len(record) - KEY_BYTES + 1, KEY_BYTES):
             key = record[at : at + KEY_BYTES]
             last.pop(key, None)
-            last[key] = used_ns
+            last[key] = Use(used_ns, ttl)
     return last
 
 
-def eviction_order(entries: Iterable[tuple[bytes, int]], last: dict[bytes, int], now_ns: int) -> list[bytes]:
+def merged(last: Mapping[bytes, Use], now_ns: int) -> dict[str, bytes]:
+    """The records, by name, that say what ``last`` does, the least recently used first: one for all uses of about one age."""
+    groups: dict[tuple[int, int | None], list[bytes]] = {}
+    for key, use in last.items():
+        age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
+        groups.setdefault((int(math.log(age, _AGES)), use.ttl), []).append(key)
+    return {record_name(ttl, last[keys[-1]].used_ns): b"".join(keys) for (_, ttl), keys in groups.items()}
+
+
+def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, Use], now_ns: int) -> list[bytes]:
     """The keys of ``entries`` (key, time of its put), in the order of eviction: leaves before their ancestors.
 
     An entry that no record names is from a writer that died, or that has yet to record it. Such entries go the newest first,

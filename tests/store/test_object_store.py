@@ -183,7 +183,7 @@ def test_the_budget_holds_and_leaves_go_first(place: Any, monkeypatch: pytest.Mo
 
 
 def test_uses_are_merged_into_one_record(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "INTERVAL_SECONDS", 0)
+    monkeypatch.setattr(object_store, "INTERVAL_SECONDS", 0)
     monkeypatch.setattr(object_store, "_MERGE", 10**40)
     store = opened(place)
     for seed in range(4):
@@ -380,7 +380,7 @@ def test_a_fork_is_a_miss_and_hangs_nobody(server: Server) -> None:
 @pytest.mark.scenario
 def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
-    monkeypatch.setattr(uses, "INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(object_store, "INTERVAL_SECONDS", 0.05)
     check_hits_of_an_unsteady_server(server, lambda: at(server, max_bytes=100_000, timeout=0.5), steps=4, seconds=0.4)
 
 
@@ -390,7 +390,6 @@ def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server
         ("s3://", {}, "location 's3://' or its storage_options are invalid"),
         ("s3://bucket", {"storage_options": {"endpint": "x"}}, "Configuration key: 'endpint' is not valid"),
         ("s3://bucket", {"durable": True}, "an object store has no option durable"),
-        ("s3://bucket", {"ttl": 5}, "an object store has no option ttl"),
         ("folder", {"storage_options": {}}, "a folder has no option storage_options"),
         ("ftp://host/x", {}, r"has the scheme 'ftp://', expected one of redis://.*s3://"),
         ("file://host/x", {}, "names the host 'host'"),

@@ -245,7 +245,7 @@ def test_caches_that_are_no_prefix_of_the_identity_are_refused(made: Any, messag
         ({"chunk": 32.0}, "chunk is 32.0"),
         ({"max_bytes": -1}, "max_bytes is -1"),
         ({"min_free": "1G"}, "min_free is '1G'"),
-        ({"ttl": 60}, "a folder has no option ttl"),
+        ({"timeout": 60}, "a folder has no option timeout"),
     ],
     ids=str,
 )

@@ -1,0 +1,93 @@
+"""Entries of a folder that expire: an end for each entry, which needs no file of its own (spec/store.md, Expiry).
+
+An entry with an end has an access time that is later than its modification time, the last use, by a whole number of seconds. The
+difference is the ``ttl`` of the store that used the entry last.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from .folder import ENTRY_FOLDERS
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Sequence
+
+    from .counters import Counters
+    from .folder import Folder
+    from .pins import Pins
+
+SECOND_NS = 10**9
+MAX_TTL = 10**9
+"""The longest ``ttl`` in seconds, 31 years: times after it are beyond what some file systems keep."""
+_STEP_SECONDS = 0.005
+"""How long a put looks for expired entries."""
+_SHARE = 64
+"""A store spends at most one part in so many of its time on that."""
+_SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
+
+
+def pass_seconds(ttl: int) -> float:
+    """How often everything is looked through for expired entries."""
+    return min(max(ttl / 8, _SHORTEST_PASS), _LONGEST_PASS)
+
+
+def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
+    """The access and the modification time of an entry that was used at ``used_ns``."""
+    return used_ns + (0 if ttl is None else min(ttl, MAX_TTL) * SECOND_NS), used_ns
+
+
+def has_expired(status: os.stat_result) -> bool:
+    """Whether an entry has an end, and that has passed."""
+    lasts = status.st_atime_ns - status.st_mtime_ns
+    # A file system that keeps whole seconds only tells nothing of ends.
+    return lasts > 0 and lasts % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()
+
+
+class Expiry:
+    """Removes the expired entries of ``folder``, of whoever stored them, by ``delete``; pinned entries stay.
+
+    ``step`` is called at every put, and does a little from time to time, unless ``ttl`` is None. No lock is held meanwhile.
+    """
+
+    def __init__(
+        self, folder: Folder, pins: Pins, counters: Counters, delete: Callable[[Sequence[bytes]], set[bytes]], ttl: int | None
+    ) -> None:
+        self._folder, self._pins, self._counters, self._delete = folder, pins, counters, delete
+        self._ttl = ttl
+        self._due = self._begun = 0.0
+        self._next = 0
+
+    def step(self) -> None:
+        """Look through some of the folders, if it is time to."""
+        now = time.monotonic()
+        if self._ttl is None or now < self._due:
+            return
+        if self._next == 0:
+            self._begun = now
+        while self._next < len(ENTRY_FOLDERS) and time.monotonic() < now + _STEP_SECONDS:
+            self._look(self._next)
+            self._next += 1
+        ended = time.monotonic()
+        self._due = ended + _SHARE * (ended - now)
+        if self._next == len(ENTRY_FOLDERS):
+            self._next = 0
+            self._due = max(self._due, self._begun + pass_seconds(self._ttl))
+
+    def all(self) -> None:
+        """Look through all folders, for stores without ``ttl`` too."""
+        for number in range(len(ENTRY_FOLDERS)):
+            self._look(number)
+
+    def _look(self, number: int) -> None:
+        expired = [key for key, status in self._folder.entries_of(number) if has_expired(status)]
+        if not expired:
+            return
+        try:
+            pinned = self._pins.keys()
+        except OSError as error:
+            self._counters.fault("pinned", error)
+            return
+        self._counters.add("expired_entries", len(self._delete([key for key in expired if key not in pinned])))

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping, Set
 from typing import Any
 
-from .errors import InvalidParameter
+from .errors import InvalidType
 
 _SHOWN = 80
 """The most characters of a value in a message."""
@@ -33,43 +33,43 @@ def shown(value: Any) -> str:
 
 
 def integer(value: Any, what: str) -> int:
-    """``value`` as an integer. Raises InvalidParameter; ``what`` names the value in the message."""
+    """``value`` as an integer. Raises InvalidType; ``what`` names the value in the message."""
     if type(value) is int:
         return value
     try:
         # Tensors on the meta device and arrays of several values have an index that fails.
         return int(operator.index(value))
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidParameter(f"{what} is {shown(value)}, expected an integer") from None
+        raise InvalidType(f"{what} is {shown(value)}, expected an integer") from None
 
 
 def check_flag(value: Any, what: str) -> None:
-    """Raise InvalidParameter unless ``value`` is True or False: text such as "no" would count as true."""
+    """Raise InvalidType unless ``value`` is True or False: text such as "no" would count as true."""
     if type(value).__name__ not in _FLAGS and not (type(value) is int and value in (0, 1)):
-        raise InvalidParameter(f"{what} is {shown(value)}, expected True or False")
+        raise InvalidType(f"{what} is {shown(value)}, expected True or False")
 
 
 def check_callback(value: Any, what: str = "progress") -> None:
-    """Raise InvalidParameter unless ``value`` is None or can be called."""
+    """Raise InvalidType unless ``value`` is None or can be called."""
     if value is not None and not callable(value):
-        raise InvalidParameter(f"{what} is {shown(value)}, expected a function that takes the numbers done and total, or None")
+        raise InvalidType(f"{what} is {shown(value)}, expected a function that takes the numbers done and total, or None")
 
 
 def check_mapping(value: Any, what: str, example: str) -> None:
-    """Raise InvalidParameter unless ``value`` is None or a map; ``example`` is one."""
+    """Raise InvalidType unless ``value`` is None or a map; ``example`` is one."""
     if value is not None and not isinstance(value, Mapping):
-        raise InvalidParameter(f"{what} is {shown(value)}, expected a map such as {example}")
+        raise InvalidType(f"{what} is {shown(value)}, expected a map such as {example}")
 
 
 def items(value: Any, what: str, expected: str) -> list[Any]:
-    """The items of a list, a tuple, an array or another sequence. Raises InvalidParameter; ``expected`` says what the items are."""
+    """The items of a list, a tuple, an array or another sequence. Raises InvalidType; ``expected`` says what the items are."""
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return list(value)
-    raise InvalidParameter(f"{what} is {shown(value)}, expected a list of {expected}")
+    raise InvalidType(f"{what} is {shown(value)}, expected a list of {expected}")
 
 
 def check_text(value: Any, what: str) -> None:
-    """Raise InvalidParameter unless ``value`` is text."""
+    """Raise InvalidType unless ``value`` is text."""
     if not isinstance(value, str):
-        raise InvalidParameter(f"{what} is {shown(value)}, expected text")
+        raise InvalidType(f"{what} is {shown(value)}, expected text")

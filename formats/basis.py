@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import InvalidShape, MissingBasis
+from .errors import InvalidParameter, MissingBasis
 from .inverses import check_reach, inverse_of
 from .lazy import torch
 
@@ -61,12 +61,12 @@ def run_slice(run: int, dim: int) -> slice:
 class BasisRows:
     """The rows of one layer and side as float32 ``[batch or 1, kv_head, row, dim]``, and the parts of them.
 
-    Raises InvalidShape for fewer than ``rows_of(dim)`` rows.
+    Raises InvalidParameter for fewer than ``rows_of(dim)`` rows.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
         if rows.dim() != 4 or rows.shape[2] < rows_of(rows.shape[3]):
-            raise InvalidShape(f"a basis of shape {list(rows.shape)}, expected [batch, kv_head, at least {rows_of(rows.shape[-1])}, dim]")
+            raise InvalidParameter(f"a basis has shape {list(rows.shape)}, expected [batch, kv_head, >= {rows_of(rows.shape[-1])}, dim]")
         self.rows = rows
         self._elsewhere: dict[str, BasisRows] = {}
 
@@ -79,9 +79,9 @@ class BasisRows:
         return self.rows.shape[3]
 
     def of_heads(self, heads: int) -> BasisRows:
-        """These rows, which are those of ``heads`` heads. Raises InvalidShape for any other number."""
+        """These rows, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads != heads:
-            raise InvalidShape(f"a basis of {self.heads} heads, and the values have {heads}")
+            raise InvalidParameter(f"a basis of {self.heads} heads, and the values have {heads}")
         return self
 
     @cached_property

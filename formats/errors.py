@@ -1,4 +1,4 @@
-"""The errors that kvpack raises: one flat hierarchy, one class per cause.
+"""The errors that kvpack raises: one flat hierarchy, one class per cause, each also the built-in class that callers catch.
 
 A message names what was wrong, where, the rule, and both values (found and expected).
 The command line prints the same message and exits with the class's ``exit_code``:
@@ -45,101 +45,79 @@ class MissingPackage(KvpackError, ImportError):
     exit_code = 3
 
 
-class WriteFailed(KvpackError):
-    """The file could not be written; the old file, if any, is untouched."""
+class WriteFailed(KvpackError, OSError):
+    """The file could not be written; the old file, if any, is untouched. ``filename`` and ``errno`` are set where they are known."""
 
     exit_code = 3
 
-
-class NotWritable(WriteFailed, PermissionError):
-    """The file or its folder is read-only; ``filename`` is the path."""
-
-    def __init__(self, message: str = "", *, filename: str | None = None, number: int = errno.EACCES) -> None:
+    def __init__(self, message: str = "", *, filename: str | None = None, number: int | None = None) -> None:
         super().__init__(message)
-        self.errno, self.strerror, self.filename = number, os.strerror(number), filename
+        self.errno, self.strerror, self.filename = number, None if number is None else os.strerror(number), filename
 
     def __str__(self) -> str:
         # OSError would build its own message from the three attributes.
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _not_writable, (self.args[0], self.filename, self.errno)
+        return _write_failed, (self.args[0], self.filename, self.errno)
 
 
-class NotKvpack(KvpackError):
+class NotKvpack(KvpackError, ValueError):
     """The bytes are not a kvpack file (empty, another format, another safetensors file)."""
 
 
-class Truncated(KvpackError):
+class Truncated(KvpackError, ValueError):
     """The file ends before, or goes on after, what its header declares."""
 
 
-class UnsupportedVersion(KvpackError):
+class UnsupportedVersion(KvpackError, ValueError):
     """The file was written by a newer kvpack, or needs a feature this one lacks."""
 
 
-class UnknownCodec(KvpackError):
+class UnknownCodec(KvpackError, ValueError):
     """The header names a codec that this kvpack does not know."""
 
 
-class MissingBasis(KvpackError):
+class MissingBasis(KvpackError, ValueError):
     """A side needs a basis that the reader was not given; the message names its digest."""
 
 
-class InvalidHeader(KvpackError):
+class InvalidHeader(KvpackError, ValueError):
     """The header breaks a rule of the format."""
 
 
-class InvalidPayload(KvpackError):
+class InvalidPayload(KvpackError, ValueError):
     """A stored tensor breaks a rule of its codec (a digit, a spare bit, a non-finite scale)."""
 
 
-class DigestMismatch(KvpackError):
+class DigestMismatch(KvpackError, ValueError):
     """Stored bytes do not match their digest: the file is damaged."""
 
 
-class Undecryptable(KvpackError):
+class Undecryptable(KvpackError, ValueError):
     """No available key decrypts a store entry, or an entry is not encrypted in a store where every entry must be."""
 
 
-class LimitExceeded(KvpackError):
+class LimitExceeded(KvpackError, ValueError, MemoryError):
     """A declared size exceeds a limit of the format or of the caller."""
 
 
-class InvalidShape(KvpackError):
-    """A tensor has the wrong rank, or tensors have incompatible shapes."""
+class InvalidParameter(KvpackError, ValueError):
+    """An argument, a recipe or a tensor is not one that the call takes: a range, a shape, a value, a name."""
 
     exit_code = 2
 
 
-class InvalidDtype(KvpackError):
-    """A tensor has a dtype that the operation does not accept."""
-
-    exit_code = 2
+class InvalidType(InvalidParameter, TypeError):
+    """An argument has another type, or a tensor another dtype, than the call takes."""
 
 
-class NonFinite(KvpackError):
-    """NaN or infinity where a lossy codec would have to encode it."""
-
-    exit_code = 2
+class OutOfRange(InvalidParameter):
+    """A value is too large for the width that the codec stores it in: kvpack itself tells it apart, to encode another way."""
 
 
-class OutOfRange(KvpackError):
-    """A value is too large for the width that the codec stores it in."""
-
-    exit_code = 2
-
-
-class InvalidParameter(KvpackError):
-    """A codec parameter or an argument is outside its range."""
-
-    exit_code = 2
-
-
-class InvalidRecipe(KvpackError):
-    """A recipe string does not parse, or names something unknown."""
-
-    exit_code = 2
+class NotConsecutive(InvalidParameter):
+    """Caches are not consecutive, or differ in model, layers or codec: stores tell it apart, as damage of an entry."""
 
 
 class OutOfBounds(KvpackError, IndexError):
@@ -148,15 +126,9 @@ class OutOfBounds(KvpackError, IndexError):
     exit_code = 2
 
 
-class NotConsecutive(KvpackError):
-    """Pages are not consecutive, or differ in model, layers or codec."""
-
-    exit_code = 2
-
-
 def _missing_file(message: str, filename: str | None, number: int) -> MissingFile:
     return MissingFile(message, filename=filename, number=number)
 
 
-def _not_writable(message: str, filename: str | None, number: int) -> NotWritable:
-    return NotWritable(message, filename=filename, number=number)
+def _write_failed(message: str, filename: str | None, number: int | None) -> WriteFailed:
+    return WriteFailed(message, filename=filename, number=number)

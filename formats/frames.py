@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import rans
-from .errors import InvalidShape
+from .errors import InvalidParameter
 from .inverses import check_reach, inverse_of
 from .lazy import numpy, torch
 from .tables import TABLES_KEPT
@@ -146,9 +146,9 @@ class Frames:
         return self.count * self.columns // dim
 
     def of_heads(self, heads: int, dim: int) -> Frames:
-        """These frames, which are those of ``heads`` heads. Raises InvalidShape for any other number."""
+        """These frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads(dim) != heads:
-            raise InvalidShape(f"frames of {self.heads(dim)} heads, and the values have {heads}")
+            raise InvalidParameter(f"frames of {self.heads(dim)} heads, and the values have {heads}")
         return self
 
     def rows_on(self, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_fields
 from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
 from .columns import Columns, default_fields
-from .errors import InvalidParameter, InvalidPayload, InvalidShape, OutOfRange
+from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, among, ranged
 from .lazy import functional, numpy, torch
 from .products import product
@@ -192,7 +192,7 @@ class Klt(CodecFamily):
         return found
 
     def parts(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
-        """The rows of the basis for ``streams``, on their device. Raises MissingBasis, and InvalidShape for another number of heads."""
+        """The rows of the basis for ``streams``, on their device. Raises MissingBasis, and InvalidParameter for another number of heads."""
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
         some = next(iter(streams.values()))
@@ -201,7 +201,7 @@ class Klt(CodecFamily):
     def given(self, streams: Mapping[str, torch.Tensor]) -> Klt:
         """The same codec with its rows as ``source``, named by their own digest where they are in ``streams`` and not in the basis.
 
-        Raises MissingBasis, and InvalidShape for another number of heads.
+        Raises MissingBasis, and InvalidParameter for another number of heads.
         """
         parts = self.parts(streams)
         if "rows" not in streams:
@@ -211,13 +211,13 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """The rows that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""
+        """The rows that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
             return self.source.of_heads(heads)
-        except InvalidShape as error:
-            raise InvalidShape(f"the {self.place}: {error}") from None
+        except InvalidParameter as error:
+            raise InvalidParameter(f"the {self.place}: {error}") from None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         batch, heads, _, _ = run.shape
@@ -271,7 +271,7 @@ class Klt(CodecFamily):
     def _encode_heads(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
         batch, heads, tokens, _ = x.shape
         if heads != self.fixed_heads:
-            raise InvalidShape(f"the widths of codec {self.id} are of {self.fixed_heads} heads, and the values have {heads}")
+            raise InvalidParameter(f"the widths of codec {self.id} are of {self.fixed_heads} heads, and the values have {heads}")
         count = head_runs_of(self.dim)
         spare = count * HEAD_RUN_COLUMNS - self.dim
         centred, weights = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Layout, check_range
-from .errors import InvalidDtype
+from .errors import InvalidType
 from .family import CodecFamily
 from .lazy import torch
 
@@ -45,9 +45,9 @@ class Opaque(CodecFamily):
         return {"bytes": Layout("U8", (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The bytes ``x``, uint8 ``[batch, kv_head, token, dim]``. Raises InvalidDtype for any other dtype."""
+        """The bytes ``x``, uint8 ``[batch, kv_head, token, dim]``. Raises InvalidType for any other dtype."""
         if x.dtype != torch.uint8:
-            raise InvalidDtype(f"codec opaque: dtype {x.dtype}, expected uint8: view an engine's slot as its bytes")
+            raise InvalidType(f"codec opaque: dtype {x.dtype}, expected uint8: view an engine's slot as its bytes")
         return {"bytes": x}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from . import rans
 from .base import MAX_DIM, Layout, Run, RunEncoder
 from .basis import DIGEST_BYTES, not_given
-from .errors import InvalidParameter, InvalidPayload, InvalidShape, OutOfRange
+from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, among, ranged
 from .frames import LARGEST_LEVEL, SCALES_PER_OCTAVE
 from .lazy import numpy, torch
@@ -138,13 +138,13 @@ class Transform(CodecFamily):
         return {"words": (halves[..., 0] + (halves[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """The frames that the codec was given. Raises MissingBasis, and InvalidShape for another number of heads."""
+        """The frames that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
             return self.source.of_heads(heads, self.dim)
-        except InvalidShape as error:
-            raise InvalidShape(f"the {self.place}: {error}") from None
+        except InvalidParameter as error:
+            raise InvalidParameter(f"the {self.place}: {error}") from None
 
     def rope_of(self, source: Frames) -> Rope | None:
         """How the side turns by its positions."""

@@ -10,7 +10,7 @@ import torch
 
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import check_flag, shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 
 from .cache.arguments import check_number, integer
 from .cache.layer import Layer
@@ -69,7 +69,7 @@ def attend(
     and within 2e-3 of the exact result. Longer queries of 16 bits, and codecs without kernels, are attended over blocks of tokens
     decoded to the queries' dtype, as exactly as over an unpacked layer. Other queries and other devices use binary32.
     A layer that skipped tokens can be attended only if ``sliding_window`` hides these tokens from every query.
-    Raises InvalidShape, InvalidDtype or InvalidParameter. The query is rotated once and the values are summed in
+    Raises InvalidParameter or InvalidType. The query is rotated once and the values are summed in
     their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
     """
     if sliding_window is not None and type(sliding_window) is not int:
@@ -197,27 +197,27 @@ def cpu_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 def _sides(layer: Any) -> tuple[Side, Side]:
     if not isinstance(layer, Layer):
         hint = "" if hasattr(layer, "recipe") else ": kvpack.pack makes a cache of keys and values, and cache[0] is its first layer"
-        raise InvalidShape(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}{hint}")
+        raise InvalidParameter(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}{hint}")
     if layer.k is None or layer.v is None:
-        raise InvalidShape(f"attention needs keys and values; the layer holds only {', '.join(layer.sides) or 'nothing'}")
+        raise InvalidParameter(f"attention needs keys and values; the layer holds only {', '.join(layer.sides) or 'nothing'}")
     return layer.k, layer.v
 
 
 def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int | None, softcap: float | None, scale: float | None) -> None:
     given: Any = q
     if not isinstance(given, torch.Tensor):
-        raise InvalidDtype(f"q is a {type(given).__name__}, expected a tensor [batch, q_head, q_len, dim]")
+        raise InvalidType(f"q is a {type(given).__name__}, expected a tensor [batch, q_head, q_len, dim]")
     if q.dim() != 4:
-        raise InvalidShape(f"q: rank {q.dim()}, shape {list(q.shape)}; queries are [batch, q_head, q_len, dim]")
+        raise InvalidParameter(f"q: rank {q.dim()}, shape {list(q.shape)}; queries are [batch, q_head, q_len, dim]")
     if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
-        raise InvalidDtype(f"q: dtype {q.dtype}; queries are floating point, of 16 bits or more")
+        raise InvalidType(f"q: dtype {q.dtype}; queries are floating point, of 16 bits or more")
     if q.layout != torch.strided:
-        raise InvalidDtype(f"q: layout {q.layout}; queries are dense: give q.to_dense()")
+        raise InvalidType(f"q: layout {q.layout}; queries are dense: give q.to_dense()")
     if not q.shape[2]:
-        raise InvalidShape(f"q: shape {list(q.shape)}; expected at least one query")
+        raise InvalidParameter(f"q: shape {list(q.shape)}; expected at least one query")
     check_flag(causal, "causal")
     if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
-        raise InvalidShape(
+        raise InvalidParameter(
             f"q: shape {list(q.shape)} does not fit keys [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
             "batch and dim agree, q_head is a multiple of kv_head"
         )
@@ -225,9 +225,9 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         places = f"{k.device} (keys) and {v.device} (values)"
         raise InvalidParameter(f"q is on {q.device}, and the layer is on {places}: move them to one device with q.to(...) or cache.to(...)")
     if v.heads != k.heads:
-        raise InvalidShape(f"keys have {k.heads} heads and values {v.heads}; attention needs the same number of both")
+        raise InvalidParameter(f"keys have {k.heads} heads and values {v.heads}; attention needs the same number of both")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
-        raise InvalidShape(
+        raise InvalidParameter(
             f"q: {q.shape[2]} queries over {k.tokens} tokens; expected at least one causal query, and no more queries than tokens"
         )
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -239,27 +239,27 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
 
 
 def _check_held(queries: int, layer: Layer, sliding_window: int | None, lengths: object) -> None:
-    """Raise InvalidShape if a query sees tokens that the layer no longer holds."""
+    """Raise InvalidParameter if a query sees tokens that the layer no longer holds."""
     if not layer.skipped:
         return
     held = f"the layer holds tokens {layer.skipped} to {layer.seen} of its cache, not those before"
     if lengths is not None:
-        raise InvalidShape(f"{held}; lengths count tokens from the first of the cache, so that all are needed")
+        raise InvalidParameter(f"{held}; lengths count tokens from the first of the cache, so that all are needed")
     first = layer.seen - queries
     if sliding_window is None or first - sliding_window + 1 < layer.skipped:
         seen = "all before it: give sliding_window" if sliding_window is None else f"a window of {sliding_window} tokens"
-        raise InvalidShape(f"{held}; the query of token {first} sees {seen}")
+        raise InvalidParameter(f"{held}; the query of token {first} sees {seen}")
 
 
 def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
     if sink_logits is None:
         return
     if not isinstance(sink_logits, torch.Tensor) or not sink_logits.dtype.is_floating_point:
-        raise InvalidDtype(
+        raise InvalidType(
             f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}; logits of attention sinks are floating point"
         )
     if list(sink_logits.shape) != [q.shape[1]]:
-        raise InvalidShape(f"sink_logits: shape {list(sink_logits.shape)}; there is one for each query head, [{q.shape[1]}]")
+        raise InvalidParameter(f"sink_logits: shape {list(sink_logits.shape)}; there is one for each query head, [{q.shape[1]}]")
 
 
 def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, layer: Layer) -> torch.Tensor | None:
@@ -272,19 +272,19 @@ def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, lay
     given: Any = numbers
     if not isinstance(given, torch.Tensor):
         if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-            raise InvalidDtype(f"{name} is {shown(given)}; it is a list of integers, one for each sequence of the batch")
+            raise InvalidType(f"{name} is {shown(given)}; it is a list of integers, one for each sequence of the batch")
         for number, token in enumerate(given):
             if not isinstance(token, int) or isinstance(token, bool):
-                raise InvalidDtype(f"{name}[{number}] is {shown(token)}; {name} are integers")
+                raise InvalidType(f"{name}[{number}] is {shown(token)}; {name} are integers")
             _check_token(name, number, token, layer.seen)
         given = torch.tensor(list(given), dtype=torch.int64, device="cpu")
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool or given.is_quantized:
-        raise InvalidDtype(f"{name}: dtype {given.dtype}; {name} are integers")
+        raise InvalidType(f"{name}: dtype {given.dtype}; {name} are integers")
     if given.layout != torch.strided or given.is_meta:
-        raise InvalidDtype(f"{name}: layout {given.layout} on {given.device}; {name} are a dense tensor or a list")
+        raise InvalidType(f"{name}: layout {given.layout} on {given.device}; {name} are a dense tensor or a list")
     batch = next(iter(layer.sides.values())).batch
     if list(given.shape) != [batch]:
-        raise InvalidShape(f"{name}: shape {list(given.shape)}; there is one for each sequence of the batch, [{batch}]")
+        raise InvalidParameter(f"{name}: shape {list(given.shape)}; there is one for each sequence of the batch, [{batch}]")
     if given.device.type == "cpu":
         for number, token in enumerate(given.tolist()):
             _check_token(name, number, token, layer.seen)

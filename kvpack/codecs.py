@@ -12,13 +12,13 @@ import re
 from typing import ClassVar
 
 from .formats.arguments import shown
-from .formats.errors import InvalidRecipe
+from .formats.errors import InvalidParameter
 
 _VALUE = re.compile(r"[^\s:;,=]+")
 
 
 class CodecChoice:
-    """A codec and its options, which ``str`` writes as a recipe does. Raises InvalidRecipe for values that no recipe can hold.
+    """A codec and its options, which ``str`` writes as a recipe does. Raises InvalidParameter for values that no recipe can hold.
 
     An option is text, an integer, a number, or several integers.
     """
@@ -32,7 +32,7 @@ class CodecChoice:
         for name, value in options.items():
             word = self.long_names.get(name, name)
             if word in self.options:
-                raise InvalidRecipe(f"{type(self).__name__} has the option {word} twice")
+                raise InvalidParameter(f"{type(self).__name__} has the option {word} twice")
             self.options[word] = _text(f"{type(self).__name__}({name}=...)", value)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ def _text(what: str, value: object) -> str:
         return f"{value:.6f}".rstrip("0").rstrip(".")
     if type(value) is int or (isinstance(value, str) and _VALUE.fullmatch(value)):
         return str(value)
-    raise InvalidRecipe(f"{what} is {shown(value)}, expected a word, a number or a tuple of integers")
+    raise InvalidParameter(f"{what} is {shown(value)}, expected a word, a number or a tuple of integers")
 
 
 class Raw(CodecChoice):

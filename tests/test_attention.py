@@ -10,7 +10,7 @@ import torch
 import kvpack
 from kvpack import attention
 from kvpack.cache.layer import Layer
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 from support.caches import RECIPES, random_pairs
 
 if TYPE_CHECKING:
@@ -121,12 +121,12 @@ def test_bfloat16_queries_keep_their_dtype() -> None:
 
 Q = torch.zeros(1, 4, 1, 64)
 BAD = {
-    "rank": (Q[0], {}, InvalidShape, "rank 3"),
-    "dtype": (Q.to(torch.int64), {}, InvalidDtype, "floating point"),
-    "head dim": (Q[..., :32], {}, InvalidShape, "does not fit keys"),
-    "heads": (Q[:, :3], {}, InvalidShape, "multiple of kv_head"),
-    "batch": (Q.expand(2, 4, 1, 64), {}, InvalidShape, "does not fit keys"),
-    "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidShape, "41 queries over 40 tokens"),
+    "rank": (Q[0], {}, InvalidParameter, "rank 3"),
+    "dtype": (Q.to(torch.int64), {}, InvalidType, "floating point"),
+    "head dim": (Q[..., :32], {}, InvalidParameter, "does not fit keys"),
+    "heads": (Q[:, :3], {}, InvalidParameter, "multiple of kv_head"),
+    "batch": (Q.expand(2, 4, 1, 64), {}, InvalidParameter, "does not fit keys"),
+    "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidParameter, "41 queries over 40 tokens"),
     "window": (Q, {"sliding_window": 0}, InvalidParameter, "sliding_window is 0"),
     "softcap": (Q, {"softcap": -1.0}, InvalidParameter, "softcap is -1.0"),
 }
@@ -141,14 +141,14 @@ def test_bad_queries_are_refused(name: str) -> None:
 
 
 def test_attention_over_a_whole_cache_is_refused() -> None:
-    with pytest.raises(InvalidShape, match=r"such as cache\[0\]; found a Cache"):
+    with pytest.raises(InvalidParameter, match=r"such as cache\[0\]; found a Cache"):
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 8), "kivi-2"))
 
 
 def test_an_empty_or_one_sided_layer_is_refused() -> None:
-    with pytest.raises(InvalidShape, match="1 queries over 0 tokens"):
+    with pytest.raises(InvalidParameter, match="1 queries over 0 tokens"):
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 0), "kivi-2")[0])
-    with pytest.raises(InvalidShape, match="holds only k"):
+    with pytest.raises(InvalidParameter, match="holds only k"):
         kvpack.attend(Q, kvpack.pack([(random_pairs(1, 8)[0][0], None)], "kivi-2")[0])
 
 
@@ -248,19 +248,19 @@ def test_lengths_of_all_tokens_change_nothing() -> None:
     ("options", "error", "message"),
     [
         pytest.param(
-            {"sink_logits": torch.zeros(3)}, InvalidShape, r"sink_logits: shape \[3\]; .* each query head, \[4\]", id="too few logits"
+            {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits: shape \[3\]; .* each query head, \[4\]", id="too few logits"
         ),
-        pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidDtype, "sink_logits: torch.int64", id="integer logits"),
-        pytest.param({"sink_logits": [0.0] * 4}, InvalidDtype, "sink_logits: list", id="a list of logits"),
-        pytest.param({"lengths": [50]}, InvalidShape, r"lengths: shape \[1\]; .* of the batch, \[2\]", id="too few lengths"),
+        pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidType, "sink_logits: torch.int64", id="integer logits"),
+        pytest.param({"sink_logits": [0.0] * 4}, InvalidType, "sink_logits: list", id="a list of logits"),
+        pytest.param({"lengths": [50]}, InvalidParameter, r"lengths: shape \[1\]; .* of the batch, \[2\]", id="too few lengths"),
         pytest.param({"lengths": [50, 51]}, OutOfBounds, r"lengths\[1\] is 51, expected 0 to 50", id="a length above the tokens"),
         pytest.param({"lengths": torch.tensor([-1, 50])}, OutOfBounds, r"lengths\[0\] is -1, expected 0 to 50", id="a negative length"),
         pytest.param({"lengths": [50, 10**30]}, OutOfBounds, r"lengths\[1\] is 10+, expected 0 to 50", id="a length beyond integers"),
-        pytest.param({"lengths": [50, 2.0]}, InvalidDtype, "lengths", id="a length of no integer"),
-        pytest.param({"starts": [50]}, InvalidShape, r"starts: shape \[1\]; .* of the batch, \[2\]", id="too few starts"),
+        pytest.param({"lengths": [50, 2.0]}, InvalidType, "lengths", id="a length of no integer"),
+        pytest.param({"starts": [50]}, InvalidParameter, r"starts: shape \[1\]; .* of the batch, \[2\]", id="too few starts"),
         pytest.param({"starts": [0, 51]}, OutOfBounds, r"starts\[1\] is 51, expected 0 to 50", id="a start behind the tokens"),
-        pytest.param({"starts": 3}, InvalidDtype, "starts is 3; it is a list of integers", id="a start for all"),
-        pytest.param({"lengths": torch.ones(2)}, InvalidDtype, "lengths: dtype torch.float32", id="lengths of no integers"),
+        pytest.param({"starts": 3}, InvalidType, "starts is 3; it is a list of integers", id="a start for all"),
+        pytest.param({"lengths": torch.ones(2)}, InvalidType, "lengths: dtype torch.float32", id="lengths of no integers"),
     ],
 )
 def test_bad_sink_logits_and_lengths_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

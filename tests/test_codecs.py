@@ -8,7 +8,7 @@ import pytest
 
 from kvpack import Recipe, codecs
 from kvpack.codecs import CodecChoice, Group, Octahedral, Polar, Quaternion, Raw, Scalar
-from kvpack.errors import InvalidParameter, InvalidRecipe
+from kvpack.errors import InvalidParameter
 from kvpack.formats import CODECS
 
 
@@ -57,7 +57,7 @@ def test_every_codec_has_a_class() -> None:
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(InvalidRecipe) as refused:
+    with pytest.raises(InvalidParameter) as refused:
         make()
     assert message in str(refused.value)
 

@@ -30,7 +30,7 @@ def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotat
     """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     In float32 the values are those of ``Minifloat.decode_frame``, bit for bit; ``rotated`` says nothing, for there is no rotation.
-    Raises InvalidShape when a stream is not as ``codec.layout`` says.
+    Raises InvalidParameter when a stream is not as ``codec.layout`` says.
     """
     rows.check(codec, packed, *out.shape[:2])
     layout = codec.layout(1, 1, 0)

@@ -110,7 +110,7 @@ class Work(NamedTuple):
 
 
 def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> None:
-    """Raise InvalidShape unless all streams are as ``codec`` lays them out."""
+    """Raise InvalidParameter unless all streams are as ``codec`` lays them out."""
     expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for part in packed:
         if part.tokens not in expected:

@@ -41,7 +41,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, but for
-    the last bits of logarithmic norms. None for a codec of no table. Raises InvalidShape when a stream is not as
+    the last bits of logarithmic norms. None for a codec of no table. Raises InvalidParameter when a stream is not as
     ``codec.layout`` says.
     """
     form = form_of(codec)

@@ -100,7 +100,7 @@ def loader_of(codec: Codec) -> Tiles | None:
 def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> Work:
     """The work of decoding ``packed``, pages of a codec that has a loader; where all are decoded, each follows the one before.
 
-    Programs are of ``warps``. Raises InvalidShape unless all streams are as the codec lays them out.
+    Programs are of ``warps``. Raises InvalidParameter unless all streams are as the codec lays them out.
     """
     tiles = loader_of(codec)
     assert tiles is not None

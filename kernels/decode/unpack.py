@@ -88,7 +88,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepar
     """What decodes ``packed``, whose pages follow one another, into outputs like ``out`` ``[batch, kv_head, token, dim]``, rotated back.
 
     The error is that of tiles of binary16, below 2^-11 of a row's values in the 2-norm (2^-10 for polar), and of rounding to the output's
-    dtype. Raises InvalidShape unless streams are as the codec lays them out.
+    dtype. Raises InvalidParameter unless streams are as the codec lays them out.
     """
     batch, heads = out.shape[:2]
     given, codec = codec, _without_scales(codec)

@@ -76,8 +76,8 @@ def encode(
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not take.
 
-    That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, InvalidShape for another
-    number of heads, and OutOfRange for a matrix without an inverse.
+    That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, and
+    InvalidParameter for another number of heads and for a matrix without an inverse.
     """
     if codec.rows != "basis":
         return False

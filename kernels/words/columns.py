@@ -15,7 +15,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.errors import InvalidShape
+from kvpack.formats.errors import InvalidParameter
 from kvpack.kernels.triton_insides import launch_and_keep, launch_kept
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ WARPS = 2
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Unpack uint16 planes ``[batch, kv_head, token, words]`` of any strides to one int32 tensor ``[..., symbols]`` per digit.
 
-    The digits are those of ``Columns.unpack``, whatever the words. Raises InvalidShape when the planes are not those of ``packing``.
+    The digits are those of ``Columns.unpack``, whatever the words. Raises InvalidParameter when the planes are not those of ``packing``.
     """
     batch, heads, tokens = planes[0].shape[:3]
     for words, plane in zip(packing.planes, planes, strict=True):
@@ -73,9 +73,9 @@ def tile(packing: Columns) -> tuple[int, int]:
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
-    """Raise InvalidShape unless ``tensor`` has the ``expected`` shape: a kernel reads that many elements of it."""
+    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape: a kernel reads that many elements of it."""
     if tuple(tensor.shape) != expected:
-        raise InvalidShape(f"{name}: shape {list(tensor.shape)}, the codec lays out {list(expected)}")
+        raise InvalidParameter(f"{name}: shape {list(tensor.shape)}, the codec lays out {list(expected)}")
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

@@ -54,7 +54,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure one query of 32 heads over 8 KV heads of dim 128, at each number of ``tokens``; return JSON values.
 
-    ``seconds`` is the median over ``repeats`` rounds; each way is called in every round. Raises InvalidParameter and InvalidRecipe.
+    ``seconds`` is the median over ``repeats`` rounds; each way is called in every round. Raises InvalidParameter.
     """
     check_size("repeats", repeats, 1, 1000, "timings")
     for count in tokens:

@@ -71,7 +71,7 @@ _INPUTS = 3
 
 
 def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
-    """Measure every codec of ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidRecipe, InvalidParameter."""
+    """Measure every codec of ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     inputs = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(_INPUTS)]

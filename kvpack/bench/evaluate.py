@@ -16,7 +16,7 @@ from kvpack.evaluation.models import tokenized
 from kvpack.evaluation.sizes import positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
 from kvpack.formats.arguments import check_callback, integer, shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.integrations.transformers.models import execution_device
 from kvpack.integrations.transformers.switch import Switch
 from kvpack.models import ByteTokenizer
@@ -96,23 +96,22 @@ def evaluate(
     ``basis`` is for recipes such as "klt-1.75"; every divergence is also given as a multiple of that of ``reference``. ``progress`` is
     called with the steps that are done and their number. Two runs with one seed differ only in times.
 
-    The model and its attention are afterwards what they were. Raises InvalidDtype for arguments of a wrong type, InvalidRecipe,
-    InvalidParameter for sizes that do not fit, for a model in training mode, and for one with states other than keys and values, and
-    MissingBasis.
+    The model and its attention are afterwards what they were. Raises InvalidType for arguments of a wrong type, InvalidParameter for
+    sizes that do not fit, for a model in training mode, and for one with states other than keys and values, and MissingBasis.
     """
     if not isinstance(model, torch.nn.Module):
-        raise InvalidDtype(f"model is {shown(model)}, expected a transformers model, such as AutoModelForCausalLM.from_pretrained(name)")
+        raise InvalidType(f"model is {shown(model)}, expected a transformers model, such as AutoModelForCausalLM.from_pretrained(name)")
     if model.training:
         raise InvalidParameter("the model is in training mode, in which it may drop values at random: call model.eval()")
     check_callback(progress)
     if tokenizer is not None and not callable(tokenizer):
-        raise InvalidDtype(f"tokenizer is {shown(tokenizer)}, expected the model's, such as AutoTokenizer.from_pretrained(name), or None")
+        raise InvalidType(f"tokenizer is {shown(tokenizer)}, expected the model's, such as AutoTokenizer.from_pretrained(name), or None")
     seed = integer(seed, "seed")
     if not 0 <= seed < MAX_SEED:
         raise InvalidParameter(f"seed is {shown(seed)}, expected an integer from 0 to {MAX_SEED - 1}")
     given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
     if not given or not all(isinstance(text, str) for text in given):
-        raise InvalidDtype(f"texts is {shown(texts)}, expected a string or a list of strings")
+        raise InvalidType(f"texts is {shown(texts)}, expected a string or a list of strings")
     source = None if basis is None else basis_of(basis)
     asked = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
     parsed = {_name(one): recipe for one, recipe in [(one, parse_recipe(one, source)) for one in asked]}

@@ -37,7 +37,7 @@ def recipes() -> list[str]:
 
 
 def with_papers_rule(recipe: str) -> str | None:
-    """``recipe`` with the papers' rule for every codec that takes one; None if that changes nothing. Raises InvalidRecipe."""
+    """``recipe`` with the papers' rule for every codec that takes one; None if that changes nothing. Raises InvalidParameter."""
     parsed = Recipe(RECORDED.get(recipe, recipe))
     if not any(_follows(rule.codec(CHECKED_DIM, side)) for rule in parsed.rules for side in SIDES if side in rule.sides):
         return None

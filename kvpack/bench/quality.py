@@ -131,7 +131,7 @@ def run(
     recipes such as klt-2 need, ``reference`` a recipe that is measured as well, and that the others are compared with, and ``out`` a
     folder that gets the picture and the report.
     Two runs with one seed differ in the times alone, and in rounding where torch has another number of threads. Raises
-    InvalidRecipe, InvalidParameter for sizes that do not fit and for a device that is not there,
+    InvalidParameter for sizes that do not fit and for a device that is not there,
     MissingFile, WriteFailed and, for ``out``, MissingPackage when matplotlib is not installed.
     """
     given = None if basis is None else Basis.load(basis)

@@ -39,7 +39,7 @@ CHECKED_QUERIES = 64
 
 
 def run(recipes: Sequence[str], shape: Shape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
-    """Measure ``recipes`` with ``queries`` queries and return JSON values. Requires a CUDA device. Raises InvalidRecipe."""
+    """Measure ``recipes`` with ``queries`` queries and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
     from kvpack.kernels.attend import many_queries
 
     generator = torch.Generator("cuda").manual_seed(0)

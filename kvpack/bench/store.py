@@ -59,7 +59,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure everything in a temporary folder and return JSON values. ``progress`` counts measurements.
 
-    Raises InvalidRecipe, and InvalidParameter for numbers that measure nothing.
+    Raises InvalidParameter for numbers that measure nothing.
     """
     for name, value in (("--layers", layers), ("--chunks", chunks), ("--repeats", repeats), *(("--entries", count) for count in entries)):
         if value < 1:

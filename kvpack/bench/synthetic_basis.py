@@ -47,7 +47,7 @@ _LEAST_TABLE, _TABLES, _REACH = -4, 41, 63
 
 
 def check(recipe: str) -> None:
-    """Raise InvalidRecipe or InvalidParameter unless ``recipe`` is one, or names a synthetic basis."""
+    """Raise InvalidParameter unless ``recipe`` is one, or names a synthetic basis."""
     if recipe.startswith(NAME):
         _widths(recipe)
     elif recipe.startswith(TRANSFORM):

@@ -40,7 +40,7 @@ RECIPES = (
 
 
 def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
-    """Measure ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidRecipe."""
+    """Measure ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     pair = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(2)]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from kvpack.formats.arguments import integer, shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidType
 
 __all__ = ["check_floating", "check_number", "checked_device", "explained", "integer", "refuse_pickle"]
 
@@ -43,11 +43,11 @@ def checked_device(device: Any) -> torch.device:
 
 
 def check_floating(dtype: Any) -> None:
-    """Raise InvalidDtype unless ``dtype`` is a floating-point dtype of torch."""
+    """Raise InvalidType unless ``dtype`` is a floating-point dtype of torch."""
     if not isinstance(dtype, torch.dtype):
-        raise InvalidDtype(f"dtype is {shown(dtype)}, expected a torch dtype, such as torch.bfloat16")
+        raise InvalidType(f"dtype is {shown(dtype)}, expected a torch dtype, such as torch.bfloat16")
     if not dtype.is_floating_point:
-        raise InvalidDtype(f"{dtype} cannot hold decoded values, expected a floating-point dtype")
+        raise InvalidType(f"{dtype} cannot hold decoded values, expected a floating-point dtype")
 
 
 def check_number(value: Any, what: str) -> None:

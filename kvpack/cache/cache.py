@@ -20,7 +20,7 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
 from kvpack.formats.arguments import check_callback
-from kvpack.formats.errors import InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, NotConsecutive, OutOfBounds
 
 from .arguments import checked_device, explained, integer, refuse_pickle
 from .contents import contents_of
@@ -240,13 +240,13 @@ class Cache:
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Add new tokens, one (k, v) per layer; packed tokens stay as they are.
 
-        Raises InvalidShape, InvalidDtype, NonFinite or OutOfRange, and NotConsecutive when a layer ends before the cache; the cache
+        Raises InvalidParameter, InvalidType or OutOfRange, and NotConsecutive when a layer ends before the cache; the cache
         itself never changes.
         """
         if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-            raise InvalidShape("append takes a list of (k, v), one pair for each layer, such as [(k, v)] for a cache of one layer")
+            raise InvalidParameter("append takes a list of (k, v), one pair for each layer, such as [(k, v)] for a cache of one layer")
         if len(pairs) != len(self):
-            raise InvalidShape(f"{len(pairs)} layers were appended to a cache of {len(self)}")
+            raise InvalidParameter(f"{len(pairs)} layers were appended to a cache of {len(self)}")
         self.check_ends()
         layers = tuple(
             layer.append(k, v, f"layers[{i}]", self.start) for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))
@@ -254,7 +254,7 @@ class Cache:
         added = {layer.seen - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
         if len(added) > 1:
             counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
-            raise InvalidShape(f"every layer gets the same tokens; {counts} were appended")
+            raise InvalidParameter(f"every layer gets the same tokens; {counts} were appended")
         return replace(self, layers=layers)
 
     def convert(
@@ -266,7 +266,7 @@ class Cache:
     ) -> Cache:
         """Convert the cache to another recipe and ``basis`` (as ``pack`` takes them). A side with the same codec and window is not changed.
 
-        Raises InvalidRecipe, MissingFile for a missing recipe file, MissingBasis, or InvalidParameter when a codec cannot take a
+        Raises InvalidParameter, MissingFile for a missing recipe file, MissingBasis, or InvalidParameter when a codec cannot take a
         layer's head dim, and for the basis of another model.
         """
         check_callback(progress)

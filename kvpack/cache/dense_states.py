@@ -17,7 +17,7 @@ from kvpack.coding.encoding import STATE_DTYPES
 from kvpack.file.layer_states import check_state
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.file.user_files import path_text
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .cache import Cache
 from .minifloats import Minifloats
@@ -61,11 +61,11 @@ class DenseLayer(NamedTuple):
 def dense_states(past: Any) -> list[DenseLayer]:
     """The layers of a cache in any form that callers use.
 
-    Raises InvalidDtype for anything but a cache, InvalidParameter for a cache that holds more than keys and values, and
-    InvalidShape for a cache that is empty or whose layers do not hold tokens of the same range.
+    Raises InvalidType for anything but a cache, InvalidParameter for a cache that holds more than keys and values, and
+    InvalidParameter for a cache that is empty or whose layers do not hold tokens of the same range.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
-        raise InvalidDtype(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
+        raise InvalidType(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} is two caches, of the decoder's tokens and of the encoder's: "
@@ -79,14 +79,14 @@ def dense_states(past: Any) -> list[DenseLayer]:
         if all(isinstance(pair, DenseLayer) or (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)) for pair in past):
             return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
     if isinstance(past, str | bytes | os.PathLike):
-        raise InvalidDtype(
+        raise InvalidType(
             f"the path {path_text(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
         )
     if isinstance(getattr(past, "key_cache", None), list):
-        raise InvalidDtype(
+        raise InvalidType(
             f"the {type(past).__name__} is of transformers before 4.56: give its (k, v) as list(zip(cache.key_cache, cache.value_cache))"
         )
-    raise InvalidDtype(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
+    raise InvalidType(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
 
 
 def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
@@ -97,7 +97,7 @@ def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
         shown = skipped if isinstance(skipped, int) else type(skipped).__name__
         raise InvalidParameter(f"{where}: the tokens before k and v that the layer dropped are {shown}, expected an integer from 0")
     if pair[0] is None and pair[1] is None:
-        raise InvalidShape(f"{where}: both sides are absent; a layer holds keys, values or both")
+        raise InvalidParameter(f"{where}: both sides are absent; a layer holds keys, values or both")
     return DenseLayer(pair[0], pair[1], skipped)
 
 
@@ -109,7 +109,7 @@ def _of_layers(past: Any) -> list[DenseLayer]:
     seen = {layer.skipped + x.shape[2]: number for number, layer, x in held if x is not None and _is_dense(x)}
     if len(seen) > 1:
         counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(seen.items(), key=lambda item: item[1]))
-        raise InvalidShape(f"the layers have not seen the same tokens: {counts} of them; pack what belongs together, as lists of (k, v)")
+        raise InvalidParameter(f"the layers have not seen the same tokens: {counts} of them; pack those that have, as lists of (k, v)")
     for number, (layer, own) in enumerate(zip(layers, past.layers, strict=True)):
         if _classes(own) & _LINEAR and not layer.states and any(seen):
             raise InvalidParameter(
@@ -117,7 +117,7 @@ def _of_layers(past: Any) -> list[DenseLayer]:
                 "modules, not in its cache"
             )
     if all(layer.k is None and layer.v is None for layer in layers):
-        raise InvalidShape(f"a {type(past).__name__} without keys and values: no forward pass has filled it")
+        raise InvalidParameter(f"a {type(past).__name__} without keys and values: no forward pass has filled it")
     return layers
 
 
@@ -144,7 +144,7 @@ def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:
-    """The keys and values that a layer of a transformers cache holds. Raises InvalidShape where they are not all that it has seen."""
+    """The keys and values that a layer of a transformers cache holds. Raises InvalidParameter where they are not all that it has seen."""
     if not hasattr(layer, "keys"):
         return DenseLayer(None, None)
     k, v = layer.keys, layer.values
@@ -154,7 +154,7 @@ def keys_and_values(layer: Any, where: str) -> DenseLayer:
         return DenseLayer(k, v)
     seen, held, classes = int(layer.get_seq_length()), k.shape[2], _classes(layer)
     if (seen > held and not classes & _SLIDING) or (seen < held and not classes & _STATIC):
-        raise InvalidShape(
+        raise InvalidParameter(
             f"{where}: a {type(layer).__name__} that has seen {seen} tokens holds the keys of {held}; "
             "pack a cache that holds all, as DynamicCache does"
         )

@@ -65,7 +65,7 @@ def save(
     zstd frame where that saves 3 % or more (such a file is decoded when loaded, not mapped); ``durable`` returns
     after the file and its folder reach the disk; ``metadata`` (default: the cache's own) is kept in the file, texts, integers and
     finite floats by name; ``progress`` counts bytes.
-    Raises WriteFailed, LimitExceeded when the cache exceeds the format's limits, InvalidDtype for anything but a packed cache, or
+    Raises WriteFailed, LimitExceeded when the cache exceeds the format's limits, InvalidType for anything but a packed cache, or
     InvalidParameter for other metadata.
     """
     check_packed(cache, "kvpack.save({}, path)")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvpack.formats.errors import InvalidDtype
+from kvpack.formats.errors import InvalidType
 
 from .cache import Cache
 
 
 def check_packed(given: Any, call: str) -> None:
-    """Raise InvalidDtype unless ``given`` is a Cache; ``call`` is the call to write, with ``{}`` where the cache goes."""
+    """Raise InvalidType unless ``given`` is a Cache; ``call`` is the call to write, with ``{}`` where the cache goes."""
     if isinstance(given, Cache):
         return
     if isinstance(getattr(given, "packed", None), Cache):
@@ -21,5 +21,5 @@ def check_packed(given: Any, call: str) -> None:
     elif isinstance(given, (list, tuple)) or hasattr(given, "layers"):
         instead = call.format("kvpack.pack(past_key_values, recipe)")
     else:
-        raise InvalidDtype(f"a {type(given).__name__} is not a packed cache: kvpack.pack makes one, and kvpack.load reads one")
-    raise InvalidDtype(f"a {type(given).__name__} is not a packed cache: write {instead}")
+        raise InvalidType(f"a {type(given).__name__} is not a packed cache: kvpack.pack makes one, and kvpack.load reads one")
+    raise InvalidType(f"a {type(given).__name__} is not a packed cache: write {instead}")

@@ -12,7 +12,7 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
 from .arguments import explained, integer, refuse_pickle
@@ -111,10 +111,10 @@ class Layer:
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append", start: int | None = None) -> Layer:
         """Add tokens to both sides, of a layer of a cache whose range begins at position ``start``, if that is known.
 
-        Raises InvalidShape when a side is missing, K and V differ in tokens, or the layer has states.
+        Raises InvalidParameter when a side is missing, K and V differ in tokens, or the layer has states.
         """
         if self.states:
-            raise InvalidShape(_one_moment(self, f"{where}: tokens were to be added to it"))
+            raise InvalidParameter(_one_moment(self, f"{where}: tokens were to be added to it"))
         sides, first = [], None if start is None else start + self.skipped
         unit = None
         if any(side.codec.side_car(RawPositions) for side in self.sides.values()):
@@ -130,10 +130,10 @@ class Layer:
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
                 held, given = ("no", "some") if side is None else ("a", "none")
-                raise InvalidShape(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
+                raise InvalidParameter(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
             sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first, unit, norms))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
-            raise InvalidShape(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
+            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
         return replace(self, k=sides[0], v=sides[1])
 
     def to(self, device: torch.device | str) -> Layer:

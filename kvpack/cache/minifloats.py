@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.formats.columns import default_fields
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
 from kvpack.runtime.modes import own_modes
 
@@ -44,7 +44,7 @@ class Minifloats:
     - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, float32 of one number or
       ``[batch, 1, 1]``: nvfp4. Rows are in the order of tokens and blocks, not swizzled for matrix units.
 
-    Raises InvalidDtype, InvalidShape, InvalidParameter, and NonFinite for elements, scales or products that are NaN or infinite.
+    Raises InvalidType and InvalidParameter for elements, scales or products that are NaN or infinite.
     Source: spec/codecs/minifloat.md.
     """
 
@@ -65,7 +65,7 @@ class Minifloats:
         for name, value in given.items():
             if not isinstance(value, torch.Tensor) and (name != "global_scale" or value is not None):
                 hint = "" if name == "elements" else "; one number is torch.tensor(1.0)"
-                raise InvalidDtype(f"{name}: a {type(value).__name__} where a tensor is expected{hint}")
+                raise InvalidType(f"{name}: a {type(value).__name__} where a tensor is expected{hint}")
         if self.granularity not in (None, *GRANULARITIES):
             raise InvalidParameter(f"granularity is {self.granularity!r}, expected one of {', '.join(GRANULARITIES)}")
 
@@ -83,7 +83,7 @@ class Minifloats:
         dtype = self.elements.dtype
         named = ELEMENT_DTYPES.get(dtype) or ("e2m1" if dtype == _E2M1 and _E2M1 is not None else None)
         if named is None and dtype != torch.uint8:
-            raise InvalidDtype(f"elements are {dtype}, expected float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2 or uint8")
+            raise InvalidType(f"elements are {dtype}, expected float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2 or uint8")
         if self.element is not None and self.element not in ELEMENTS:
             raise InvalidParameter(f"element is {self.element!r}, expected one of {', '.join(ELEMENTS)}")
         if named is None and self.element is None:
@@ -98,11 +98,11 @@ class Minifloats:
     def codec(self) -> Minifloat:
         """The codec that stores these elements and scales as they are."""
         if self.elements.dim() != 4:
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"elements: rank {self.elements.dim()}, shape {list(self.elements.shape)}; expected [batch, kv_head, token, dim]"
             )
         if not self.elements.shape[0] or not self.elements.shape[1] or not self.elements.shape[2]:
-            raise InvalidShape(f"elements: shape {list(self.elements.shape)}; there is at least one sequence, one head and one token")
+            raise InvalidParameter(f"elements: shape {list(self.elements.shape)}; there is at least one sequence, one head and one token")
         if self.scales.device != self.elements.device:
             raise InvalidParameter(f"scales are on {self.scales.device} and elements on {self.elements.device}: move them to one device")
         granularity, scale_dtype = self._of_blocks() or self._of_numbers()
@@ -129,11 +129,11 @@ class Minifloats:
                 raise InvalidParameter(f"global_scale is given with scales of {dtype}; expected float8_e4m3fn or uint8 (nvfp4)")
             scale_dtype = "e8m0"
         else:
-            raise InvalidDtype(f"scales are {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")
+            raise InvalidType(f"scales are {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")
         batch, heads, tokens, dim = self.shape
         expected = (batch, heads, tokens, -(-dim // BLOCKS[scale_dtype]))
         if tuple(self.scales.shape) != expected:
-            raise InvalidShape(f"scales: shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
+            raise InvalidParameter(f"scales: shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
         return "block", scale_dtype
 
     def _of_numbers(self) -> tuple[str, str]:
@@ -146,7 +146,7 @@ class Minifloats:
         found = next((name for name in (*shapes, None) if name is None or self._asks_for(name, shapes[name])), None)
         if found is None:
             asked = f"per {self.granularity}" if self.granularity in shapes else "per tensor, head or token"
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"scales: shape {list(self.scales.shape)} {asked}; expected one number or {[batch, 1, 1]} per tensor, {[heads]} or "
                 f"{[batch, heads, 1]} per head, {[batch, heads, tokens]} per token"
             )
@@ -182,15 +182,15 @@ class Minifloats:
 
     def _checked_global_scale(self, scale: torch.Tensor) -> torch.Tensor:
         if scale.dtype != torch.float32:
-            raise InvalidDtype(f"global_scale is {scale.dtype}, expected float32")
+            raise InvalidType(f"global_scale is {scale.dtype}, expected float32")
         if tuple(scale.shape) not in ((), (1,), (1, 1, 1), (self.shape[0], 1, 1)):
-            raise InvalidShape(f"global_scale: shape {list(scale.shape)}, expected one number or {[self.shape[0], 1, 1]}")
+            raise InvalidParameter(f"global_scale: shape {list(scale.shape)}, expected one number or {[self.shape[0], 1, 1]}")
         if scale.device != self.elements.device:
             raise InvalidParameter(f"global_scale is on {scale.device} and elements on {self.elements.device}: move them to one device")
         return scale
 
     def _check_values(self) -> None:
-        """Raise NonFinite for what no file holds, by the name of the format and the first place."""
+        """Raise InvalidParameter for what no file holds, by the name of the format and the first place."""
         form, streams = ELEMENTS[self._element], self.streams
         if form.finite < 1 << form.bits - 1:
             _refuse((self._bytes & 0x7F) >= form.finite, f"an {self._element} of elements", self._bytes)
@@ -218,12 +218,12 @@ class Minifloats:
     def of(cls, side: Side) -> Self:
         """The elements and scales of a packed side, bit for bit; e2m1 as uint8, two per byte, and scales in the longest of their shapes.
 
-        Raises InvalidParameter for another codec, for a raw tail and for runs of different scales, InvalidShape for an odd dim of e2m1,
-        and InvalidDtype for what is no side.
+        Raises InvalidParameter for another codec, for a raw tail and for runs of different scales, InvalidParameter for an odd dim of e2m1,
+        and InvalidType for what is no side.
         """
         given: Any = side
         if not isinstance(given, Side):
-            raise InvalidDtype(f"a {type(given).__name__} where the side of a layer is expected, such as cache[0].k")
+            raise InvalidType(f"a {type(given).__name__} where the side of a layer is expected, such as cache[0].k")
         codec = side.codec
         if not isinstance(codec, Minifloat):
             found = codec.id if codec.family is codec else f"{codec.id} with side-cars"
@@ -245,7 +245,7 @@ class Minifloats:
             codes = codec.digits(streams)[0].to(torch.uint8)
             if codec.element == "e2m1":
                 if codec.dim % 2:
-                    raise InvalidShape(f"e2m1 at head dim {codec.dim}: bytes of two elements need an even one")
+                    raise InvalidParameter(f"e2m1 at head dim {codec.dim}: bytes of two elements need an even one")
                 elements = codes[..., 0::2] | codes[..., 1::2] << 4
             else:
                 elements = codes.view(next(dtype for dtype, name in ELEMENT_DTYPES.items() if name == codec.element))
@@ -261,4 +261,4 @@ def _refuse(wrong: torch.Tensor, what: str, values: torch.Tensor, fault: str = "
         at = [int(i) for i in torch.nonzero(wrong)[0]]
         found = values[tuple(at)].item()
         shown = f"{found:#04x}" if isinstance(found, int) else str(found)
-        raise NonFinite(f"{what} at {at} is {shown}, which is {fault}; kvpack stores finite values")
+        raise InvalidParameter(f"{what} at {at} is {shown}, which is {fault}; kvpack stores finite values")

@@ -18,16 +18,7 @@ from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import check_callback, check_mapping, items
-from kvpack.formats.errors import (
-    InvalidDtype,
-    InvalidHeader,
-    InvalidParameter,
-    InvalidShape,
-    KvpackWarning,
-    LimitExceeded,
-    MissingBasis,
-    OutOfBounds,
-)
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackWarning, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.memory import together
 from kvpack.runtime.modes import own_modes
@@ -95,7 +86,7 @@ def pack(
     identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
     computed from, if known. ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs. ``progress`` counts layers.
     ``states_at`` holds the states of all layers at earlier positions (``Cache.states_at``), as ``recording`` keeps them for a store.
-    Raises InvalidRecipe, MissingFile, InvalidShape, InvalidDtype, NonFinite, OutOfRange, InvalidParameter or MissingBasis.
+    Raises InvalidParameter, MissingFile, InvalidType, OutOfRange or MissingBasis.
     """
     check_callback(progress)
     recipe = parse_recipe(recipe, basis)
@@ -203,7 +194,7 @@ def _pack_side(
     where = f"layers[{layer}].{side}"
     try:
         codec = recipe.codec(layer, layers, side, x.shape[3], RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16")
-    except (InvalidParameter, InvalidDtype, MissingBasis, OutOfBounds) as error:
+    except (InvalidParameter, MissingBasis, OutOfBounds) as error:
         raise type(error)(f"{where}: {error}") from None
     if not isinstance(x, torch.Tensor):
         # The engine's values are kept bit for bit, so that no token need be raw.
@@ -252,13 +243,13 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
         if x is None or (not isinstance(x, torch.Tensor) and isinstance(x, Encoded)):
             continue
         if isinstance(x, torch.Tensor) and x.dtype in ELEMENT_DTYPES:
-            raise InvalidDtype(
+            raise InvalidType(
                 f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: give kvpack.Minifloats(elements, scales), "
                 "with scales of 1 where the engine has none"
             )
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:
-            raise InvalidShape(f"{where}.{name}: shape {list(x.shape)}; expected at least one sequence and one head")
+            raise InvalidParameter(f"{where}.{name}: shape {list(x.shape)}; expected at least one sequence and one head")
     k, v = pair
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
-        raise InvalidShape(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token must agree")
+        raise InvalidParameter(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token must agree")

@@ -19,7 +19,7 @@ from kvpack.coding.blocks import caches_of, for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
 from kvpack.formats.batch import select
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import own_modes
@@ -129,7 +129,7 @@ class Side:
         Where kernels decode pages in one pass, those of one codec are one launch; all else is decoded tile by tile. Such a kernel
         rotates back in binary16 products if ``dtype`` has 16 bits, with an error below 2^-11 of each token's norm. C kernels, on the CPU,
         do so in binary32.
-        Raises InvalidDtype unless ``dtype`` is a floating-point one.
+        Raises InvalidType unless ``dtype`` is a floating-point one.
         """
         check_floating(dtype)
         with own_modes(self.device):
@@ -140,14 +140,14 @@ class Side:
     def unpack_into(self, out: torch.Tensor) -> None:
         """Decode all tokens, as ``unpack``, into ``out`` ``[batch, kv_head, token, dim]`` of any floating-point dtype and strides.
 
-        Raises InvalidShape, InvalidDtype, and InvalidParameter for a tensor on another device.
+        Raises InvalidParameter and InvalidType for a tensor on another device.
         """
         if not isinstance(out, torch.Tensor):
-            raise InvalidDtype(f"unpack_into: a {type(out).__name__} where a tensor is expected")
+            raise InvalidType(f"unpack_into: a {type(out).__name__} where a tensor is expected")
         check_floating(out.dtype)
         expected = (self.batch, self.heads, self.tokens, self.dim)
         if tuple(out.shape) != expected:
-            raise InvalidShape(f"unpack_into: shape {list(out.shape)}, and the side has {list(expected)}")
+            raise InvalidParameter(f"unpack_into: shape {list(out.shape)}, and the side has {list(expected)}")
         if out.device != self.device:
             raise InvalidParameter(f"unpack_into: the tensor is on {out.device} and the cache is on {self.device}")
         with own_modes(self.device):
@@ -234,12 +234,12 @@ class Side:
 
         ``first`` is the position of the side's first token, if it is known: some codecs take fewer bits by it. ``unit``, a multiple of the
         codec's token group, takes the place of that, and ``norms(start, stop)`` gives those of the keys of the side's tokens.
-        Raises InvalidShape or InvalidDtype when ``x`` does not continue this side, NonFinite, OutOfRange.
+        Raises InvalidParameter or InvalidType when ``x`` does not continue this side, InvalidParameter, OutOfRange.
         """
         check_tensor(x, where)
         expected = (self.batch, self.heads, x.shape[2], self.dim)
         if tuple(x.shape) != expected:
-            raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
+            raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
         if x.device != self.device:
             raise InvalidParameter(
                 f"{where}: the values are on {x.device} and the cache is on {self.device}: append x.to({str(self.device)!r})"
@@ -262,7 +262,7 @@ class Side:
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
         """The tail, then ``x``, exactly: in the tail's dtype if that holds ``x``, otherwise in a dtype that holds both.
 
-        Raises InvalidDtype if the pages have kept every value so far, but would round values of ``x``.
+        Raises InvalidType if the pages have kept every value so far, but would round values of ``x``.
         """
         narrow = x.to(self.tail.dtype)
         if not is_rounded(x, narrow):
@@ -271,7 +271,7 @@ class Side:
             held = HOLDS[self.codec.exact_dtype]
             if RAW_NAMES[self.tail.dtype] in held and RAW_NAMES[x.dtype] not in held:
                 kept = RAW_DTYPES[self.codec.exact_dtype]
-                raise InvalidDtype(
+                raise InvalidType(
                     f"{where}: the values are {x.dtype}, and the side keeps {kept}, which would round them: "
                     f"append x.to({kept}), or convert the cache to fp32 first"
                 )
@@ -350,16 +350,16 @@ def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.d
 
 
 def check_tensor(x: Any, where: str) -> None:
-    """Raise InvalidDtype unless ``x`` is a dense bfloat16, float16 or float32 tensor, InvalidShape unless it has rank 4."""
+    """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, InvalidParameter unless it has rank 4."""
     if not isinstance(x, torch.Tensor):
         hint = ": torch.from_numpy makes one of an array" if type(x).__module__ == "numpy" else ""
-        raise InvalidDtype(f"{where}: a {type(x).__name__} where a tensor or None is expected{hint}")
+        raise InvalidType(f"{where}: a {type(x).__name__} where a tensor or None is expected{hint}")
     if x.is_meta or x.layout != torch.strided:
-        raise InvalidDtype(f"{where}: a tensor of the layout {x.layout} on {x.device}; keys and values are dense, and in memory")
+        raise InvalidType(f"{where}: a tensor of the layout {x.layout} on {x.device}; keys and values are dense, and in memory")
     if x.dim() != 4:
-        raise InvalidShape(f"{where}: rank {x.dim()}, shape {list(x.shape)}; keys and values are [batch, kv_head, token, dim]")
+        raise InvalidParameter(f"{where}: rank {x.dim()}, shape {list(x.shape)}; keys and values are [batch, kv_head, token, dim]")
     if x.dtype not in RAW_DTYPES.values():
-        raise InvalidDtype(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
+        raise InvalidType(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
 
 
 def packed_side(

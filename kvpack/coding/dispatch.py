@@ -62,7 +62,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``, on kernels where ``uses_triton``.
 
-    Raises InvalidShape when a stream is not laid out as the codec says, and what ``uses_triton`` raises.
+    Raises InvalidParameter when a stream is not laid out as the codec says, and what ``uses_triton`` raises.
     """
     if isinstance(codec, WithSideCars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -173,7 +173,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode ``side`` into ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame, where kernels do so in one pass.
 
     Returns the ranges of tokens that are left to be written: all of them where no kernels run, and none where C takes the side. Raises
-    InvalidShape when a stream is not laid out as its codec says, and what ``uses_triton`` and ``uses_c`` raise.
+    InvalidParameter when a stream is not laid out as its codec says, and what ``uses_triton`` and ``uses_c`` raise.
     """
     if uses_c(out.device):
         from kvpack.kernels.cpu import lossless, unpack

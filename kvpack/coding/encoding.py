@@ -12,7 +12,7 @@ import torch
 
 from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
-from kvpack.formats.errors import NonFinite, OutOfRange
+from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import VALUES, RawPositions, replaced
 from kvpack.formats.side_cars import WithSideCars
@@ -63,7 +63,7 @@ def encode(
 
     ``before`` holds the streams of the run that it continues, ``position`` is that of the first token, and ``norms``, ``[batch, token]``,
     are those of the layer's keys (``raw_positions.norms_of``), as far as these are known.
-    Raises NonFinite for NaN or infinity (raw and lossless keep them),
+    Raises InvalidParameter for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
     Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it.
     """
@@ -207,13 +207,13 @@ def rounding_is_shown() -> Iterator[None]:
 
 
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
-    """Raise NonFinite, naming ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
+    """Raise InvalidParameter, naming ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
     # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
     if math.isfinite(x.sum().item()) or torch.isfinite(x).all():
         return
     batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
     value = x[batch, head, token, channel].item()
-    raise NonFinite(
+    raise InvalidParameter(
         f"{where}: the value at batch {batch}, head {head}, token {first + token}, channel {channel} is {value}; "
         "lossy codecs accept only finite values (the codecs raw and lossless keep any)"
     )

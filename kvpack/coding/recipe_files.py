@@ -15,7 +15,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kvpack.file.user_files import read_text
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe, LimitExceeded
+from kvpack.formats.errors import InvalidParameter, LimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -41,17 +41,17 @@ def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple
 def read_clauses(path: str) -> list[tuple[int, str]]:
     """The clauses of a recipe file, each with the number of its line, from 1.
 
-    Raises MissingFile, or InvalidRecipe for a file that is too large, not UTF-8 or without a clause.
+    Raises MissingFile, or InvalidParameter for a file that is too large, not UTF-8 or without a clause.
     """
     try:
         lines = read_text(path, MAX_FILE_BYTES, "a recipe file").splitlines()
     except (LimitExceeded, InvalidParameter) as error:
-        raise InvalidRecipe(str(error)) from None
+        raise InvalidParameter(str(error)) from None
     clauses = [(number, clause.strip()) for number, line in enumerate(lines, 1) for clause in line.partition("#")[0].split(";")]
     found = [(number, clause) for number, clause in clauses if clause]
     if not found:
-        raise InvalidRecipe(f"{path}: holds no clause of a recipe, only blank lines and comments")
+        raise InvalidParameter(f"{path}: holds no clause of a recipe, only blank lines and comments")
     for number, clause in found:
         if clause.startswith("@"):
-            raise InvalidRecipe(f"{path}, line {number}: {clause!r}: a recipe file cannot name another")
+            raise InvalidParameter(f"{path}, line {number}: {clause!r}: a recipe file cannot name another")
     return found

@@ -32,7 +32,7 @@ from kvpack.file.checks import check_string
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, create_codec
 from kvpack.formats.arguments import check_mapping, integer, shown
-from kvpack.formats.errors import InvalidDtype, InvalidHeader, InvalidParameter, InvalidRecipe, LimitExceeded, MissingBasis, OutOfBounds
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
 from kvpack.formats.raw import DTYPES, HOLDS
@@ -74,7 +74,7 @@ _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class InvalidClause(InvalidRecipe):
+class InvalidClause(InvalidParameter):
     """A clause refused for ``reason``, because of its ``word``."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
@@ -108,13 +108,13 @@ class Rule:
     def codec(self, dim: int, side: str, dtype: str = "bf16", calibrated: Calibrated | None = None) -> Codec:
         """The rule's codec for one head dim; ``dtype`` is that of the values, and ``calibrated`` comes from a basis, if there is one.
 
-        Raises InvalidParameter when it cannot take the head dim, InvalidDtype when it cannot keep the dtype.
+        Raises InvalidParameter when it cannot take the head dim, InvalidType when it cannot keep the dtype.
         """
         words = dict(self.words)
         if self.codec_id in _DTYPES and "dtype" not in words:
             if dtype not in _DTYPES[self.codec_id]:
                 kept = " and ".join(_DTYPES[self.codec_id])
-                raise InvalidDtype(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
+                raise InvalidType(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
             words["dtype"] = dtype
         if calibrated is not None:
             return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated))
@@ -170,7 +170,7 @@ def _position(item: int, layers: int) -> int:
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """A parsed recipe, or one of codecs of ``kvpack.codecs``. Raises InvalidRecipe, which points at the word and lists the known words.
+    """A parsed recipe, or one of codecs of ``kvpack.codecs``. Raises InvalidParameter, which points at the word and lists the known words.
 
     Without ``text``, ``k`` and ``v``, or ``kv`` for both, are the codecs of all layers; ``layers`` has those of some, by a recipe's list
     of layers such as ``"0,-1"``, each for both sides or a map of sides; ``tail`` is the number of tokens at which the raw tail is encoded.
@@ -200,7 +200,7 @@ class Recipe:
         if codecs or layers or tail is not None:
             if text is not None:
                 found = ", ".join(codecs) or "layers or tail"
-                raise InvalidRecipe(f"a recipe is text or codecs; found the text {shown(text)} and {found} too")
+                raise InvalidParameter(f"a recipe is text or codecs; found the text {shown(text)} and {found} too")
             check_mapping(layers, "layers", '{"0,-1": Raw()}')
             text = _text_of(codecs, layers or {}, tail)
         object.__setattr__(self, "text", text)
@@ -213,7 +213,7 @@ class Recipe:
         """The recipe that a file, entry or row records, whose presets mean what they meant when their names were recorded.
 
         Its ``text`` is the recorded one, so that a row can be compared with it; ``canonical`` is what is recorded today.
-        Raises InvalidRecipe, also for a text that is no recipe, which is valid in a file.
+        Raises InvalidParameter, also for a text that is no recipe, which is valid in a file.
         """
         recipe = cls.__new__(cls)
         object.__setattr__(recipe, "text", text)
@@ -224,7 +224,7 @@ class Recipe:
     def _parse(self, named: Mapping[str, str]) -> None:
         """Set everything except the text; ``named`` are presets and additions."""
         if not isinstance(self.text, str):
-            raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
+            raise InvalidParameter(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
         object.__setattr__(self, "_named", named)
         object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
@@ -233,7 +233,7 @@ class Recipe:
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
                 remedy = f"add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
-                raise InvalidRecipe(f"recipe {self._written!r} names no codec for {side}: {remedy}")
+                raise InvalidParameter(f"recipe {self._written!r} names no codec for {side}: {remedy}")
         window = self.window
         self._check_order()
         rules = [(rule.sides, rule.items, {side: rule.canonical(side) for side in rule.sides}) for rule in self.rules]
@@ -284,7 +284,7 @@ class Recipe:
         """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
 
         ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which raw and lossless keep unless their clause names another.
-        Raises InvalidParameter, which lists presets that can, when the codec cannot take this head dim, and InvalidDtype when it
+        Raises InvalidParameter, which lists presets that can, when the codec cannot take this head dim, and InvalidType when it
         cannot keep this dtype.
         """
         layer, layers, dim = integer(layer, "layer"), integer(layers, "layers"), integer(dim, "dim")
@@ -301,6 +301,8 @@ class Recipe:
                 calibrated = basis.calibrated(layer, side, rule.bits, words.get("gain"), words.get("widths") == "heads")
         try:
             return rule.codec(dim, side, dtype, calibrated)
+        except InvalidType:
+            raise
         except InvalidParameter as error:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
@@ -320,7 +322,7 @@ class Recipe:
         return self.basis
 
     def _with_basis(self) -> str:
-        """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidRecipe where it names another."""
+        """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidParameter where it names another."""
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
         for clause in (part for text in self._written.split(";") for part in _without_alias(text.strip()).split(";")):
@@ -329,7 +331,7 @@ class Recipe:
                 words = [word for word in (match[2] or "").split(",") if word]
                 named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
                 if named != digest:
-                    raise InvalidRecipe(f"recipe {self._written!r} names the basis {named}, and {digest} was given")
+                    raise InvalidParameter(f"recipe {self._written!r} names the basis {named}, and {digest} was given")
                 words = [word for word in words if not word.startswith("basis=")]
             clauses.append(f"{match[1]}:{','.join([*words, f'basis={digest}'])}" if match else clause)
         return ";".join(clauses)
@@ -344,7 +346,7 @@ class Recipe:
     def _keeps(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
         try:
             exact = self.codec(layer, layers, side, dim, dtype).exact_dtype
-        except (InvalidDtype, MissingBasis):
+        except (InvalidType, MissingBasis):
             return False
         return exact is not None and dtype in HOLDS[exact]
 
@@ -441,14 +443,14 @@ class Recipe:
 def _text_of(
     codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], tail: int | None
 ) -> str:
-    """The text of a recipe of codecs by their sides. Raises InvalidRecipe for anything but codecs."""
+    """The text of a recipe of codecs by their sides. Raises InvalidParameter for anything but codecs."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
     for items, given in layers.items():
         sides = given if isinstance(given, Mapping) else {"kv": given}
         clauses += [(f"layers={items}:", side, codec) for side, codec in sides.items()]
     for where, side, codec in clauses:
         if not isinstance(codec, CodecChoice):
-            raise InvalidRecipe(f"{where}{side} is {shown(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
+            raise InvalidParameter(f"{where}{side} is {shown(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
     return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if tail is None else [f"tail={tail}"])])
 
 
@@ -471,7 +473,7 @@ def _presets_for(dim: int, dtype: str) -> str:
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
         if preset.layers is None and rules[0].codec_id not in found:
-            with contextlib.suppress(InvalidParameter, InvalidDtype):
+            with contextlib.suppress(InvalidParameter):
                 _ = [rule.codec(dim, side, dtype) for rule in rules for side in rule.sides]
                 found[rules[0].codec_id] = name
     return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
@@ -481,47 +483,47 @@ def recorded_text(text: str) -> str:
     """The canonical text of the recipe that a file records; the text itself where it is no recipe."""
     try:
         return Recipe.recorded(text).canonical
-    except InvalidRecipe:
+    except InvalidParameter:
         return text
 
 
 def basis_named(recipe: Recipe) -> bytes | None:
     """The SHA-256 of the basis that readers of caches of ``recipe`` need; None if they need none.
 
-    Raises InvalidRecipe unless all clauses that need a basis name the same one.
+    Raises InvalidParameter unless all clauses that need a basis name the same one.
     """
     if not recipe.needs_basis:
         return None
     named = {dict(rule.words).get("basis", "") for rule in recipe.rules if rule.codec_id in CALIBRATED}
     if "" in named:
-        raise InvalidRecipe(f"recipe {recipe.text!r} does not name its basis; kvpack.Recipe(text, basis).text does")
+        raise InvalidParameter(f"recipe {recipe.text!r} does not name its basis; kvpack.Recipe(text, basis).text does")
     if len(named) > 1:
-        raise InvalidRecipe(f"recipe {recipe.text!r} names the bases {', '.join(sorted(named))}, expected one")
+        raise InvalidParameter(f"recipe {recipe.text!r} names the bases {', '.join(sorted(named))}, expected one")
     return bytes.fromhex(*named)
 
 
 def basis_for(recipe: Recipe, basis: Basis | str | os.PathLike[str] | None) -> Basis | None:
-    """``basis``, if it is the one that ``recipe`` names; None if it is not given, or ``recipe`` needs none. Raises InvalidRecipe."""
+    """``basis``, if it is the one that ``recipe`` names; None if it is not given, or ``recipe`` needs none. Raises InvalidParameter."""
     named = basis_named(recipe)
     if named is None or basis is None:
         return None
     found = basis_of(basis)
     if found.digest != named:
-        raise InvalidRecipe(f"recipe {recipe.text!r} names the basis {named.hex()}, and {found.digest.hex()} was given")
+        raise InvalidParameter(f"recipe {recipe.text!r} names the basis {named.hex()}, and {found.digest.hex()} was given")
     return found
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | os.PathLike[str] | None = None) -> Recipe:
     """A recipe from its text, a preset's name or a recipe file; ``basis`` is that of its clauses with the codec klt.
 
-    Raises InvalidRecipe, which names the line of a file, MissingFile, and what reading a basis raises.
+    Raises InvalidParameter, which names the line of a file, MissingFile, and what reading a basis raises.
     """
     if isinstance(recipe, Recipe):
         return recipe if basis is None else Recipe(recipe.canonical, basis_of(basis))
     if basis is not None:
         return Recipe(parse_recipe(recipe).canonical, basis_of(basis))
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
-        raise InvalidRecipe(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
+        raise InvalidParameter(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)
     if named is None:
         return Recipe(str(recipe))
@@ -531,6 +533,6 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | o
         return Recipe(";".join([*(clause for _, clause in clauses), *([added] if added else [])]))
     except InvalidClause as error:
         line = next((f", line {number}" for number, clause in clauses if clause == error.clause), "")
-        raise InvalidRecipe(f"{path}{line}: {error.reason}{pointer(error.clause, error.word)}") from None
-    except InvalidRecipe as error:
-        raise InvalidRecipe(f"{path}: {error}") from None
+        raise InvalidParameter(f"{path}{line}: {error.reason}{pointer(error.clause, error.word)}") from None
+    except InvalidParameter as error:
+        raise InvalidParameter(f"{path}: {error}") from None

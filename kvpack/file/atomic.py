@@ -13,7 +13,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpack.formats.errors import NotWritable, WriteFailed
+from kvpack.formats.errors import WriteFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +101,6 @@ def replace_file(
     With ``unfinished``, the path is an entry of a store: the new file is created in that folder of the same file system, the entry
     stays 0600, and it replaces a link. ``durable`` forces the bytes, then the rename, to the disk before returning.
     Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old file is untouched.
-    NotWritable, a WriteFailed, is raised for a read-only file or folder.
     """
     where = os.fsdecode(path)
     if "\0" in where:
@@ -199,7 +198,7 @@ def _followed(path: str | os.PathLike[str]) -> str:
 
 
 def _check_writable(where: str, target: str) -> None:
-    """Raise NotWritable for an existing file that is read-only, which a rename would replace all the same."""
+    """Raise WriteFailed for an existing file that is read-only, which a rename would replace all the same."""
     try:
         status = os.stat(target)
     except OSError:
@@ -207,10 +206,11 @@ def _check_writable(where: str, target: str) -> None:
     # Root may write every file; one without any write permission is meant to stay.
     writable = status.st_mode & 0o222 and os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
     if stat.S_ISREG(status.st_mode) and not writable:
-        raise NotWritable(
+        raise WriteFailed(
             f"{where}: could not be written: the file is read-only (mode {stat.S_IMODE(status.st_mode):04o}): "
             "make it writable with chmod u+w, or write to another path",
             filename=where,
+            number=errno.EACCES,
         )
 
 
@@ -369,9 +369,7 @@ def sync_folder(folder: str) -> None:
 
 def _failed(where: str, error: OSError) -> WriteFailed:
     """The error to raise for the system's ``error``."""
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return NotWritable(_reason(where, error), filename=where, number=error.errno)
-    return WriteFailed(_reason(where, error))
+    return WriteFailed(_reason(where, error), filename=where, number=error.errno)
 
 
 def _reason(target: str, error: OSError) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import xxhash
 
 from kvpack.formats.base import check_finite
-from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackError, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
 
 from . import basis
 from .atomic import write_file
@@ -54,18 +54,18 @@ def write(
 
     ``arrays`` holds a C-contiguous buffer for every name of ``contents.layouts``. ``compress`` stores a tensor as a zstd
     frame where that saves 3 % or more. ``durable`` syncs file and folder. ``progress(done, total)`` counts bytes.
-    Raises InvalidParameter, InvalidShape and LimitExceeded before anything is written, then WriteFailed.
+    Raises InvalidParameter and LimitExceeded before anything is written, then WriteFailed.
     """
     return write_file(path, pieces(contents, arrays, compress=compress), durable=durable, progress=progress)
 
 
 def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
-    """The bytes of the file that ``write`` makes. Raises InvalidParameter, InvalidShape and LimitExceeded."""
+    """The bytes of the file that ``write`` makes. Raises InvalidParameter and LimitExceeded."""
     return b"".join(pieces(contents, arrays, compress=compress))
 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
-    """The bytes of the file that ``write`` makes, as consecutive pieces. Raises InvalidParameter, InvalidShape and LimitExceeded."""
+    """The bytes of the file that ``write`` makes, as consecutive pieces. Raises InvalidParameter and LimitExceeded."""
     if set(arrays) != set(contents.layouts):
         odd = sorted(map(str, set(arrays) ^ set(contents.layouts)))
         raise InvalidParameter(f"arrays missing or not in the layout: {', '.join(odd[:8])}")
@@ -73,7 +73,7 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
     for name, layout in contents.layouts.items():
         raw = _flat(name, arrays[name])
         if len(raw) != layout_bytes(layout):
-            raise InvalidShape(f"{name} has {len(raw)} bytes, {layout.dtype} {list(layout.shape)} takes {layout_bytes(layout)}")
+            raise InvalidParameter(f"{name} has {len(raw)} bytes, {layout.dtype} {list(layout.shape)} takes {layout_bytes(layout)}")
         frame = compressed(raw) if compress else None
         stored[name] = raw if frame is None else memoryview(frame)
         chosen = "none" if frame is None else "zstd"

@@ -160,6 +160,8 @@ def _unpacked(data: bytes) -> Any:
             list_hook=count,
             object_hook=count,
         )
+    except LimitExceeded:
+        raise
     except (ValueError, msgpack.UnpackException) as error:
         kind = LimitExceeded if re.search("exceeds max_(str|bin|array|map)_len", str(error)) else InvalidHeader
         raise kind(f"kvpack.header is not msgpack within the format's limits: {str(error) or type(error).__name__}") from None

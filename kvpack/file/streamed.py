@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kvpack.formats.errors import InvalidShape
+from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.threads import in_parallel
 
 from .atomic import replace_file
@@ -46,7 +46,7 @@ def write_pieces(
 
     ``pieces`` gives the bytes of every tensor of ``contents.layouts`` that has any, in order; the caller's thread takes them one by
     one, ahead of those being written. ``progress(done, total)`` counts bytes.
-    Raises InvalidShape for more or fewer bytes than a tensor takes, LimitExceeded, and WriteFailed as ``container.write``.
+    Raises InvalidParameter for more or fewer bytes than a tensor takes, LimitExceeded, and WriteFailed as ``container.write``.
     """
     front = undigested_front(contents)
 
@@ -85,7 +85,7 @@ class _Data:
         self._sizes = dict.fromkeys(contents.layouts, 0)
 
     def placed(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
-        """Each piece with its place in the file, once it is part of its tensor's digest. Raises InvalidShape."""
+        """Each piece with its place in the file, once it is part of its tensor's digest. Raises InvalidParameter."""
         for piece in pieces:
             size = self._sizes[piece.name]
             self._sizes[piece.name] = size + len(piece.data)
@@ -94,7 +94,7 @@ class _Data:
             yield piece, self._start + self._begins[piece.name] + size
 
     def header(self) -> Header:
-        """The header of the file. Raises InvalidShape if a tensor is not whole."""
+        """The header of the file. Raises InvalidParameter if a tensor is not whole."""
         tensors = []
         for name, layout in self._contents.layouts.items():
             self._check(name, whole=True)
@@ -105,7 +105,7 @@ class _Data:
         layout, size = self._contents.layouts[name], self._sizes[name]
         expected = layout_bytes(layout)
         if size > expected or (whole and size != expected):
-            raise InvalidShape(f"{name} has {size} bytes, {layout.dtype} {list(layout.shape)} takes {expected}")
+            raise InvalidParameter(f"{name} has {size} bytes, {layout.dtype} {list(layout.shape)} takes {expected}")
 
 
 def _write_at(descriptor: int, data: memoryview, at: int) -> None:

@@ -20,7 +20,7 @@ from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import check_flag, check_mapping, shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 from kvpack.runtime.modes import own_modes
 
 from . import operators
@@ -54,7 +54,7 @@ class LiveCache:
     On a CUDA device ``update`` and ``attend`` of a few tokens run only kernels that read positions on the device. A CUDA graph may
     hold them until ``roll``, which must be called at least once in a window of tokens, says that launches changed.
     In code that ``torch.compile`` compiles, both are operators of kvpack's own (``operators``), which it does not look into.
-    Raises InvalidRecipe, MissingFile or InvalidParameter, also for the basis of another model; the first tokens of a layer raise
+    Raises InvalidParameter or MissingFile, also for the basis of another model; the first tokens of a layer raise
     MissingBasis without the one that they need.
     """
 
@@ -84,7 +84,7 @@ class LiveCache:
 
     @classmethod
     def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
-        """The live cache that continues ``cache``, whose pages it shares. Raises InvalidDtype for anything but a packed cache."""
+        """The live cache that continues ``cache``, whose pages it shares. Raises InvalidType for anything but a packed cache."""
         check_packed(cache, "LiveCache.of({})")
         cache.check_ends()
         for number, layer in enumerate(cache):
@@ -191,7 +191,7 @@ class LiveCache:
         """Add the keys and values ``[batch, kv_head, token, dim]`` of new tokens to ``layer``.
 
         A few go to the raw tail; more than it has room for are encoded after their ``attend``. Raises OutOfBounds for a layer that the
-        cache does not have, InvalidShape, InvalidDtype or InvalidParameter where they do not continue it, and NonFinite: what was
+        cache does not have, InvalidParameter or InvalidType where they do not continue it, and InvalidParameter: what was
         added to the tail on a CUDA device is checked by the next ``roll`` or ``freeze``.
         """
         if torch.compiler.is_dynamo_compiling():
@@ -263,7 +263,7 @@ class LiveCache:
         """Encode the whole windows of every layer's raw tail; call it between steps, at least once in a window of tokens.
 
         Returns whether launches changed: CUDA graphs of ``update`` and ``attend`` must then be captured again. On a CUDA device it
-        waits for the device. Raises NonFinite, naming the layer, for values that were added since the last call.
+        waits for the device. Raises InvalidParameter, naming the layer, for values that were added since the last call.
         """
         self._settle()
         self._check_finite()
@@ -364,14 +364,14 @@ class LiveCache:
 
         With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe asks for a residual
         window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
-        Raises NotConsecutive where an update of all layers is under way, and NonFinite.
+        Raises InvalidParameter where an update of all layers is under way, and InvalidParameter.
         """
         cache = self.frozen_as_it_is(packed)
         cache.check_ends()
         return cache
 
     def frozen_as_it_is(self, packed: bool = False) -> Cache:
-        """``freeze``, also where a forward pass ended between two layers. Raises NonFinite."""
+        """``freeze``, also where a forward pass ended between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._settle()
         self._check_finite()
@@ -476,7 +476,7 @@ class LiveCache:
         found = torch.cat(list(flags.values())).tolist()
         lost = [number for number, flag in zip(flags, found, strict=True) if flag]
         if lost:
-            raise NonFinite(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs take finite values only")
+            raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs take finite values")
 
     def _own(self, layer: int) -> LiveLayer | None:
         """The layer of that number, None before its first tokens; numbers below 0 do not count from the end."""
@@ -510,16 +510,16 @@ class LiveCache:
             where = f"layers[{number}].{name}"
             if not isinstance(x, torch.Tensor) or x.dim() != 4 or not x.shape[0] or not x.shape[1]:
                 shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise InvalidShape(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
+                raise InvalidParameter(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
             if x.dtype not in RAW_DTYPES.values():
-                raise InvalidDtype(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
+                raise InvalidType(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
             try:
                 codec = self._recipe.codec(number, self._count, name, x.shape[3], RAW_NAMES[x.dtype])
             except InvalidParameter as error:
-                raise InvalidParameter(f"{where}: {error}") from None
+                raise type(error)(f"{where}: {error}") from None
             sides[name] = Side(codec, (), x[:, :, :0].clone(), self._recipe.window)
         if not any(sides.values()):
-            raise InvalidShape(f"layers[{number}]: neither keys nor values were given")
+            raise InvalidParameter(f"layers[{number}]: neither keys nor values were given")
         return Layer(sides["k"], sides["v"])
 
     def _made(self, number: int, layer: Layer) -> LiveLayer | None:

@@ -13,7 +13,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.side import check_tensor
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import check_finite
-from kvpack.formats.errors import InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import own_modes
 
@@ -103,7 +103,7 @@ class LiveLayer:
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add tokens to both sides: to the raw tail, or if it has no room for them, to what ``commit`` encodes.
 
-        Raises InvalidShape, InvalidDtype or InvalidParameter when they do not continue the layer, and on the CPU NonFinite; nothing is
+        Raises InvalidParameter or InvalidType when they do not continue the layer, and on the CPU InvalidParameter; nothing is
         added then.
         """
         given = self._checked(k, v)
@@ -334,13 +334,13 @@ class LiveLayer:
             side = self.sides.get(name)
             if (side is None) != (x is None):
                 held, found = ("no", "some") if side is None else ("a", "none")
-                raise InvalidShape(f"{where}: the layer has {held} {name} side, and {found} was given")
+                raise InvalidParameter(f"{where}: the layer has {held} {name} side, and {found} was given")
             if side is None or x is None:
                 continue
             check_tensor(x, where)
             expected = [side.batch, side.heads, x.shape[2], side.dim]
             if list(x.shape) != expected:
-                raise InvalidShape(f"{where}: shape {list(x.shape)} does not continue a side of shape {expected}")
+                raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue a side of shape {expected}")
             if x.device != side.tail.device:
                 raise InvalidParameter(
                     f"{where}: the values are on {x.device} and the cache is on {side.tail.device}: give x.to({str(side.tail.device)!r})"
@@ -348,7 +348,7 @@ class LiveLayer:
             given[name] = x
         if len({x.shape[2] for x in given.values()}) > 1:
             counts = " and ".join(f"{x.shape[2]} of {name}" for name, x in given.items())
-            raise InvalidShape(f"{self.name}: {counts} were given; both sides get as many tokens")
+            raise InvalidParameter(f"{self.name}: {counts} were given; both sides get as many tokens")
         for name, x in given.items():
             side = self.sides[name]
             if x.device.type == "cpu" and side.codec.exact_dtype is None:

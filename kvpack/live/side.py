@@ -167,7 +167,7 @@ class LiveSide:
         """The streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
 
         ``position`` is that of the first token, and ``norms`` ``[batch, token]`` begins with those of the tokens' keys, if they are known.
-        Raises NonFinite and OutOfRange, which name ``where``.
+        Raises InvalidParameter and OutOfRange, which name ``where``.
         """
         pages = self._all_pages()
         with own_modes(x.device):

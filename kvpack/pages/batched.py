@@ -46,7 +46,7 @@ def takes(codec: Codec) -> bool:
 
 
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
-    """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises NonFinite and OutOfRange for a page among them.
+    """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises InvalidParameter and OutOfRange for a page among them.
 
     ``keys`` are the layers' keys, and ``left_out``, int64 ``[1]``, counts raw tokens that have no slot.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvpack.formats.arguments import check_flag, integer, items, shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 
 from .geometry import PageGeometry
 from .overlap import Strided, first_shared
@@ -19,7 +19,7 @@ class PageBuffer:
     """Slots of pages in an engine's memory: for each layer and side a tensor ``[slot, head, token, channel]`` of any strides.
 
     ``k`` and ``v`` are a list of such tensors, one for each layer, or one tensor ``[slot, layer, head, token, channel]``; ``v`` is None
-    for pages of one side. Nothing is copied. Raises InvalidShape, InvalidDtype or InvalidParameter where they do not fit ``geometry``.
+    for pages of one side. Nothing is copied. Raises InvalidParameter or InvalidType where they do not fit ``geometry``.
     """
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
@@ -28,13 +28,13 @@ class PageBuffer:
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):
-            raise InvalidShape(f"the pages have the sides {', '.join(geometry.dims)}, and {', '.join(given)} were given")
+            raise InvalidParameter(f"the pages have the sides {', '.join(geometry.dims)}, and {', '.join(given)} were given")
         self.sides: dict[str, tuple[torch.Tensor, ...]] = {}
         for side, x in given.items():
             layers = list(x.unbind(1)) if isinstance(x, torch.Tensor) and x.dim() == 5 else x
             if not isinstance(layers, Sequence) or len(layers) != geometry.layers:
                 found = list(x.shape) if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-                raise InvalidShape(
+                raise InvalidParameter(
                     f"{side}: {found}; pages of {geometry.layers} layers are one tensor [slot, layer, head, token, channel], or a tensor "
                     "[slot, head, token, channel] for each layer"
                 )
@@ -45,7 +45,7 @@ class PageBuffer:
         self.slots, self.device = every[0].shape[0], every[0].device
         for tensor in every:
             if tensor.shape[0] != self.slots or tensor.device != self.device:
-                raise InvalidShape(
+                raise InvalidParameter(
                     f"the tensors of a PageBuffer have {self.slots} slots on {self.device}, and one has {tensor.shape[0]} "
                     f"on {tensor.device}"
                 )
@@ -76,10 +76,10 @@ class PageBuffer:
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
             raise InvalidParameter(f"{where}: a {type(x).__name__}, expected a dense tensor in memory")
         if x.dtype != geometry.torch_dtype:
-            raise InvalidDtype(f"{where}: dtype {x.dtype}, the geometry has {geometry.dtype}")
+            raise InvalidType(f"{where}: dtype {x.dtype}, the geometry has {geometry.dtype}")
         expected = (geometry.heads, geometry.tokens, dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
-            raise InvalidShape(f"{where}: shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")
+            raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")
 
 
 def _strided(x: torch.Tensor) -> Strided:

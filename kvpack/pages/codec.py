@@ -13,7 +13,7 @@ from kvpack.coding import dispatch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file.row import NAMESPACE_BYTES, row_layout
 from kvpack.formats.arguments import check_flag, items, shown
-from kvpack.formats.errors import InvalidParameter, InvalidShape, Truncated
+from kvpack.formats.errors import InvalidParameter, Truncated
 
 from .buffer import PageBuffer
 from .device import DevicePages, PageJob, Rows
@@ -37,12 +37,12 @@ class PageCodec:
     code what C does not take, layer by layer: 8-bit scales, scales of channels, and encoding by oscar, polar and minifloat. On a device a
     job is a few launches for each side and one for the checksums; recipes and geometries that no kernel takes page by page are coded for
     all pages together, and the rest is copied through the host's memory, as rows there are.
-    Raises InvalidRecipe, InvalidDtype, LimitExceeded, and InvalidParameter for a recipe whose sizes depend on the values (lossless,
+    Raises InvalidParameter, InvalidType and LimitExceeded for a recipe whose sizes depend on the values (lossless,
     transform, outliers, raw tokens by ``sinks``) and for one that keeps a raw tail. Of the tokens that presets keep raw, a row has
     room for one in 64 of its page: those of the lowest norm below ``raw_low_norm`` of the page's median, and, in codecs that encode
     tokens together, those above ``raw_high_norm``. ``raw_first`` is ignored, for a page does not know its place in the sequence.
     ``raw_tokens_left_out`` counts tokens without room. Pages of fewer than 64 tokens have no room, except for one token in those of
-    the codec klt. A recipe of klt needs its ``basis``: MissingBasis, InvalidShape for one of other heads, and what reading a basis
+    the codec klt. A recipe of klt needs its ``basis``: MissingBasis, InvalidParameter for one of other heads, and what reading a basis
     raises.
     """
 
@@ -95,7 +95,7 @@ class PageCodec:
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``; what follows a row in its
         buffer is left as it is. ``keys`` are the engine's names of the pages, of any bytes. The row of a page with an error does not
         begin as a row.
-        Raises InvalidShape, InvalidParameter and OutOfBounds for arguments that fit no page.
+        Raises InvalidParameter and OutOfBounds for arguments that fit no page.
         """
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
@@ -114,7 +114,7 @@ class PageCodec:
 
         A row is checked before anything is written: its checksum, namespace, geometry, recipe and, with ``keys``, its name; with
         ``values`` also the rules of its codecs, for rows that others may have written. ``rows`` may be longer than a row.
-        Raises InvalidShape, InvalidParameter and OutOfBounds for arguments that fit no page.
+        Raises InvalidParameter and OutOfBounds for arguments that fit no page.
         """
         return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
 
@@ -130,7 +130,7 @@ class PageCodec:
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
-        """What ``decode_into`` would find wrong with ``rows``, in host memory. Raises InvalidShape and InvalidParameter."""
+        """What ``decode_into`` would find wrong with ``rows``, in host memory. Raises InvalidParameter."""
         check_flag(values, "values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():
             rows = items(rows, "rows", "rows, which are bytes")
@@ -148,13 +148,13 @@ class PageCodec:
     def checked(
         self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None, *, written: bool = False
     ) -> tuple[list[int], list[bytes | None]]:
-        """``slots`` as integers, and the digests of ``keys``. Raises InvalidParameter, InvalidShape and OutOfBounds."""
+        """``slots`` as integers, and the digests of ``keys``. Raises InvalidParameter and OutOfBounds."""
         if self._closed:
             raise InvalidParameter("the codec is closed: make another PageCodec")
         if not isinstance(pages, PageBuffer):
             raise InvalidParameter(f"pages are a {type(pages).__name__}, expected a kvpack.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
-            raise InvalidShape(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
+            raise InvalidParameter(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
         slots = pages.checked_slots(slots, written)
         return slots, _digests(keys, len(slots), "slots")
 
@@ -163,17 +163,17 @@ class PageCodec:
         if not isinstance(rows, torch.Tensor) or rows.device == CPU:
             self._views(rows, count, writable=writable)
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
-            raise InvalidShape(f"rows are {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
+            raise InvalidParameter(f"rows are {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
         elif writable and rows.shape[1] < self.nbytes:
             raise Truncated(f"rows have room for {rows.shape[1]} bytes each, a page takes {self.nbytes}")
         elif writable and count > 1 and rows.stride(0) < self.nbytes:
-            raise InvalidShape(_overlapping(rows.stride(0), self.nbytes))
+            raise InvalidParameter(_overlapping(rows.stride(0), self.nbytes))
 
     def _views(self, rows: Rows, count: int, *, writable: bool) -> list[memoryview]:
         if isinstance(rows, torch.Tensor):
             if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.device != CPU or (rows.numel() and rows.stride(1) != 1):
                 found = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
-                raise InvalidShape(f"rows are {found}, expected uint8 [page, byte] in the memory of the pages or of the host")
+                raise InvalidParameter(f"rows are {found}, expected uint8 [page, byte] in the memory of the pages or of the host")
             # The GIL is all that a view of memory needs, whatever mode the tensor was made in.
             rows = [row.numpy().data for row in rows.detach().unbind()]
         try:
@@ -181,7 +181,7 @@ class PageCodec:
         except TypeError as error:
             raise InvalidParameter(f"rows are no buffers of bytes side by side ({error}): give bytearrays or one uint8 tensor") from None
         if len(views) != count:
-            raise InvalidShape(f"{len(views)} rows were given for {count} slots")
+            raise InvalidParameter(f"{len(views)} rows were given for {count} slots")
         for number, view in enumerate(views):
             if writable and view.readonly:
                 raise InvalidParameter(f"row {number} is a read-only buffer, and a page is to be written there")
@@ -190,7 +190,7 @@ class PageCodec:
         if writable and len(views) > 1:
             nearest = min(after - before for before, after in pairwise(sorted(map(address_of, views))))
             if nearest < self.nbytes:
-                raise InvalidShape(_overlapping(nearest, self.nbytes))
+                raise InvalidParameter(_overlapping(nearest, self.nbytes))
         return views
 
 

@@ -93,7 +93,7 @@ class PageGeometry:
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
         """The codec of one side.
 
-        Raises InvalidParameter for one whose sizes depend on the values and for bytes that would be recoded, MissingBasis; and InvalidShape
+        Raises MissingBasis, and InvalidParameter for sizes that depend on the values, for bytes that would be recoded, and
         for a basis of another number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
@@ -125,7 +125,7 @@ class PageGeometry:
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:
-        """The description of a page in ``recipe``. Raises InvalidRecipe, InvalidParameter and InvalidDtype."""
+        """The description of a page in ``recipe``. Raises InvalidParameter and InvalidType."""
         recipe = parse_recipe(recipe)
         recipe.check_length()
         recipe.check_layers(self.layers)

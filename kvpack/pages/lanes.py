@@ -129,7 +129,7 @@ class _Ready:
         self._stretches_of_keys = [] if choosers is None else _stretches(keys)
 
     def encode(self, slot: int, row: memoryview, threads: int) -> int:
-        """Encode the page in ``slot``, and count raw tokens left out. Raises NonFinite and OutOfRange, naming the layer and the side."""
+        """Encode the page in ``slot``, and count raw tokens left out. Raises InvalidParameter, naming the layer and the side."""
         raw = self._lane.raw
         if raw is None:
             self._encode(slot, row, threads, {})

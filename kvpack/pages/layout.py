@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from kvpack.formats.arguments import integer, items, shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .buffer import PageBuffer, checked_slots
 from .geometry import MAX_BYTES, PageGeometry
@@ -44,9 +44,9 @@ class PageLayout:
             raise InvalidParameter(f"write is {shown(write)}, expected the engine's writer, a function of (k, v)")
         _check_tensor(page, "page")
         if page.dtype != geometry.torch_dtype:
-            raise InvalidDtype(f"page has dtype {page.dtype}, the geometry {geometry.dtype}")
+            raise InvalidType(f"page has dtype {page.dtype}, the geometry {geometry.dtype}")
         if not page.is_contiguous():
-            raise InvalidShape(f"page has the shape {list(page.shape)} and strides {list(page.stride())}, expected contiguous memory")
+            raise InvalidParameter(f"page has the shape {list(page.shape)} and strides {list(page.stride())}, expected contiguous memory")
         flat, dims = page.view(-1), geometry.dims
         shapes = {side: (geometry.layers, geometry.heads, geometry.tokens, dim) for side, dim in dims.items()}
 
@@ -134,7 +134,7 @@ class PageLayout:
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
         """Copy the pages in ``slots`` of ``pool`` ``[slot, value]`` to the first slots of ``staging``.
 
-        Raises InvalidShape, OutOfBounds and InvalidParameter for slots and a staging that do not fit.
+        Raises InvalidParameter and OutOfBounds for slots and a staging that do not fit.
         """
         for number, slot in enumerate(self._checked(pool, slots, staging)):
             for side, place in self.places.items():
@@ -145,7 +145,7 @@ class PageLayout:
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``.
 
-        Raises InvalidShape, OutOfBounds and InvalidParameter for slots and a staging that do not fit.
+        Raises InvalidParameter and OutOfBounds for slots and a staging that do not fit.
         """
         chosen = self._checked(pool, slots, staging, written=True)
         with torch.inference_mode():
@@ -161,7 +161,7 @@ class PageLayout:
             raise InvalidParameter(f"staging is {shown(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
         slots = items(slots, "slots", "slots, which are integers")
         if staging.geometry != self.geometry or staging.slots < len(slots):
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"the staging has {staging.slots} slots of {staging.geometry}, expected at least {len(slots)} of {self.geometry}"
             )
         return checked_slots(slots, pool.shape[0], written)
@@ -169,7 +169,7 @@ class PageLayout:
     def _check_pool(self, pool: torch.Tensor) -> None:
         _check_tensor(pool, "the pool")
         if pool.dim() != 2 or pool.shape[1] != self.elements or pool.dtype != self.geometry.torch_dtype:
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"the pool is {pool.dtype} {list(pool.shape)}, expected {self.geometry.dtype} [slot, {self.elements}]: view it so"
             )
 

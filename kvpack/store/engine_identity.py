@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.user_files import path_text
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile
 from kvpack.hub import model_folder
 
 from .checkpoints import checkpoint_digest
@@ -52,6 +52,8 @@ def engine_fields(
             # The model's own code, which engines run with trust_remote_code.
             digest.update(hashlib.sha256(path.name.encode()).digest() + hashlib.sha256(path.read_bytes()).digest())
         weights = checkpoint_digest(folder) if revision is None else revision
+    except KvpackError:
+        raise
     except OSError as error:
         raise MissingFile(f"{error.filename or folder}: {error.strerror or error}") from None
     except ValueError as error:

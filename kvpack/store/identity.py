@@ -43,7 +43,7 @@ class Identity:
     tokens; they are in no key either, and let a store load only what the windows reach. ``keeps_states``
     is whether layers keep recurrent or convolution states, without which no prefix of the model can be continued.
     Raises InvalidParameter, naming the field, for anything except text that a header can hold (a tenant may be any text), and
-    InvalidRecipe.
+    InvalidParameter.
     """
 
     model: str
@@ -193,7 +193,7 @@ class Identity:
 
     @classmethod
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
-        """The identity that a header names, for ``tenant``. Raises InvalidParameter and InvalidRecipe."""
+        """The identity that a header names, for ``tenant``. Raises InvalidParameter."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
         return cls(recipe=Recipe.recorded(recipe).canonical, tenant=tenant, **named)

@@ -19,7 +19,7 @@ from kvpack.evaluation.windows import prefill
 from kvpack.file.atomic import write_file
 from kvpack.file.basis import SUFFIX
 from kvpack.formats import rans
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import SCOPES, default_chunk
 from kvpack.integrations.transformers.models import Model, identity_for, identity_of
 from kvpack.models import load_model, model_folder, transformers_library
@@ -138,7 +138,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
     """What frames are to be of in windows of ``tokens`` tokens, or None and why there are none.
 
     Frequencies of RoPE are those of at most ``longest`` tokens. Raises InvalidParameter for keys that turn in an unknown way, if ``scope``
-    asks for frames, and InvalidShape for layers without keys.
+    asks for frames, and InvalidParameter for layers without keys.
     """
     if scope not in (None, "none", *SCOPES):
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
@@ -167,12 +167,12 @@ def _sample(model: Any, text: Text) -> torch.Tensor:
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Raise InvalidShape unless every layer has keys and values of heads."""
+    """Raise InvalidParameter unless every layer has keys and values of heads."""
     if any(k is None or v is None for k, v in pairs):
-        raise InvalidShape("a calibration is of models whose layers all have keys and values")
+        raise InvalidParameter("a calibration is of models whose layers all have keys and values")
     for x in (x for pair in pairs for x in pair):
         if x.dim() != 4:
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"keys of shape {list(x.shape)}; a calibration is of layers with keys and values [batch, kv_head, token, dim]"
             )
 

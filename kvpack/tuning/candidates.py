@@ -13,7 +13,7 @@ from kvpack.cache.side import packed_side
 from kvpack.coding import raw_clause
 from kvpack.coding.presets import RAW_CLAUSE
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.formats.errors import InvalidParameter, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import norms_of
 
 from .allocation import Allocation, Place, recipe_text
@@ -66,7 +66,7 @@ SIDES = ("k", "v")
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
     """The codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or a codec alone, which is for both sides.
 
-    Raises InvalidRecipe for an unknown codec, and InvalidParameter if a side has no codec or a text has several clauses.
+    Raises InvalidParameter for an unknown codec, and InvalidParameter if a side has no codec or a text has several clauses.
     """
     found: dict[str, list[str]] = {"k": [], "v": []}
     for text in texts:
@@ -137,7 +137,7 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
                 try:
                     own = _recipe(side, codec, basis)
                     packed[place][codec] = _pack(x.to(torch.bfloat16), norms, exact.prefix, own, place, len(exact.pairs))
-                except (InvalidParameter, OutOfRange, OutOfBounds) as error:
+                except (InvalidParameter, OutOfBounds) as error:
                     left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:
                 reason = next(iter(left_out[place].values()))

@@ -108,8 +108,8 @@ def run(
     ``quick`` is the search of three to five recipes; ``candidates`` are codecs such as ``k=scalar:b=3``; ``out`` is the recipe
     file to write; ``measurements`` is a file that keeps the losses for later searches; ``basis`` is the model's basis file, for
     candidates with the codecs klt and transform, which it adds to the usual ones. ``only_attendable`` leaves out codecs that attention
-    decodes tile by tile. Two runs with one seed find the same recipe if torch has the same number of threads. Raises InvalidRecipe,
-    InvalidParameter for sizes that do not fit and for an impossible budget, MissingFile and WriteFailed.
+    decodes tile by tile. Two runs with one seed find the same recipe if torch has the same number of threads.
+    Raises InvalidParameter for sizes that do not fit and for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")

@@ -10,7 +10,7 @@ import torch
 
 from kvpack import cli
 from kvpack.bench import attend, attend_load
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe
+from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.threads import THREADS
 
 
@@ -50,5 +50,5 @@ def test_wrong_arguments_are_refused() -> None:
         attend.run([0])
     with pytest.raises(InvalidParameter, match="--repeats is 0"):
         attend.run([1], repeats=0)
-    with pytest.raises(InvalidRecipe):
+    with pytest.raises(InvalidParameter):
         attend.run([1], ["nonsense"])

@@ -9,7 +9,7 @@ import pytest
 
 import kvpack
 from kvpack.bench import quality
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidRecipe, MissingBasis
+from kvpack.errors import InvalidParameter, InvalidType, MissingBasis
 from kvpack.models import demo_text, load_model
 from support.chat_tokenizers import tokenizer
 
@@ -91,10 +91,10 @@ def test_windows_come_from_all_texts(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model": "gpt2"}, InvalidDtype, "expected a transformers model, such as AutoModelForCausalLM.from_pretrained"),
-        ({"texts": []}, InvalidDtype, r"texts is .*, expected a string or a list of strings"),
-        ({"texts": [b"x"]}, InvalidDtype, "expected a string or a list of strings"),
-        ({"recipes": "octopus-33"}, InvalidRecipe, "did you mean octopus-3"),
+        ({"model": "gpt2"}, InvalidType, "expected a transformers model, such as AutoModelForCausalLM.from_pretrained"),
+        ({"texts": []}, InvalidType, r"texts is .*, expected a string or a list of strings"),
+        ({"texts": [b"x"]}, InvalidType, "expected a string or a list of strings"),
+        ({"recipes": "octopus-33"}, InvalidParameter, "did you mean octopus-3"),
         ({"recipes": "klt-1.75"}, MissingBasis, "needs a basis"),
         ({"tokens": 1}, InvalidParameter, "^tokens is 1, expected an integer from 2 to 2500 by the model's positions"),
         ({"score": 96}, InvalidParameter, "score is 96, expected an integer from 1 to 95"),

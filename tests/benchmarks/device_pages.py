@@ -44,7 +44,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: P
     ``decode`` of whole calls that wait for their outcomes, ``encode_in_a_row`` and ``decode_in_a_row`` of calls that begin jobs and wait
     for none, ``encode_on_device`` and ``decode_on_device`` of the device's part of these, None where a call waits, ``copy`` of a copy of
     the pages in the device's memory. ``path`` is "device", or "host" where pages pass through the host's memory.
-    Raises InvalidParameter, also without a CUDA device, and InvalidRecipe.
+    Raises InvalidParameter, also without a CUDA device, and InvalidParameter.
     """
     check_size("pages", pages, 1, MOST_PAGES, "pages")
     if not torch.cuda.is_available():

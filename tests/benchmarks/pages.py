@@ -35,7 +35,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 
 
     ``encode`` and ``decode`` are bytes of bf16 per second of a job; ``kernels_encode`` and ``kernels_decode`` of the kernels called for
     one layer and side after the other, without rows, checksums or an engine's strides. Medians over ``repeats`` rounds.
-    Raises InvalidParameter and InvalidRecipe.
+    Raises InvalidParameter.
     """
     check_size("repeats", repeats, 1, 1000, "timings")
     check_size("pages", pages, 1, MOST_PAGES, "pages")

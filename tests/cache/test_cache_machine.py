@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.coding.bases import Basis
-from kvpack.formats.errors import NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from support.caches import dense, random_pairs
 from support.klt_bases import normal_tables, random_basis
 
@@ -96,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
         after = kvpack.pack(self._new(tokens), before.recipe, start=before.stop, model=MODEL, basis=BASIS)
         raw = max(side.tail.shape[2] for layer in before for side in layer.sides.values())
         if raw:
-            with pytest.raises(NotConsecutive, match=f"raw tail of {raw} tokens"):
+            with pytest.raises(InvalidParameter, match=f"raw tail of {raw} tokens"):
                 kvpack.concat([before, after])
             self.given = given
             return

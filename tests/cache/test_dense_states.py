@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer, MtpCache, StaticIndexedLayer
 
 import kvpack
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter, InvalidType
 
 SIZES = {
     "hidden_size": 32,
@@ -230,7 +230,7 @@ def test_a_layer_that_holds_more_is_refused_by_name(layer: Any, message: str) ->
 
 @pytest.mark.parametrize("seen", [7, 9])
 def test_a_layer_of_an_unknown_class_holds_what_it_has_seen(seen: int) -> None:
-    with pytest.raises(InvalidShape, match=rf"layers\[1\]: a Unknown that has seen {seen} tokens holds the keys of 8"):
+    with pytest.raises(InvalidParameter, match=rf"layers\[1\]: a Unknown that has seen {seen} tokens holds the keys of 8"):
         kvpack.pack(with_layer(Unknown(seen, is_sliding=True)), "raw")
     assert [layer.tokens for layer in kvpack.pack(with_layer(Unknown(8)), "raw")] == [8, 8]
     assert kvpack.pack(with_layer(WithMore({"settings": (1, "a", None, torch.float32)})), "raw").tokens == 8
@@ -249,14 +249,14 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
     with pytest.raises(InvalidParameter, match=r"layers\[1\] is a Fp8QuantizedLayer: its _quantized_keys and _quantized_values"):
         kvpack.pack(with_layer(quantized), "raw")
     for empty in (DynamicCache(), DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
-        with pytest.raises(InvalidShape, match="Cache without keys and values: no forward pass has filled it"):
+        with pytest.raises(InvalidParameter, match="Cache without keys and values: no forward pass has filled it"):
             kvpack.pack(empty, "raw")
-    with pytest.raises(InvalidDtype, match="not a KV cache"):
+    with pytest.raises(InvalidType, match="not a KV cache"):
         kvpack.pack(object(), "raw")
 
 
 def test_layers_that_have_not_seen_the_same_tokens_are_refused() -> None:
-    with pytest.raises(InvalidShape, match=r"layers\[0\] 8 and layers\[1\] 5 of them"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] 8 and layers\[1\] 5 of them"):
         kvpack.pack(with_layer(DynamicLayer(), tokens=5), "raw")
 
 

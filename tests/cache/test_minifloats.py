@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite
+from kvpack.formats.errors import InvalidParameter, InvalidType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +122,7 @@ def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
         assert cache[0].k.window == 16
     with pytest.raises(InvalidParameter, match=r"layers\[0\].k: the recipe stores .*'octahedral'.*: name that format"):
         kvpack.pack([pair], "octopus-3")
-    with pytest.raises(InvalidShape, match="batch, kv_head and token must agree"):
+    with pytest.raises(InvalidParameter, match="batch, kv_head and token must agree"):
         kvpack.pack([(pair[0], torch.zeros(BATCH, HEADS, TOKENS + 1, DIM))], RECIPES[name])
 
 
@@ -166,7 +166,7 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     assert same_bits(kvpack.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
     with pytest.raises(InvalidParameter, match="by the codec group with side-cars, expected minifloat"):
         kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
-    with pytest.raises(InvalidDtype, match=r"a Layer where the side of a layer is expected, such as cache\[0\].k"):
+    with pytest.raises(InvalidType, match=r"a Layer where the side of a layer is expected, such as cache\[0\].k"):
         kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     cache = kvpack.pack([(random_values(1), None)], "fp8")
     with pytest.raises(InvalidParameter, match=r"by the codec minifloat with side-cars, .* 'fp8;raw=0'"):
@@ -189,29 +189,41 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (changed("fp8 tensor", elements=torch.ones(1, 1, 1, 4)), InvalidDtype, "elements are torch.float32, expected float8_e4m3fn"),
-        (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidShape, "elements: rank 3"),
+        (changed("fp8 tensor", elements=torch.ones(1, 1, 1, 4)), InvalidType, "elements are torch.float32, expected float8_e4m3fn"),
+        (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidParameter, "elements: rank 3"),
         (changed("mxfp4", element=None), InvalidParameter, "elements are uint8: name them with element=, one of e4m3, e5m2, e2m1"),
         (changed("mxfp4", element="int4"), InvalidParameter, "element is 'int4', expected one of"),
         (changed("fp8 tensor", element="e5m2"), InvalidParameter, "which is e4m3, and element is 'e5m2'"),
-        (changed("fp8 tensor", scales=torch.ones(5)), InvalidShape, r"scales: shape \[5\] per tensor, head or token; expected one number"),
-        (changed("fp8 token", granularity="head"), InvalidShape, r"scales: shape \[2, 3, 37\] per head"),
-        (changed("fp8 tensor", scales=torch.ones(1).bfloat16()), InvalidDtype, "scales are torch.bfloat16, expected float32"),
+        (
+            changed("fp8 tensor", scales=torch.ones(5)),
+            InvalidParameter,
+            r"scales: shape \[5\] per tensor, head or token; expected one number",
+        ),
+        (changed("fp8 token", granularity="head"), InvalidParameter, r"scales: shape \[2, 3, 37\] per head"),
+        (changed("fp8 tensor", scales=torch.ones(1).bfloat16()), InvalidType, "scales are torch.bfloat16, expected float32"),
         (changed("fp8 tensor", global_scale=torch.ones(1)), InvalidParameter, "global_scale is given with scales of torch.float32"),
         (changed("nvfp4", global_scale=None), InvalidParameter, "give global_scale too"),
-        (changed("nvfp4", global_scale=torch.ones(1).half()), InvalidDtype, "global_scale is torch.float16, expected float32"),
-        (changed("nvfp4", global_scale=torch.ones(3)), InvalidShape, r"global_scale: shape \[3\]"),
-        (changed("mxfp8", scales=torch.full((2, 3, 37, 3), 127, dtype=torch.uint8)), InvalidShape, r"expected \[2, 3, 37, 2\] for e8m0"),
+        (changed("nvfp4", global_scale=torch.ones(1).half()), InvalidType, "global_scale is torch.float16, expected float32"),
+        (changed("nvfp4", global_scale=torch.ones(3)), InvalidParameter, r"global_scale: shape \[3\]"),
+        (
+            changed("mxfp8", scales=torch.full((2, 3, 37, 3), 127, dtype=torch.uint8)),
+            InvalidParameter,
+            r"expected \[2, 3, 37, 2\] for e8m0",
+        ),
         (changed("nvfp4", granularity="token"), InvalidParameter, "granularity is 'token', and the scales .* are per block"),
-        (with_code("fp8 tensor", "elements", 0xFF), NonFinite, r"an e4m3 of elements at \[0, 1, 2, 1\] is 0xff, which is NaN or infinite"),
-        (with_code("fp8 e5m2 head", "elements", 0x7C), NonFinite, r"an e5m2 of elements at .* is 0x7c"),
-        (with_code("mxfp8", "scales", 0xFF), NonFinite, r"an e8m0 of scales at \[0, 1, 2, 1\] is 0xff, which is NaN"),
-        (with_code("nvfp4", "scales", 0x80), NonFinite, r"an e4m3 of scales at .* is 0x80, which is NaN or below zero"),
-        (with_code("mxfp8", "scales", 0xFE), NonFinite, "a value, an element times its scales, at .* is -?inf"),
-        (changed("fp8 tensor", scales=torch.tensor(float("nan"))), NonFinite, "a number of scale at .* is nan"),
-        (changed("fp8 tensor", scales=1.0), InvalidDtype, "scales: a float where a tensor is expected; one number is torch.tensor"),
-        (changed("nvfp4", global_scale=1.0), InvalidDtype, "global_scale: a float where a tensor is expected"),
-        (changed("fp8 tensor", elements=[[0]]), InvalidDtype, "elements: a list where a tensor is expected"),
+        (
+            with_code("fp8 tensor", "elements", 0xFF),
+            InvalidParameter,
+            r"an e4m3 of elements at \[0, 1, 2, 1\] is 0xff, which is NaN or infinite",
+        ),
+        (with_code("fp8 e5m2 head", "elements", 0x7C), InvalidParameter, r"an e5m2 of elements at .* is 0x7c"),
+        (with_code("mxfp8", "scales", 0xFF), InvalidParameter, r"an e8m0 of scales at \[0, 1, 2, 1\] is 0xff, which is NaN"),
+        (with_code("nvfp4", "scales", 0x80), InvalidParameter, r"an e4m3 of scales at .* is 0x80, which is NaN or below zero"),
+        (with_code("mxfp8", "scales", 0xFE), InvalidParameter, "a value, an element times its scales, at .* is -?inf"),
+        (changed("fp8 tensor", scales=torch.tensor(float("nan"))), InvalidParameter, "a number of scale at .* is nan"),
+        (changed("fp8 tensor", scales=1.0), InvalidType, "scales: a float where a tensor is expected; one number is torch.tensor"),
+        (changed("nvfp4", global_scale=1.0), InvalidType, "global_scale: a float where a tensor is expected"),
+        (changed("fp8 tensor", elements=[[0]]), InvalidType, "elements: a list where a tensor is expected"),
         (changed("fp8 tensor", granularity="row"), InvalidParameter, "granularity is 'row', expected one of tensor, head, token, block"),
     ],
     ids=lambda case: str(case)[:40] if isinstance(case, str) else "",
@@ -223,5 +235,5 @@ def test_what_cannot_be_stored_is_refused_by_name(arguments: dict[str, Any], err
 
 def test_an_odd_head_dim_of_e2m1_has_no_bytes_of_two() -> None:
     side = kvpack.pack([(random_values(1, 33), None)], "nvfp4;raw=0")[0].k
-    with pytest.raises(InvalidShape, match="e2m1 at head dim 33"):
+    with pytest.raises(InvalidParameter, match="e2m1 at head dim 33"):
         kvpack.Minifloats.of(side)

@@ -19,16 +19,7 @@ from kvpack.cache.staged_save import save_from
 from kvpack.file import container, payload
 from kvpack.file.header import Contents
 from kvpack.file.streamed import Piece, write_pieces
-from kvpack.formats.errors import (
-    DigestMismatch,
-    InvalidParameter,
-    InvalidPayload,
-    InvalidShape,
-    KvpackError,
-    OutOfBounds,
-    Truncated,
-    WriteFailed,
-)
+from kvpack.formats.errors import DigestMismatch, InvalidParameter, InvalidPayload, KvpackError, OutOfBounds, Truncated, WriteFailed
 from support.caches import RECIPES, dense, random_pairs
 from support.late_bus import LateBus
 
@@ -366,7 +357,7 @@ def test_pieces_that_are_not_a_tensor_are_refused(change: str, tmp_path: Path) -
     name = list(data)[1]
     data[name] = {"cut": data[name][:-1], "longer": memoryview(bytes(data[name]) + b"1"), "missing": memoryview(b"")}[change]
     (tmp_path / "a").write_bytes(b"old")
-    with pytest.raises(InvalidShape, match=f"{name} has \\d+ bytes, U16"):
+    with pytest.raises(InvalidParameter, match=f"{name} has \\d+ bytes, U16"):
         write_pieces(tmp_path / "a", contents, pieces_of(data, 100, []))
     assert (tmp_path / "a").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]

@@ -12,7 +12,7 @@ import kvpack
 from kvpack.coding import encoding
 from kvpack.coding.blocks import for_each_block
 from kvpack.formats import quaternion_search
-from kvpack.formats.errors import NonFinite
+from kvpack.formats.errors import InvalidParameter
 from support.caches import RECIPES, dense, random_pairs
 
 if TYPE_CHECKING:
@@ -139,5 +139,5 @@ def test_an_error_in_a_thread_names_its_token(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     ((k, v),) = random_pairs(1, 600)
     k[0, 1, 555, 3] = float("nan")
-    with pytest.raises(NonFinite, match="token 555, channel 3"):
+    with pytest.raises(InvalidParameter, match="token 555, channel 3"):
         kvpack.pack([(k, v)], "kivi-2")

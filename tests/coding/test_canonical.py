@@ -14,7 +14,7 @@ from kvpack.coding.presets import ADDITIONS, PUBLISHED
 from kvpack.coding.recipes import CALIBRATED, PRESETS, Recipe, parse_recipe, recorded_text
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.file.limits import MAX_STRING_BYTES
-from kvpack.formats.errors import InvalidRecipe
+from kvpack.formats.errors import InvalidParameter
 
 DIGEST = "ab" * 32
 
@@ -177,7 +177,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
     def made(base: str, more: list[str]) -> Recipe | None:
         try:
             return Recipe(";".join([base, *more]))
-        except InvalidRecipe:
+        except InvalidParameter:
             return None
 
     found = st.builds(made, st.sampled_from(["kv=raw", "kivi-2", "octopus-2"]), st.lists(clauses(), max_size=6))

@@ -13,7 +13,7 @@ import kvpack
 from kvpack import RoundedWarning, cli
 from kvpack.coding.encoding import RAW_DTYPES
 from kvpack.coding.recipes import Recipe
-from kvpack.formats.errors import InvalidDtype
+from kvpack.formats.errors import InvalidType
 
 ROUNDED = [("bf16", torch.float32), ("bf16", torch.float16), ("fp16", torch.float32), ("fp16", torch.bfloat16)]
 TOLD = "the recipe stores {} values as {} and rounds them; the recipe raw keeps every value"
@@ -112,7 +112,7 @@ def test_a_raw_side_that_kept_every_value_refuses_to_round(recipe: str) -> None:
     x = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache = kvpack.pack([(x.to(torch.bfloat16), x.to(torch.bfloat16))], recipe)
     with pytest.raises(
-        InvalidDtype, match=r"^layers\[0\]\.k: the values are torch\.float32, and the side keeps torch\.bfloat16.*x\.to\(torch"
+        InvalidType, match=r"^layers\[0\]\.k: the values are torch\.float32, and the side keeps torch\.bfloat16.*x\.to\(torch"
     ):
         cache.append([(x, x)])
     assert cache.append([(x.to(torch.bfloat16).float(),) * 2]).tokens == 80

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import kvpack
 from kvpack import cli
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe, MissingFile
+from kvpack.formats.errors import InvalidParameter, MissingFile
 
 TEXT = """\ufeff# found for a small model
 k=group:b=2   # coarse keys
@@ -96,12 +96,12 @@ def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str
 )
 def test_a_refusal_names_the_line(folder: Path, text: str | bytes, message: str) -> None:
     (folder / "bad.txt").write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(InvalidRecipe, match=message):
+    with pytest.raises(InvalidParameter, match=message):
         parse_recipe("bad.txt")
 
 
 def test_a_refusal_of_an_added_clause(folder: Path) -> None:
-    with pytest.raises(InvalidRecipe, match=r"^tuned\.txt: unknown word 'q'"):
+    with pytest.raises(InvalidParameter, match=r"^tuned\.txt: unknown word 'q'"):
         parse_recipe("@tuned.txt;q=raw")
 
 

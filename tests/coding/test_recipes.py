@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpack.coding.presets import EXACT
 from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe, KvpackError, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.tuning.statistics import RAW
 
@@ -63,7 +63,7 @@ def test_every_lossy_preset_keeps_tokens_raw() -> None:
     ],
 )
 def test_a_clause_about_raw_tokens_is_checked(text: str, message: str) -> None:
-    with pytest.raises(InvalidRecipe, match=message) as caught:
+    with pytest.raises(InvalidParameter, match=message) as caught:
         Recipe(text)
     assert "such as raw=4,0.6,4" in str(caught.value) or "raw_dtype is fp16" in message
 
@@ -78,7 +78,7 @@ def test_a_clause_about_raw_tokens_is_checked(text: str, message: str) -> None:
     ],
 )
 def test_a_clause_that_comes_to_nothing_is_refused(text: str, word: str) -> None:
-    with pytest.raises(InvalidRecipe) as caught:
+    with pytest.raises(InvalidParameter) as caught:
         Recipe(text)
     first, recipe, carets = str(caught.value).splitlines()
     assert f"{word!r} has no effect" in first
@@ -121,7 +121,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "word", "message"), REFUSED, ids=[text[:40] or "empty" for text, _, _ in REFUSED])
 def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: str, message: str) -> None:
-    with pytest.raises(InvalidRecipe) as caught:
+    with pytest.raises(InvalidParameter) as caught:
         Recipe(text)
     lines = str(caught.value).splitlines()
     assert message in lines[0]
@@ -133,14 +133,14 @@ def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: st
 
 @pytest.mark.parametrize("recipe", [None, b"kivi-2"], ids=str)
 def test_what_is_no_text_is_refused(recipe: object) -> None:
-    with pytest.raises(InvalidRecipe, match=r"found a (NoneType|bytes)"):
+    with pytest.raises(InvalidParameter, match=r"found a (NoneType|bytes)"):
         parse_recipe(recipe)
 
 
 def test_a_side_without_a_codec_is_refused() -> None:
-    with pytest.raises(InvalidRecipe, match="names no codec for v"):
+    with pytest.raises(InvalidParameter, match="names no codec for v"):
         Recipe("k=group:b=2")
-    with pytest.raises(InvalidRecipe, match="names no codec for k"):
+    with pytest.raises(InvalidParameter, match="names no codec for k"):
         Recipe("v=raw;layers=0:k=raw")
 
 

@@ -214,7 +214,7 @@ def test_a_missing_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("recipe", ["kivi-5", "kv=grup:b=2", "kv=group:b=99", "kv=group:b=2,w=1"])
 def test_an_unknown_word_of_a_recipe(recipe: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(errors.InvalidRecipe) as raised:
+    with pytest.raises(errors.InvalidParameter) as raised:
         kvpack.load(file).convert(recipe)
     assert run("convert", file, tmp_path / "out", recipe) == 2
     assert capsys.readouterr().err == f"kvpack: {raised.value}\n"

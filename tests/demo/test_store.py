@@ -11,7 +11,7 @@ import pytest
 import kvpack
 from kvpack import cli
 from kvpack.demo import store as demo
-from kvpack.formats.errors import InvalidRecipe
+from kvpack.formats.errors import InvalidParameter
 from support import warm_python
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def test_processes_that_differ_or_fail_are_told(monkeypatch: pytest.MonkeyPatch,
     assert "DIFFERENT" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setattr(sys, "executable", warm_python.python(*warm_python.MODELS))
-    with pytest.raises(InvalidRecipe):
+    with pytest.raises(InvalidParameter):
         demo.run("/nowhere", "no-such-recipe")
     with pytest.raises(kvpack.KvpackError, match=r"process A failed: .*nothing could be stored: .*put"):
         demo.run("/proc/store", "bf16")

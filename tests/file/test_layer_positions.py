@@ -15,7 +15,7 @@ import kvpack
 from kvpack import cli
 from kvpack.cache.layer import Layer
 from kvpack.file import container
-from kvpack.formats.errors import InvalidParameter, InvalidShape, LimitExceeded, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, LimitExceeded, OutOfBounds
 from support.caches import dense, random_pairs
 
 
@@ -106,23 +106,25 @@ def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
     message = r"layers\[1\] ends at position 67 and the cache at 75"
     pairs = random_pairs(3, 4, seed=1)
-    with pytest.raises(NotConsecutive, match=message):
+    with pytest.raises(InvalidParameter, match=message):
         short.append(pairs)
     following = kvpack.pack(pairs, "kivi-2;raw=0", start=75)
-    with pytest.raises(NotConsecutive, match=message):
+    with pytest.raises(InvalidParameter, match=message):
         kvpack.concat([short, following])
-    with pytest.raises(NotConsecutive, match=message):
+    with pytest.raises(InvalidParameter, match=message):
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), short])
 
 
 def test_layers_get_the_same_tokens() -> None:
     pairs = random_pairs(3, 4)
-    with pytest.raises(InvalidShape, match=r"every layer gets the same tokens; layers\[0\] 4 and layers\[2\] 3 were appended"):
+    with pytest.raises(InvalidParameter, match=r"every layer gets the same tokens; layers\[0\] 4 and layers\[2\] 3 were appended"):
         sliding().append([pairs[0], pairs[1], tuple(x[:, :, :3] for x in pairs[2])])
 
 
 def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
-    with pytest.raises(NotConsecutive, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: those"):
+    with pytest.raises(
+        InvalidParameter, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: those"
+    ):
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), sliding()])
 
 
@@ -199,7 +201,7 @@ def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_i
         ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees a window of {largest + 1} tokens"),
         ({"sliding_window": 4, "lengths": [20]}, "lengths count tokens from the first of the cache, so that all are needed"),
     ):
-        with pytest.raises(InvalidShape, match=held + message):
+        with pytest.raises(InvalidParameter, match=held + message):
             kvpack.attend(q, newest, **options)
 
 

@@ -17,7 +17,7 @@ import kvpack
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.models import read_text as read_measured_text
 from kvpack.file.user_files import open_regular, read_bytes, read_json, read_text, read_text_and_mode
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe, KvpackError, LimitExceeded, MissingFile
+from kvpack.formats.errors import InvalidParameter, KvpackError, LimitExceeded, MissingFile
 from kvpack.store.transfer import read_exported
 from kvpack.tuning.journal import open_journal
 
@@ -151,5 +151,5 @@ def test_an_empty_path_is_named() -> None:
 def test_a_recipe_file_that_is_no_text_stays_an_invalid_recipe(tmp_path: Path) -> None:
     path = tmp_path / "recipe.txt"
     path.write_bytes(b"\xff")
-    with pytest.raises(InvalidRecipe, match="not UTF-8"):
+    with pytest.raises(InvalidParameter, match="not UTF-8"):
         parse_recipe(path)

@@ -13,7 +13,7 @@ from kvpack.formats import codec_from_params, create_codec
 from kvpack.formats.base import Codec, Layout, Run
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe
+from kvpack.formats.errors import InvalidParameter, InvalidPayload
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import hadamard
 from kvpack.formats.side_cars import WithSideCars
@@ -127,7 +127,7 @@ def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
     ],
 )
 def test_recipes_that_are_refused(words: str, message: str) -> None:
-    with pytest.raises(InvalidRecipe, match=message):
+    with pytest.raises(InvalidParameter, match=message):
         kvpack.pack([(keys(4), keys(4))], f"kv=group:b=2,{words}")
 
 

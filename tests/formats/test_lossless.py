@@ -15,7 +15,7 @@ import kvpack
 from kvpack import RoundedWarning
 from kvpack.coding.recipes import Recipe
 from kvpack.file import container
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidPayload, InvalidRecipe, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidType, OutOfBounds, OutOfRange
 from kvpack.formats.lossless import Lossless
 from support.lossless_streams import DTYPES
 from support.strategies import codecs, create, poisoned
@@ -133,17 +133,17 @@ def test_the_recipe_takes_the_dtype_of_the_cache() -> None:
     assert Recipe("k=lossless;v=raw").lossless(3) == ("bf16", "fp16")
     assert Recipe("kv=lossless:dtype=fp16").lossless(3) == ("fp16",)
     with pytest.raises(
-        InvalidDtype, match=r"layers\[0\]\.k: the codec lossless keeps bf16 and fp16 values, found fp32; the recipe raw keeps every dtype"
+        InvalidType, match=r"layers\[0\]\.k: the codec lossless keeps bf16 and fp16 values, found fp32; the recipe raw keeps every dtype"
     ):
         kvpack.pack([(x, x)], "lossless")
     with pytest.warns(RoundedWarning, match="stores fp32 values as fp16"):
         kvpack.pack([(x, x)], "kv=lossless:dtype=fp16")
     with pytest.raises(OutOfRange, match="the largest fp16 is 65504"):
         kvpack.pack([(x + 1e6, x)], "kv=lossless:dtype=fp16")
-    with pytest.raises(InvalidRecipe, match="dtype is 'fp32', expected one of bf16, fp16"):
+    with pytest.raises(InvalidParameter, match="dtype is 'fp32', expected one of bf16, fp16"):
         kvpack.pack([(x, x)], "kv=lossless:dtype=fp32")
     cache = kvpack.pack([(x.bfloat16(), x.bfloat16())], "lossless")
-    with pytest.raises(InvalidDtype, match=r"the side keeps torch\.bfloat16, which would round them"):
+    with pytest.raises(InvalidType, match=r"the side keeps torch\.bfloat16, which would round them"):
         cache.append([(x, x)])
 
 

@@ -10,7 +10,7 @@ import torch
 import kvpack
 from kvpack.coding import dispatch
 from kvpack.formats import CODECS, SIDE_CARS
-from kvpack.formats.errors import InvalidHeader, InvalidPayload, InvalidRecipe, UnknownCodec
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, UnknownCodec
 from support.interpreter import DEVICE, needs_loaded_bounds
 from support.side_car_recipes import attention, relative_error
 from support.toy_codec import Largest
@@ -113,14 +113,14 @@ def test_without_their_rows_they_are_unknown(tmp_path: Path) -> None:
     with pytest.raises(InvalidHeader, match="parameters missing or unknown: token_mean"):
         kvpack.load(tmp_path / "side-car.kvpack")
     for recipe, message in ((RECIPES["codec"], "unknown codec 'largest'"), (RECIPES["side-car"], "has no option 'token_mean'")):
-        with pytest.raises(InvalidRecipe, match=message):
+        with pytest.raises(InvalidParameter, match=message):
             kvpack.pack(pairs(20), recipe)
 
 
 @pytest.mark.usefixtures("registered")
 def test_messages_list_their_words() -> None:
     options = r"its options are b, .*, raw_first, raw_low_norm, raw_high_norm, raw_dtype, token_mean, multiples"
-    with pytest.raises(InvalidRecipe, match=options):
+    with pytest.raises(InvalidParameter, match=options):
         kvpack.pack(pairs(20), "kv=group:b=4,g=32,token_means=fp16")
-    with pytest.raises(InvalidRecipe, match=r"unknown codec 'larges'; expected one of .*largest.*did you mean largest"):
+    with pytest.raises(InvalidParameter, match=r"unknown codec 'larges'; expected one of .*largest.*did you mean largest"):
         kvpack.pack(pairs(20), "kv=larges")

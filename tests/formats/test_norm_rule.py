@@ -12,7 +12,7 @@ from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.formats import codec_from_params
 from kvpack.formats.base import Codec
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe, OutOfRange
+from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.side_cars import WithSideCars
 from support.strategies import create
@@ -147,7 +147,7 @@ def test_side_cars_leave_products_right(side_cars: dict[str, str]) -> None:
 def test_recipes_take_the_rule() -> None:
     recipe = Recipe("k=octahedral:b=3,norm_rule=norm;v=scalar:b=3")
     assert [rule(recipe.codec(0, 1, side, 128)) for side in "kv"] == ["norm", "unbiased"]
-    with pytest.raises(InvalidRecipe, match="norm_rule is 'papers', expected one of unbiased, norm"):
+    with pytest.raises(InvalidParameter, match="norm_rule is 'papers', expected one of unbiased, norm"):
         Recipe("kv=scalar:b=3,norm_rule=papers")
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvpack.formats import CODECS
 from kvpack.formats.base import Layout
-from kvpack.formats.errors import InvalidDtype, InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.options import Options
 
@@ -26,7 +26,7 @@ def test_bytes_are_kept() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(InvalidDtype, match=r"dtype torch.bfloat16, expected uint8: view an engine's slot as its bytes"):
+    with pytest.raises(InvalidType, match=r"dtype torch.bfloat16, expected uint8: view an engine's slot as its bytes"):
         Opaque(5).encode(torch.zeros(1, 1, 1, 5).bfloat16())
     for dim in (0, 1025):
         with pytest.raises(InvalidParameter, match=f"codec opaque: dim is {dim}, expected 1 to 1024"):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.errors import InvalidPayload, InvalidRecipe, NonFinite, OutOfRange
+from kvpack.errors import InvalidParameter, InvalidPayload
+from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw_positions import PAGE, POSITIONS, VALUES, RawPositions, in_slots, norms_of, replaced
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.live.cache import LiveCache
@@ -182,13 +183,13 @@ def test_norms_are_over_all_heads() -> None:
     ],
 )
 def test_options_are_checked(words: str, message: str) -> None:
-    with pytest.raises(InvalidRecipe, match=message):
+    with pytest.raises(InvalidParameter, match=message):
         kvpack.Recipe(f"kv=scalar:b=2,{words}")
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_codecs_that_lose_nothing_have_no_raw_tokens(codec: str) -> None:
-    with pytest.raises(InvalidRecipe, match="takes no side-cars, found raw_positions"):
+    with pytest.raises(InvalidParameter, match="takes no side-cars, found raw_positions"):
         kvpack.Recipe(f"kv={codec}:raw_first=1")
 
 
@@ -198,7 +199,7 @@ def test_raw_values_that_do_not_fit() -> None:
     with pytest.raises(OutOfRange, match=r"layers\[0\]\.k: the raw token at batch 0, head 0, token 1 is 70000 at channel 3"):
         kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2,raw_dtype=fp16")
     x[0, 0, 1, 3] = torch.inf
-    with pytest.raises(NonFinite, match=r"layers\[0\]\.k: the value at batch 0, head 0, token 1, channel 3 is inf"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k: the value at batch 0, head 0, token 1, channel 3 is inf"):
         kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2")
 
 

@@ -14,7 +14,7 @@ from kvpack.cache.side import Side
 from kvpack.formats import codec_from_params, create_codec
 from kvpack.formats.base import Codec, Run
 from kvpack.formats.channel_scale import ChannelScale
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidRecipe, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.qjl import Qjl
@@ -240,7 +240,7 @@ def test_raw_tokens_keep_nan_only_where_a_writer_put_it() -> None:
     ],
 )
 def test_recipes_that_are_refused(recipe: str, message: str) -> None:
-    with pytest.raises(InvalidRecipe, match=message):
+    with pytest.raises(InvalidParameter, match=message):
         kvpack.pack(pairs(4), recipe)
 
 

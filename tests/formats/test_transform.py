@@ -19,16 +19,7 @@ from kvpack.cache import side as sides
 from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.coding.presets import RAW_CLAUSE
 from kvpack.formats import rans, transform
-from kvpack.formats.errors import (
-    InvalidHeader,
-    InvalidParameter,
-    InvalidPayload,
-    InvalidRecipe,
-    InvalidShape,
-    MissingBasis,
-    OutOfBounds,
-    OutOfRange,
-)
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, MissingBasis, OutOfBounds, OutOfRange
 from kvpack.formats.frames import Frames, Rope, Tables
 from kvpack.formats.transform import Transform
 from support.klt_bases import random_basis, random_tables, transform_of, with_random_frames
@@ -198,7 +189,7 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
     kvpack.save(kvpack.pack(pairs(20), RECIPE, basis=basis), path)
     with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed"):
         kvpack.load(path)
-    with pytest.raises(InvalidShape, match="frames of 2 heads, and the values have 1"):
+    with pytest.raises(InvalidParameter, match="frames of 2 heads, and the values have 1"):
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], RECIPE, basis=basis)
     with pytest.raises(MissingBasis, match=f"recipe '{RECIPE}' needs a basis"):
         kvpack.pack(pairs(3), RECIPE)
@@ -263,7 +254,7 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
         ("kv=transform:chunk=17", "chunk"),
         ("kv=transform:norm=fp16", "codec transform has no option 'norm'"),
     ):
-        with pytest.raises(InvalidRecipe, match=message):
+        with pytest.raises(InvalidParameter, match=message):
             kvpack.Recipe(text)
     with pytest.raises(InvalidParameter, match=r"bits is 0.01, expected 0.05 to 8"):
         basis.step(0.01)

@@ -18,7 +18,7 @@ import torch
 
 import kvpack
 from kvpack.cli import main
-from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, NonFinite, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, OutOfBounds, OutOfRange
 from kvpack.integrations.llama_cpp import CONFIG, export_slot, import_slot, is_state_file
 from kvpack.integrations.mlx_lm import export_prompt_cache
 from support.llama_state import Caches, of_server, state
@@ -259,8 +259,8 @@ def test_blocks_are_never_recoded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"scale": 0x7C00}, NonFinite, "layer 1: a scale of q8_0 is NaN or infinite"),
-        ({"scale": 0xFE01}, NonFinite, "layer 1: a scale of q8_0 is NaN or infinite"),
+        ({"scale": 0x7C00}, InvalidParameter, "layer 1: a scale of q8_0 is NaN or infinite"),
+        ({"scale": 0xFE01}, InvalidParameter, "layer 1: a scale of q8_0 is NaN or infinite"),
         ({"scale": 0x77FF}, None, ""),
         ({"scale": 0xF7FF}, None, ""),
         ({"scale": 0x7800}, OutOfRange, "layer 1: a scale of q8_0 is 32768, and kvpack holds at most 32752"),

@@ -281,7 +281,7 @@ def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callabl
     number = adapter.submit_store_task(keys, [states, given[0], states, given[1]])
     # LMCache knows no part of a task.
     assert waited(adapter.pop_completed_store_tasks)[number] == -1
-    assert "LMCache's store: 2 of 4 objects were refused, the first by InvalidShape: the object is torch.float32 [3, 50]" in caplog.text
+    assert "LMCache's store: 2 of 4 objects were refused, the first by InvalidParameter: the object is torch.float32 [3, 50]" in caplog.text
     layouts = {**LAYOUTS, 1: types.SimpleNamespace(shapes=[torch.Size([3, 50])], dtypes=[torch.float32])}
     number = adapter.submit_lookup_and_lock_task(keys, layouts)
     assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False, True, False, True]
@@ -289,7 +289,7 @@ def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callabl
     number = adapter.submit_load_task(keys, [states, found[0], states, found[1]])
     assert waited(lambda: adapter.query_load_result(number)).bits == [False, True, False, True]
     assert all(torch.equal(one.tensor, source.tensor) for one, source in zip(found, given, strict=True))
-    assert adapter.report_status()["refused"] == {f"{kind} InvalidShape": 2 for kind in ("load", "lookup", "store")}
+    assert adapter.report_status()["refused"] == {f"{kind} InvalidParameter": 2 for kind in ("load", "lookup", "store")}
     adapter.close()
 
 

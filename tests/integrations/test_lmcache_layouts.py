@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpack.errors import InvalidParameter, InvalidShape
+from kvpack.errors import InvalidParameter
 from kvpack.integrations.lmcache.layouts import geometry_of, is_fused, pages_of, recipe_of
 from kvpack.pages.codec import PageCodec
 from kvpack.pages.geometry import PageGeometry
@@ -25,15 +25,15 @@ def test_fused_objects_are_pages_of_keys_and_values(planes: tuple[int, ...]) -> 
     for row, given in zip(rows, (split, fused), strict=True):
         assert codec.encode_into(pages_of(geometry, given), [0], row[None]) == [None]
     assert torch.equal(*rows)
-    with pytest.raises(InvalidShape, match=r"or with fused \[1, layer, token, head \* 128\], which engines have"):
+    with pytest.raises(InvalidParameter, match=r"or with fused \[1, layer, token, head \* 128\], which engines have"):
         geometry_of(fused.shape, BF16, 64, "", False)
-    with pytest.raises(InvalidShape, match="latents, recurrent states and other objects are not packed"):
+    with pytest.raises(InvalidParameter, match="latents, recurrent states and other objects are not packed"):
         geometry_of((*planes, 3, 32, 576), BF16, 64, "", True)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 100), (1, 3, 32, 576), (3, 32, 576), (3, 32, 128)])
 def test_other_objects_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidShape, match=r"expected \[2, layer, token, head \* 64\]"):
+    with pytest.raises(InvalidParameter, match=r"expected \[2, layer, token, head \* 64\]"):
         geometry_of(shape, BF16, 64, "", False)
 
 

@@ -24,7 +24,7 @@ from kvpack.attention import attend
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.packing import pack
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers import attention as packed_attention
 from kvpack.integrations.transformers.masks import mask
@@ -189,14 +189,14 @@ def test_a_layer_without_its_oldest_tokens_needs_a_window() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 30)), "raw")
     newest = replace(packed[1], k=packed[1].k.slice(10, 30), v=packed[1].v.slice(10, 30), skipped=10)
-    with pytest.raises(InvalidShape, match="newest 20 of its earlier tokens"):
+    with pytest.raises(InvalidParameter, match="newest 20 of its earlier tokens"):
         model(token_ids(1, 2), past_key_values=KvpackCache.of(replace(packed, layers=(packed[0], newest))))
 
 
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "raw")]
     pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
-    with pytest.raises(NotConsecutive, match=r"layers\[1\] ends at position 20 and the cache at 30"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 20 and the cache at 30"):
         KvpackCache.of(pack(pairs, "raw"))
 
 
@@ -233,7 +233,7 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
         assert torch.equal(found, expected)
     with (
         pytest.warns(KvpackWarning),
-        pytest.raises(InvalidShape, match=r"the attention mask has 8 columns, and layers\[0\] gives 9 tokens to a pass of 3"),
+        pytest.raises(InvalidParameter, match=r"the attention mask has 8 columns, and layers\[0\] gives 9 tokens to a pass of 3"),
     ):
         model(token_ids(2, 3), past_key_values=KvpackCache.of(packed), attention_mask=shifted[..., :8])
     with pytest.raises(InvalidParameter, match=r"passes: a mask; KvpackCache\.of\(cache, model, dense=True\)"):
@@ -266,14 +266,14 @@ def test_a_cache_that_holds_some_of_its_tokens_elsewhere_is_refused() -> None:
     cache = prefill(small_model(), token_ids(1, 25))
     layer = cache.layers[1]
     layer.get_seq_length = lambda: 30
-    with pytest.raises(InvalidShape, match=r"layers\[1\]: a DynamicLayer that has seen 30 tokens holds the keys of 25"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\]: a DynamicLayer that has seen 30 tokens holds the keys of 25"):
         pack(cache, "kivi-2")
 
 
 def test_a_packed_cache_is_not_packed_again() -> None:
     packed = pack(prefill(small_model(), token_ids(1, 25)), "kivi-2")
     for past, name in ((packed, "a Cache"), (KvpackCache.of(packed), "a KvpackCache")):
-        with pytest.raises(InvalidDtype, match=f"{name} is packed already: Cache.convert"):
+        with pytest.raises(InvalidType, match=f"{name} is packed already: Cache.convert"):
             pack(past, "kivi-4")
 
 
@@ -291,7 +291,7 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
     packed = pack(prefill(model, token_ids(1, 6)), "raw")
     with pytest.raises(OutOfBounds, match="layer 2, the packed cache has 2 layers"):
         model(token_ids(1, 2), past_key_values=KvpackCache.of(Cache(packed.layers[:2], packed.recipe)))
-    with pytest.raises(InvalidShape, match="does not continue"):
+    with pytest.raises(InvalidParameter, match="does not continue"):
         model(token_ids(2, 2), past_key_values=KvpackCache.of(packed))
     with pytest.raises(InvalidParameter, match="starts at position 5"):
         KvpackCache.of(Cache(packed.layers, packed.recipe, start=5))

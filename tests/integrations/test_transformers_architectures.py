@@ -12,7 +12,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import EncoderDecoderCache
 
 import kvpack
-from kvpack import InvalidParameter, InvalidShape, KvpackWarning
+from kvpack import InvalidParameter, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers.models import Model
 from support.tiny_configs import tiny_config
@@ -124,13 +124,13 @@ def test_a_pass_of_more_rows_is_refused_before_it_changes_anything(model_type: s
     past = KvpackCache(model, "raw")
     prompt_of(model, past)
     with torch.no_grad():
-        with pytest.raises(InvalidShape, match=r"3 rows, and the cache holds 1 sequence: cache\.batch_repeat_interleave\(3\)"):
+        with pytest.raises(InvalidParameter, match=r"3 rows, and the cache holds 1 sequence: cache\.batch_repeat_interleave\(3\)"):
             model(FOLLOWING.expand(3, -1), past_key_values=past)
         expected = model(torch.cat([PROMPT, FOLLOWING], 1).expand(3, -1)).logits[:, PROMPT.shape[1] :]
         past.batch_repeat_interleave(3)
         found = model(FOLLOWING.expand(3, -1), past_key_values=past).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    with torch.no_grad(), pytest.raises(InvalidShape, match="4 rows, and the cache holds 3 sequences"):
+    with torch.no_grad(), pytest.raises(InvalidParameter, match="4 rows, and the cache holds 3 sequences"):
         model(FOLLOWING.expand(4, -1), past_key_values=past)
 
 

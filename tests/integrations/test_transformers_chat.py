@@ -11,7 +11,7 @@ import transformers
 
 import kvpack
 from kvpack.bench import real_model
-from kvpack.errors import InvalidDtype, InvalidParameter, LimitExceeded
+from kvpack.errors import InvalidParameter, InvalidType, LimitExceeded
 from kvpack.integrations.transformers import Chat
 from kvpack.models import ByteTokenizer, load_model
 from support.chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
@@ -151,7 +151,7 @@ def test_messages_that_a_template_refuses_change_nothing(model: Any) -> None:
         chat.send({"role": "system", "content": "c"}, **GREEDY)
     with pytest.raises(InvalidParameter, match="leave out num_beams"):
         chat.send("c", num_beams=2, num_return_sequences=2, **GREEDY)
-    with pytest.raises(InvalidDtype, match=r"a message is .*, expected a dict such as"):
+    with pytest.raises(InvalidType, match=r"a message is .*, expected a dict such as"):
         chat.send(["c"], **GREEDY)
     assert chat.messages == before
     with pytest.raises(InvalidParameter, match="no tokens: send a message that is not empty"):

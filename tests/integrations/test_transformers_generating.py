@@ -16,7 +16,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import kvpack
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidRecipe
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.integrations.transformers import KvpackCache, plain, switch
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def test_the_cache_generates_as_its_model_does(model: Any, shape: Any) -> None:
         assert cache.generate(shape(longer), max_new_tokens=1, **OPTIONS).shape == (1, 71)
         with pytest.raises(InvalidParameter, match=r"token 0 of row 0 has the id .*, and the cache was computed from"):
             cache.generate(shape(longer + 1), max_new_tokens=1)
-        with pytest.raises(InvalidDtype, match="expected token ids"):
+        with pytest.raises(InvalidType, match="expected token ids"):
             cache.generate("text")
         packed = cache.packed
     with pytest.raises(InvalidParameter, match=r"has no model to generate with: write KvpackCache\.of\(cache, model\)"):
@@ -180,7 +180,7 @@ def test_a_cache_of_a_configuration(model: Any) -> None:
         KvpackCache(model, "raw", config=model.config)
     with pytest.raises(InvalidParameter, match="expected the configuration of a transformers model"):
         KvpackCache(config={}, recipe="raw")
-    with pytest.raises(InvalidDtype, match=r"write KvpackCache\(model, recipe\), or KvpackCache\(config="):
+    with pytest.raises(InvalidType, match=r"write KvpackCache\(model, recipe\), or KvpackCache\(config="):
         KvpackCache(recipe="raw")
 
 
@@ -189,8 +189,8 @@ def test_what_a_cache_is_made_of(model: Any) -> None:
     assert KvpackCache.of(packed, model).get_seq_length() == 4
     for kind, text, call in [
         (InvalidParameter, "needs the recipe of its codes, such as", lambda: KvpackCache(model)),
-        (InvalidRecipe, "unknown word 'octopus-33'", lambda: KvpackCache(model, "octopus-33")),
-        (InvalidDtype, "is not a packed cache: write KvpackCache", lambda: KvpackCache.of([], model)),
+        (InvalidParameter, "unknown word 'octopus-33'", lambda: KvpackCache(model, "octopus-33")),
+        (InvalidType, "is not a packed cache: write KvpackCache", lambda: KvpackCache.of([], model)),
         (InvalidParameter, "the cache has 3 layers", lambda: KvpackCache.of(packed, gemma())),
     ]:
         with pytest.raises(kind, match=text):

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvpack
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackError, MissingFile, MissingPackage
+from kvpack.errors import InvalidParameter, InvalidType, KvpackError, MissingFile, MissingPackage
 from kvpack.integrations import transformers_version
 from kvpack.integrations.transformers import KvpackCache, recording
 from support.foreign_values import FOREIGN, foreign_errors
@@ -61,16 +61,16 @@ def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
     ):
         with pytest.raises(KvpackError, match=r"AutoModelForCausalLM\.from_pretrained\(.*\) loads? (one|a model)|load the model first"):
             call()
-    with pytest.raises(InvalidDtype, match=r"write KvpackCache\.load\(path, model\)"):
+    with pytest.raises(InvalidType, match=r"write KvpackCache\.load\(path, model\)"):
         KvpackCache.load(model, file)  # type: ignore[arg-type]
-    with pytest.raises(InvalidDtype, match="expected the model that continues the cache"):
+    with pytest.raises(InvalidType, match="expected the model that continues the cache"):
         KvpackCache.of(kvpack.load(file), "octopus-3")  # type: ignore[arg-type]
     for swapped in (lambda: KvpackCache(kvpack.load(file), "raw"), lambda: KvpackCache(model, kvpack.load(file))):  # type: ignore[arg-type]
-        with pytest.raises(InvalidDtype, match=r"write KvpackCache\.of\(cache, model\) to continue a packed one"):
+        with pytest.raises(InvalidType, match=r"write KvpackCache\.of\(cache, model\) to continue a packed one"):
             swapped()
-    with pytest.raises(InvalidDtype, match=r"the first argument is a model: write KvpackCache\.of\(cache, model\)"):
+    with pytest.raises(InvalidType, match=r"the first argument is a model: write KvpackCache\.of\(cache, model\)"):
         KvpackCache.of(model, kvpack.load(file))  # type: ignore[arg-type]
-    with pytest.raises(InvalidDtype, match=r"the cache is None, which Store\.load returns .*: write KvpackCache\(model, recipe\)"):
+    with pytest.raises(InvalidType, match=r"the cache is None, which Store\.load returns .*: write KvpackCache\(model, recipe\)"):
         KvpackCache.of(None, model)  # type: ignore[arg-type]
     KvpackCache.load(file, model).release()
 
@@ -133,7 +133,7 @@ def test_beams_over_one_sequence(model: Any, file: Path) -> None:
     with KvpackCache.load(file, model) as cache:
         assert model.generate(ids, past_key_values=cache, num_beams=3, **OPTIONS).tolist() == expected.tolist()
     with KvpackCache.load(file, model) as cache:
-        with pytest.raises(InvalidShape, match=r"the pass has 3 rows, .*cache\.batch_repeat_interleave\(3\)"):
+        with pytest.raises(InvalidParameter, match=r"the pass has 3 rows, .*cache\.batch_repeat_interleave\(3\)"):
             model(NEW.repeat(3, 1), past_key_values=cache)
         cache.batch_repeat_interleave(3)
         assert model(NEW.repeat(3, 1), past_key_values=cache).logits.shape[0] == 3
@@ -164,7 +164,7 @@ def test_a_cache_of_an_older_transformers() -> None:
     past = DynamicCache.__new__(DynamicCache)
     k = torch.randn(1, 1, 5, 64)
     past.__dict__.update(key_cache=[k], value_cache=[k], _seen_tokens=5)
-    with pytest.raises(InvalidDtype, match=r"of transformers before 4\.56: give its \(k, v\) as list\(zip\("):
+    with pytest.raises(InvalidType, match=r"of transformers before 4\.56: give its \(k, v\) as list\(zip\("):
         kvpack.pack(past, "raw")
     assert kvpack.pack(list(zip(past.key_cache, past.value_cache, strict=True)), "raw").tokens == 5
 

@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.packing import pack
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
+from kvpack.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache, recording
 from support.zoo_models import images, model_of
 
@@ -322,7 +322,7 @@ def test_a_pass_that_failed_between_layers_is_not_continued() -> None:
     with pytest.raises(InvalidParameter, match="set_attn_implementation"):
         model(FOLLOWING, past_key_values=cache)
     model.set_attn_implementation("kvpack")
-    with pytest.raises(InvalidShape, match=r"layers\[0\] has seen 37 tokens and layers\[1\] 32: a forward pass ended between them"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] has seen 37 tokens and layers\[1\] 32: a forward pass ended between them"):
         model(FOLLOWING, past_key_values=cache)
 
 
@@ -427,10 +427,12 @@ def test_caches_of_other_models_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="the cache has 2 layers, and LlamaForCausalLM 5"):
         KvpackCache.of(recorded(model), larger)
     heads = recorded(model_of("Llama", num_key_value_heads=4))
-    with pytest.raises(InvalidShape, match=r"layers\[0\]: the model's keys have batch, heads and dim \[1, 2, 8\], the cache's \[1, 4, 8\]"):
+    with pytest.raises(
+        InvalidParameter, match=r"layers\[0\]: the model's keys have batch, heads and dim \[1, 2, 8\], the cache's \[1, 4, 8\]"
+    ):
         model(FOLLOWING, past_key_values=KvpackCache.of(heads, model))
     wide = recorded(model_of("Llama", head_dim=16))
-    with pytest.raises(InvalidShape, match=r"dim \[1, 2, 8\], the cache's \[1, 2, 16\]"):
+    with pytest.raises(InvalidParameter, match=r"dim \[1, 2, 8\], the cache's \[1, 2, 16\]"):
         model(FOLLOWING, past_key_values=KvpackCache.of(wide))
 
 
@@ -442,7 +444,7 @@ def test_sliding_layers_go_on_and_are_cropped_within_their_window(name: str) -> 
     expected = [model(part, past_key_values=dense).logits for part in FOLLOWING.split(1, 1)]
     model.set_attn_implementation("kvpack")
     cache = KvpackCache.of(packed, model)
-    with pytest.raises(InvalidShape, match=r"newest 11 of its tokens \(1 are to be dropped\), the model attends to a window of 12"):
+    with pytest.raises(InvalidParameter, match=r"newest 11 of its tokens \(1 are to be dropped\), the model attends to a window of 12"):
         cache.crop(-1)
     assert cache.get_seq_length() == 32
     for _ in range(2):
@@ -535,24 +537,24 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
 def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:
     path = isinstance(given, (str, Path))
     continued = "KvpackCache.load(path, model) continues a file" if path else instead.format("KvpackCache.of(")
-    with pytest.raises(InvalidDtype, match=re.escape(continued)):
+    with pytest.raises(InvalidType, match=re.escape(continued)):
         KvpackCache.of(given)
-    with pytest.raises(InvalidDtype, match=re.escape(instead.format("kvpack.save("))):
+    with pytest.raises(InvalidType, match=re.escape(instead.format("kvpack.save("))):
         kvpack.save(given, tmp_path / "file")
     assert not list(tmp_path.iterdir())
 
 
 def test_none_is_what_a_store_gives_for_a_miss(tmp_path: Path) -> None:
-    with pytest.raises(InvalidDtype, match=re.escape("write KvpackCache(model, recipe), which begins an empty one")):
+    with pytest.raises(InvalidType, match=re.escape("write KvpackCache(model, recipe), which begins an empty one")):
         KvpackCache.of(None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidDtype, match="a NoneType is not a packed cache"):
+    with pytest.raises(InvalidType, match="a NoneType is not a packed cache"):
         kvpack.save(None, tmp_path / "file")
 
 
 def test_arguments_of_another_type_are_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"model is a str, expected a map of names to text, such as \{'name': 'llama'\}"):
         pack(PAST, FP32, model="llama")
-    with pytest.raises(InvalidDtype, match="the second argument is 'llama', expected the model that continues the cache"):
+    with pytest.raises(InvalidType, match="the second argument is 'llama', expected the model that continues the cache"):
         KvpackCache.of(pack(PAST, FP32), "llama")  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="inputs is a list, expected a kvpack"):
         pack(PAST, FP32, inputs=[1, 2])

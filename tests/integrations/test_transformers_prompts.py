@@ -10,7 +10,7 @@ import torch
 
 import kvpack
 from kvpack.cli import main
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackError
+from kvpack.errors import InvalidParameter, InvalidType, KvpackError
 from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.integrations.transformers.models import identity_of
@@ -88,7 +88,7 @@ def test_rows_keep_what_all_of_them_begin_with(tmp_path: Path) -> None:
     with KvpackCache.load(path, model, prompt=prompt) as cache:
         assert cache.get_seq_length() == 30
         assert generated(model, prompt, cache) == generated(model, prompt)
-    with pytest.raises(InvalidShape, match=r"the prompt has 1 rows, and the cache holds 2 sequences: give one row for each"):
+    with pytest.raises(InvalidParameter, match=r"the prompt has 1 rows, and the cache holds 2 sequences: give one row for each"):
         KvpackCache.load(path, model, prompt=IDS)
 
 
@@ -173,9 +173,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
             Inputs(ids, ("tokens 0 to 3 came from embeddings",)),
             IDS,
         ),
-        (InvalidDtype, "prompt has dtype torch.float32, expected token ids", cache.inputs, IDS.float()),
-        (InvalidShape, r"prompt has shape \[1, 0\], expected token ids", cache.inputs, IDS[:, :0]),
-        (InvalidShape, r"prompt has shape \[1, 1, 60\], expected token ids", cache.inputs, IDS[None]),
+        (InvalidType, "prompt has dtype torch.float32, expected token ids", cache.inputs, IDS.float()),
+        (InvalidParameter, r"prompt has shape \[1, 0\], expected token ids", cache.inputs, IDS[:, :0]),
+        (InvalidParameter, r"prompt has shape \[1, 1, 60\], expected token ids", cache.inputs, IDS[None]),
     ]
     for kind, text, inputs, prompt in cases:
         with pytest.raises(kind, match=text):

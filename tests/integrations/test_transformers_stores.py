@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpack
-from kvpack.errors import InvalidParameter, InvalidShape, KvpackWarning
+from kvpack.errors import InvalidParameter, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache, recording
 from support import warm_python
 from support.model_zoo import Architecture
@@ -205,7 +205,7 @@ def test_prefill_refuses_what_does_not_follow() -> None:
     other[0, 3] = 61
     with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has the id 61"):
         kvpack.prefill(model, other, packed)
-    with pytest.raises(InvalidShape, match="token_ids has 77 tokens, and the cache holds 77: give those and at least one that follows"):
+    with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, and the cache holds 77: give those and at least one more"):
         kvpack.prefill(model, PROMPT, packed)
     for wrong in ({"every": 0}, {"chunk": -1}):
         with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens, from 1"):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvpack import PageCodec
-from kvpack.errors import InvalidParameter, InvalidShape, MissingBasis, MissingFile
+from kvpack.errors import InvalidParameter, MissingBasis, MissingFile
 from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
@@ -236,7 +236,7 @@ def test_vllm_shows_what_workers_and_tiers_count(monkeypatch: pytest.MonkeyPatch
     check_defined(stats, definitions)
     assert {name.removeprefix(metrics.PACKED): of_name for name, of_name in stats.values.items()} == {
         "encoded_blocks": {(): 2},
-        "refused_blocks": {("NonFinite",): 1},
+        "refused_blocks": {("InvalidParameter",): 1},
         "decoded_blocks": {(): 1},
         "damaged_blocks": {("DigestMismatch",): 1, ("NotKvpack",): 1},
     }
@@ -462,7 +462,7 @@ def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch
     latents = Group(LAYERS, TOKENS, TOKENS * (DIM + 8) * 2, "latents", 1, DIM, 8, "bf16")
     with pytest.raises(InvalidParameter, match="vLLM keeps no keys and values of heads that could be packed"):
         spec_class(with_basis(tmp_path, groups=(latents,)))
-    with pytest.raises(InvalidShape, match="the keys of layer 0 of the basis"):
+    with pytest.raises(InvalidParameter, match="the keys of layer 0 of the basis"):
         spec_class(with_basis(tmp_path, groups=(replace(ATTENTION, heads=1, page_bytes=ATTENTION.page_bytes // 2),)))
 
 

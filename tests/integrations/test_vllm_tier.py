@@ -329,7 +329,7 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
     check_defined(stats, definitions)
     values = {name.removeprefix(metrics.TIER): of_name for name, of_name in stats.values.items()}
     assert values["saved_chunks"] == {("kvpack",): 2}
-    assert values["faults"] == {("kvpack", "encode", "NonFinite"): 1}
+    assert values["faults"] == {("kvpack", "encode", "InvalidParameter"): 1}
     assert values["hit_tokens"][("kvpack",)] * 2 == values["load_tokens"][("kvpack",)]
     assert {labels: len(found) for labels, found in values["seconds"].items()} == {("kvpack", "save"): 1, ("kvpack", "load"): 1}
     codec = tier.store.codec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.coding import cpu_library, dispatch
-from kvpack.formats.errors import InvalidParameter, KvpackError, NonFinite, OutOfRange
+from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
 from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
@@ -242,7 +242,9 @@ def test_a_subnormal_step_stays_what_its_codes_were_chosen_for(seed: int, level:
 
 
 @pytest.mark.parametrize("recipe", ["kv=scalar:b=3", "kv=octahedral:b=3", "kv=angle:n=64", "kv=quaternion:s=3,r=3"])
-@pytest.mark.parametrize(("value", "error"), [(torch.nan, NonFinite), (-torch.inf, NonFinite), (3e7, OutOfRange), (3e38, OutOfRange)])
+@pytest.mark.parametrize(
+    ("value", "error"), [*((value, InvalidParameter) for value in (torch.nan, -torch.inf)), (3e7, OutOfRange), (3e38, OutOfRange)]
+)
 def test_values_are_refused_as_by_formats(recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch) -> None:
     x = contents("gaussian", (1, 2, 40, 64), 0)
     x[0, 1, 35, 63] = value
@@ -256,7 +258,9 @@ def test_values_are_refused_as_by_formats(recipe: str, value: float, error: type
 
 
 @pytest.mark.parametrize("axis", ["token", "channel"])
-@pytest.mark.parametrize(("value", "error"), [(torch.nan, NonFinite), (torch.inf, NonFinite), (-torch.inf, NonFinite), (2e5, OutOfRange)])
+@pytest.mark.parametrize(
+    ("value", "error"), [*((value, InvalidParameter) for value in (torch.nan, torch.inf, -torch.inf)), (2e5, OutOfRange)]
+)
 def test_values_that_are_refused_are_named(axis: str, value: float, error: type[KvpackError]) -> None:
     x = torch.randn(1, 2, 700, 64)
     x[0, 1, 650, 37] = value

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpack.formats.basis import BasisRows, rows_of, run_slice
-from kvpack.formats.errors import InvalidShape, MissingBasis
+from kvpack.formats.errors import InvalidParameter, MissingBasis
 from kvpack.formats.klt import Klt
 from support.interpreter import DEVICE, needs_loaded_bounds
 from support.klt_bases import random_rows, with_widths_of_heads
@@ -156,5 +156,5 @@ def test_a_basis_is_needed_of_as_many_heads() -> None:
     codec, x = klt(32, bytes([3, 1])), values(32, "float32", 1, 9)
     with pytest.raises(MissingBasis, match="were not given"):
         encoded(replace(codec, source=None), x)
-    with pytest.raises(InvalidShape, match="a basis of 2 heads, and the values have 1"):
+    with pytest.raises(InvalidParameter, match="a basis of 2 heads, and the values have 1"):
         encoded(codec, x[:, :1])

@@ -15,7 +15,7 @@ import kvpack
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
-from kvpack.formats.errors import InvalidShape
+from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.side_cars import WithSideCars
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED
@@ -223,5 +223,5 @@ def test_streams_that_are_not_laid_out_as_the_codec_says_are_refused() -> None:
     page = random_page(made, 1, 1, 40, 3)
     out = torch.empty(1, 1, 41, 64, dtype=torch.float16, device=DEVICE)
     streams = {name: stream.to(DEVICE) for name, stream in page.streams.items()}
-    with pytest.raises(InvalidShape):
+    with pytest.raises(InvalidParameter):
         unpack.prepare(made, [rows.Packed(streams, 41, 0)], out)

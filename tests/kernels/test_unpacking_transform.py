@@ -17,7 +17,7 @@ from kvpack.cache import files
 from kvpack.cache.bus import HostBus
 from kvpack.coding import dispatch
 from kvpack.coding.bases import Basis
-from kvpack.errors import InvalidPayload, InvalidShape
+from kvpack.errors import InvalidParameter, InvalidPayload
 from kvpack.file import container
 from kvpack.formats.frames import Frames, Tables
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
@@ -218,7 +218,7 @@ def test_any_streams_give_some_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode.decode_into(codec, [Packed(there(streams), 40, 0)], out, True)
     assert not out.isnan().any()
     assert decode.decode_into(codec, [], out, True)
-    with pytest.raises(InvalidShape, match=r"states: shape \[1, 2, 2, 64\], the codec lays out \[1, 2, 3, 64\]"):
+    with pytest.raises(InvalidParameter, match=r"states: shape \[1, 2, 2, 64\], the codec lays out \[1, 2, 3, 64\]"):
         decode.decode_into(codec, [Packed(there({**streams, "states": streams["states"][:, :, 1:]}), 40, 0)], out, True)
 
 

@@ -60,7 +60,7 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
             if window is not None and live.held(0) < min(live.tokens, window):
                 # A crop leaves fewer tokens than the last query sees.
                 assert not whole
-                with pytest.raises(kvpack.InvalidShape, match=f"the query of token {live.tokens - 1} sees a window of {window} tokens"):
+                with pytest.raises(kvpack.InvalidParameter, match=f"the query of token {live.tokens - 1} sees a window of {window} tokens"):
                     live.attend(0, q, sliding_window=window)
             else:
                 live.attend(0, q, sliding_window=window)
@@ -88,7 +88,7 @@ def test_a_query_whose_window_a_crop_has_cut_is_refused_until_its_tokens_are_the
     live.truncate(167)
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
     held = "the layer holds tokens 128 to 167 of its cache, not those before; the query of token 166 sees a window of 40 tokens"
-    with pytest.raises(kvpack.InvalidShape, match=held):
+    with pytest.raises(kvpack.InvalidParameter, match=held):
         live.attend(0, q, sliding_window=40)
     live.update(0, k[:, :, 167:168], v[:, :, 167:168])
     held_k, held_v = (x.repeat_interleave(2, 1) for x in live.layer(0).unpack(torch.float32))

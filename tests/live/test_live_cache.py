@@ -13,7 +13,7 @@ import torch
 import kvpack
 from kvpack import LiveCache
 from kvpack.cache.layer import Layer
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, NonFinite, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 from kvpack.live.side import LiveSide
 from support.caches import random_pairs
 from support.random_sides import exact
@@ -416,14 +416,18 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
     bad[0, 0, 0, 3] = math.nan
     refused: list[tuple[type[Exception], str, Any]] = [
         (OutOfBounds, "layer 2 is out of range: the cache has 2 layers", lambda: live.update(2, k, v)),
-        (InvalidShape, r"layers\[0\].k: shape .* does not continue a side", lambda: live.update(0, k[..., :32], v)),
-        (InvalidShape, "both sides get as many tokens", lambda: live.update(0, k, v[:, :, 1:])),
-        (InvalidShape, "the layer has a v side, and none was given", lambda: live.update(0, k, None)),
-        (InvalidDtype, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
-        (NonFinite, r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan", lambda: live.update(0, bad, v[:, :, :1])),
+        (InvalidParameter, r"layers\[0\].k: shape .* does not continue a side", lambda: live.update(0, k[..., :32], v)),
+        (InvalidParameter, "both sides get as many tokens", lambda: live.update(0, k, v[:, :, 1:])),
+        (InvalidParameter, "the layer has a v side, and none was given", lambda: live.update(0, k, None)),
+        (InvalidType, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
+        (
+            InvalidParameter,
+            r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan",
+            lambda: live.update(0, bad, v[:, :, :1]),
+        ),
         (OutOfBounds, r"layers\[0\]: truncate\(151\) of a layer that holds tokens 0 to 150", lambda: live.truncate(151)),
         (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.truncate(0.5)),  # type: ignore[arg-type]
-        (InvalidShape, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
+        (InvalidParameter, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
         (InvalidParameter, "sliding_windows has 1 items, and the cache 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
         (InvalidParameter, "layers is 0", lambda: LiveCache("raw", layers=0)),
         (OutOfBounds, "layer 0 holds no tokens: call update before attend", lambda: LiveCache("raw", layers=1).attend(0, queries(1))),
@@ -433,7 +437,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
             call()
     assert live.freeze().tokens == 150
     live.update(0, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(NotConsecutive, match=r"layers\[1\] ends at position 150"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 150"):
         live.freeze()
 
 
@@ -467,7 +471,7 @@ def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.Mo
     assert changed[-1] is False
     bad = torch.full((batch, 2, 1, 16), math.inf, device=DEVICE)
     live.update(0, bad, bad)
-    with pytest.raises(NonFinite, match=r"layers\[0\]: a value added since the last roll is not finite"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\]: a value added since the last roll is not finite"):
         live.roll()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpack import PageCodec, PageGeometry, PageLayout
-from kvpack.errors import InvalidDtype, InvalidParameter, InvalidShape, OutOfBounds
+from kvpack.errors import InvalidParameter, InvalidType, OutOfBounds
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=8, dim_k=16, dim_v=16)
 Place = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -122,9 +122,9 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
     ):
         with pytest.raises(InvalidParameter, match=message):
             PageLayout.certify(GEOMETRY, write, page)
-    with pytest.raises(InvalidDtype, match=r"page has dtype torch.float32, the geometry bf16"):
+    with pytest.raises(InvalidType, match=r"page has dtype torch.float32, the geometry bf16"):
         PageLayout.certify(GEOMETRY, lossy, page.float())
-    with pytest.raises(InvalidShape, match="expected contiguous memory"):
+    with pytest.raises(InvalidParameter, match="expected contiguous memory"):
         PageLayout.certify(GEOMETRY, lossy, page.view(2, -1).T)
 
 
@@ -174,7 +174,7 @@ def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
         for slot in (-1, 3):
             with pytest.raises(OutOfBounds, match=f"slot {slot} was given, and the buffer has 3"):
                 copy([slot])
-        with pytest.raises(InvalidShape, match=r"the staging has 2 slots of PageGeometry.*expected at least 3"):
+        with pytest.raises(InvalidParameter, match=r"the staging has 2 slots of PageGeometry.*expected at least 3"):
             copy([0, 1, 2])
     layout.gather(pool, [1, 1], staging)
     with pytest.raises(InvalidParameter, match="slot 1 was given 2 times"):
@@ -182,5 +182,5 @@ def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
     other = PageLayout.certify(PageGeometry(2, 2, 8, 16, 16), writer(lambda k, v: torch.stack([k, v]), page), page).staging(2)
     layout.gather(pool, [0], other)
     other.geometry = PageGeometry(2, 2, 4, 16, 16)
-    with pytest.raises(InvalidShape, match="the staging has 2 slots of PageGeometry"):
+    with pytest.raises(InvalidParameter, match="the staging has 2 slots of PageGeometry"):
         layout.gather(pool, [0], other)

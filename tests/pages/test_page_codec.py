@@ -21,13 +21,11 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.errors import (
     DigestMismatch,
-    InvalidDtype,
     InvalidHeader,
     InvalidParameter,
     InvalidPayload,
-    InvalidShape,
+    InvalidType,
     KvpackError,
-    NonFinite,
     NotKvpack,
     OutOfBounds,
     Truncated,
@@ -228,7 +226,7 @@ def test_a_bad_page_fails_alone() -> None:
     codec = PageCodec("octopus-3", SMALL)
     rows = [bytearray(b"\xaa" * (codec.nbytes + 9)) for _ in range(4)]
     outcomes = codec.encode_into(pages, range(4), rows)
-    assert [type(found) for found in outcomes] == [type(None), type(None), NonFinite, type(None)]
+    assert [type(found) for found in outcomes] == [type(None), type(None), InvalidParameter, type(None)]
     assert "slot 2: layers[1].v: the value at batch 0, head 1, token 3, channel 7 is nan" in str(outcomes[2])
     assert all(row.endswith(b"\xaa" * 9) for row in rows)
     target, found = empty(SMALL, 4)
@@ -540,13 +538,13 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: PageCodec("raw", SMALL, threads=0), InvalidParameter, "threads is 0"),
         (lambda: PageCodec("raw", SMALL, namespace=b"x"), InvalidParameter, "expected 32 bytes, such as Identity.digest"),
         (lambda: PageCodec("raw", (1, 2)), InvalidParameter, "geometry is a tuple"),  # type: ignore[arg-type]
-        (lambda: PageBuffer(SMALL, given[0]), InvalidShape, "the pages have the sides k, v, and k were given"),
-        (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidShape, "pages of 3 layers are one tensor"),
-        (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidDtype, r"layers\[0\].k: dtype torch.float32, the geometry has bf16"),
-        (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidShape, r"expected \[slot, 2, 16, 64\]"),
-        (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidShape, "have 1 slots on cpu, and one has 2"),
+        (lambda: PageBuffer(SMALL, given[0]), InvalidParameter, "the pages have the sides k, v, and k were given"),
+        (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidParameter, "pages of 3 layers are one tensor"),
+        (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k: dtype torch.float32, the geometry has bf16"),
+        (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidParameter, r"expected \[slot, 2, 16, 64\]"),
+        (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "have 1 slots on cpu, and one has 2"),
         (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was given, and the buffer has 2"),
-        (lambda: codec.encode_into(pages, [0, 1], room), InvalidShape, "1 rows were given for 2 slots"),
+        (lambda: codec.encode_into(pages, [0, 1], room), InvalidParameter, "1 rows were given for 2 slots"),
         (lambda: codec.encode_into(pages, [0.0], room), InvalidParameter, "a slot is 0.0, expected an integer"),  # type: ignore[list-item]
         (lambda: codec.decode_into(room * 2, pages, [1, 1]), InvalidParameter, "slot 1 was given 2 times, and a slot takes one page"),
         (lambda: codec.encode_into(pages, [0], [bytes(codec.nbytes)]), InvalidParameter, "row 0 is a read-only buffer"),
@@ -554,8 +552,8 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: codec.encode_into(pages, [0], room, keys=[]), InvalidParameter, "0 keys were given for 1 slots"),
         (lambda: codec.encode_into(pages, [0], room, keys=["text"]), InvalidParameter, "a key is a str, expected bytes"),
         (lambda: codec.encode_into(given, [0], room), InvalidParameter, "pages are a list"),
-        (lambda: codec.encode_into(pages, [0], torch.zeros(1, 9)), InvalidShape, r"expected uint8 \[page, byte\]"),
-        (lambda: PageCodec("raw", PageGeometry(1, 1, 1, 8, 8)).encode_into(pages, [0], room), InvalidShape, "the codec is for"),
+        (lambda: codec.encode_into(pages, [0], torch.zeros(1, 9)), InvalidParameter, r"expected uint8 \[page, byte\]"),
+        (lambda: PageCodec("raw", PageGeometry(1, 1, 1, 8, 8)).encode_into(pages, [0], room), InvalidParameter, "the codec is for"),
         (lambda: codec.encode_into(pages, [0], [torch.zeros(codec.nbytes)]), InvalidParameter, "rows are no buffers of bytes side by side"),
     ]
     for call, error, message in cases:
@@ -577,7 +575,7 @@ def test_memory_that_pages_share_is_refused() -> None:
         (torch.zeros(1, codec.nbytes, dtype=torch.uint8).expand(2, -1), 0),
         (joined.as_strided((2, codec.nbytes), (codec.nbytes - 64, 1)), codec.nbytes - 64),
     ):
-        with pytest.raises(InvalidShape, match=f"two rows begin {apart} bytes apart, and a page takes {codec.nbytes}"):
+        with pytest.raises(InvalidParameter, match=f"two rows begin {apart} bytes apart, and a page takes {codec.nbytes}"):
             codec.encode_into(pages, [0, 1], shared)
     assert not any(room)
     assert not joined.any()

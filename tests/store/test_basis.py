@@ -14,7 +14,7 @@ import torch
 
 import kvpack
 from kvpack.coding.bases import Basis
-from kvpack.errors import InvalidParameter, InvalidRecipe
+from kvpack.errors import InvalidParameter
 from kvpack.file import container
 from kvpack.store.bases import StoredBasis
 from kvpack.store.basis_keys import basis_keys
@@ -104,16 +104,16 @@ def test_both_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path)
                 assert found is not None
                 for values, expected in zip(found.unpack(torch.float32)[0], whole.prefix(32).unpack(torch.float32)[0], strict=True):
                     torch.testing.assert_close(values, expected)
-    with pytest.raises(InvalidRecipe, match=f"names the basis {basis.digest.hex()}, and {other.digest.hex()} was given"):
+    with pytest.raises(InvalidParameter, match=f"names the basis {basis.digest.hex()}, and {other.digest.hex()} was given"):
         kvpack.Store(tmp_path, identity, chunk=16, basis=other)
     for given in (basis, None):
-        with pytest.raises(InvalidRecipe, match="does not name its basis"):
+        with pytest.raises(InvalidParameter, match="does not name its basis"):
             kvpack.Store(tmp_path, kvpack.Identity("x", text), chunk=16, basis=given)
     elsewhere = kvpack.Identity("x", kvpack.Recipe(text, other).text)
     with kvpack.Store(tmp_path, elsewhere, chunk=16, basis=other) as store:
         assert store.load(ids) == (0, None)
     both = f"k=klt:bits=2,basis={basis.digest.hex()};v=klt:bits=2,basis={other.digest.hex()}"
-    with pytest.raises(InvalidRecipe, match=r"names the bases .*, expected one"):
+    with pytest.raises(InvalidParameter, match=r"names the bases .*, expected one"):
         kvpack.Store(tmp_path, kvpack.Identity("x", both), chunk=16)
 
 

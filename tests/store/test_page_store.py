@@ -18,7 +18,7 @@ import kvpack
 from kvpack import Identity, PageBuffer, PageGeometry, PageStore, Tier, cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
-from kvpack.errors import InvalidParameter, InvalidRecipe, InvalidShape, MissingBasis, MissingFile, WriteFailed
+from kvpack.errors import InvalidParameter, MissingBasis, MissingFile, WriteFailed
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
 from support.klt_bases import random_basis
@@ -197,7 +197,7 @@ def test_a_page_that_cannot_be_encoded_is_left_out(tmp_path: Path) -> None:
     values[1, 0, 0, 0, 0, 0] = float("inf")
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
         assert store.put(KEYS, given, range(4)) == [True, False, True, True]
-        assert store.counters()["faults"] == {"encode NonFinite": 1}
+        assert store.counters()["faults"] == {"encode InvalidParameter": 1}
 
 
 def test_descendants_are_evicted_before_their_ancestors(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
     with pytest.raises(MissingBasis, match="needs the basis"):
         PageStore(tmp_path / "store", identity, GEOMETRY)
     other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
-    with pytest.raises(InvalidRecipe, match="names the basis"):
+    with pytest.raises(InvalidParameter, match="names the basis"):
         PageStore(tmp_path / "store", identity, GEOMETRY, basis=other)
     with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', and that of the cache is 'another'"):
         PageStore(tmp_path / "store", Identity("another", recipe.text), GEOMETRY, basis=basis)
@@ -387,7 +387,7 @@ def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
         kvpack.PageCodec("kv=klt:bits=4", GEOMETRY)
     with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 3"):
         kvpack.PageCodec("kv=klt:bits=4", replace(GEOMETRY, layers=3), basis=basis)
-    with pytest.raises(InvalidShape, match=r"the keys of layer 0 of the basis .*: .* of 2 heads, and .* 1"):
+    with pytest.raises(InvalidParameter, match=r"the keys of layer 0 of the basis .*: .* of 2 heads, and .* 1"):
         kvpack.PageCodec("kv=klt:bits=4", replace(GEOMETRY, heads=1), basis=basis)
 
 

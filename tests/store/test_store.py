@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.formats.errors import InvalidParameter, InvalidRecipe, MissingPackage
+from kvpack.formats.errors import InvalidParameter, MissingPackage
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.runtime import mapping
 from kvpack.store import entries as entries_module
@@ -254,7 +254,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
         open_store(tmp_path, **options)
     with pytest.raises(InvalidParameter, match=r"expected a kvpack\.Identity"):
         kvpack.Store(tmp_path, "model")
-    with pytest.raises(InvalidRecipe):
+    with pytest.raises(InvalidParameter):
         kvpack.Identity("model", "no-such-recipe")
     with pytest.raises(InvalidParameter, match=r"identity\.weights"):
         kvpack.Identity("model", "bf16", weights=7)

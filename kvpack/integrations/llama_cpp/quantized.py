@@ -17,7 +17,7 @@ import torch
 from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.formats.columns import default_fields
-from kvpack.formats.errors import InvalidParameter, NonFinite, OutOfRange
+from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.group import Group
 
 from .state_file import BLOCK, QUANTIZED
@@ -38,7 +38,7 @@ def recipe_of(kind: str, sides: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Keys or values of one layer in ``blocks``, uint8 ``[kv_head, token, block, byte]``. Raises NonFinite and OutOfRange."""
+    """Keys or values of one layer in ``blocks``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter and OutOfRange."""
 
     kind: str
     blocks: torch.Tensor
@@ -47,7 +47,7 @@ class Quantized:
     def __post_init__(self) -> None:
         scale = self._scale.abs()
         if not torch.isfinite(scale).all():
-            raise NonFinite(f"{self.where}: a scale of {self.kind} is NaN or infinite")
+            raise InvalidParameter(f"{self.where}: a scale of {self.kind} is NaN or infinite")
         if (scale > _LARGEST).any():
             raise OutOfRange(f"{self.where}: a scale of {self.kind} is {float(scale.max()):g}, and kvpack holds at most {_LARGEST:g}")
 

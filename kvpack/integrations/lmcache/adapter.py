@@ -198,7 +198,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         opened(self._location, self._identity, Counters(), options, looking=True).backend.close()
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
-        """The store of objects of one layout. Raises InvalidShape and InvalidParameter."""
+        """The store of objects of one layout. Raises InvalidParameter."""
         geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
         with self._lock:
             if geometry not in self._stores:
@@ -254,7 +254,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _bitmap(loaded)
 
     def _page_of(self, key: Any, given: Any) -> tuple[PageStore, PageBuffer]:
-        """The store of an object, and the object as a page. Raises InvalidShape and InvalidParameter."""
+        """The store of an object, and the object as a page. Raises InvalidParameter."""
         check_model(self._recipe, key)
         store = self._store_of(given.tensor.shape, given.tensor.dtype)
         return store, pages_of(store.codec.geometry, given.tensor)

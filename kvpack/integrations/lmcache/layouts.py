@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.recipes import check_no_layers_named, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import PageCodec
@@ -54,7 +54,7 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
-    """The geometry of one object. Raises InvalidShape for one that is not keys and values, and InvalidParameter.
+    """The geometry of one object. Raises InvalidParameter for one that is not keys and values, and InvalidParameter.
 
     ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same; ``fused`` says that
     objects of one plane hold keys and values.
@@ -63,7 +63,7 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
     one_plane = len(shape) == 3 or (len(shape) == 4 and shape[0] == 1)
     row = head_dim if split else 2 * head_dim
     if not (split or (fused and one_plane)) or shape[-1] % row or dtype not in _NAMES:
-        raise InvalidShape(
+        raise InvalidParameter(
             f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {head_dim}], or with fused [1, layer, token, "
             f"head * {2 * head_dim}], which engines have that keep keys and values next to each other: latents, recurrent states and "
             "other objects are not packed"

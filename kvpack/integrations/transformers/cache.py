@@ -22,7 +22,7 @@ from kvpack.cache.states import KeptStates, with_states
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs
 from kvpack.formats.arguments import check_flag, integer, shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
 from .changes import adapters_in_effect
@@ -90,9 +90,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     leaves it out. With True it is so for any other, too, such as one with adapters, and a KvpackWarning says where steps run without: what
     else a forward of the model's own reads on the host, or counts there, must then stay as it is.
 
-    Raises InvalidDtype for what is neither a model nor a packed cache; InvalidRecipe; InvalidParameter, naming what differs, for a cache
+    Raises InvalidType for what is neither a model nor a packed cache; InvalidParameter; InvalidParameter, naming what differs, for a cache
     of another model, for one that does not start at position 0, and without ``prompt`` for a batch of which the ids of rows are unknown;
-    NotConsecutive when a layer ends before the others; InvalidShape when one lacks tokens of the model's window.
+    InvalidParameter when a layer ends before the others; InvalidParameter when one lacks tokens of the model's window.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         if not isinstance(given, torch.nn.Module):
             swapped = isinstance(path, torch.nn.Module)
             instead = "write KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
-            raise InvalidDtype(f"the second argument is {shown(given)}, expected a transformers model: {instead}")
+            raise InvalidType(f"the second argument is {shown(given)}, expected a transformers model: {instead}")
         loaded = load(
             path,
             device=execution_device(model) if device is None else device,
@@ -313,7 +313,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
         ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are those of the cache and at least one that follows; ``options``
         are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for other ids than the
-        cache's; InvalidDtype or InvalidShape for anything but token ids; and what ``generate`` raises.
+        cache's; InvalidType or InvalidParameter for anything but token ids; and what ``generate`` raises.
         """
         model: Any = self.passes.model_of_cache
         if model is None:
@@ -332,7 +332,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
 
         That is the packed layer, or dense keys and values where the model cannot take it.
-        Raises OutOfBounds for a layer that the cache does not have, InvalidShape when the tensors do not continue it, or when an
+        Raises OutOfBounds for a layer that the cache does not have, InvalidParameter when the tensors do not continue it, or when an
         earlier pass failed between two layers.
         """
         if type(layer_idx) is not int:
@@ -380,7 +380,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.live.update(layer_idx, key_states, value_states)
 
     def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
-        """``LiveCache.attend`` over one layer. Raises InvalidShape, too, for a window with tokens that the layer has dropped."""
+        """``LiveCache.attend`` over one layer. Raises InvalidParameter, too, for a window with tokens that the layer has dropped."""
         if skipped := self.live.skipped(layer):
             check_window(skipped, self.live.held(layer) - q.shape[2], sliding_window)
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
@@ -511,7 +511,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         return tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds, InvalidShape.
+        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds, InvalidParameter.
 
         Layers that keep states go back to the tokens in ``states_at``, and to 0; ``go_back`` finds the nearest of them. Tokens are
         counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
@@ -569,7 +569,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def take_back(self) -> None:
         """Drop what the pass under way has added, as far as layers can go back: it is about to be refused."""
-        with contextlib.suppress(OutOfBounds, InvalidShape):
+        with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
                 self.crop(-self.passes.added)
 
@@ -600,7 +600,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def expand(self, rows: int) -> None:
         """Repeat each sequence so that there are ``rows`` of them, as ``generate`` repeats token ids for beams.
 
-        Raises InvalidShape where ``rows`` is not a multiple of the cache's sequences.
+        Raises InvalidParameter where ``rows`` is not a multiple of the cache's sequences.
         """
         held = _rows(self.live)
         if held is None or held == rows:
@@ -644,7 +644,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
                 text = f"the prompt and the cache begin with the same {tokens} tokens, and {which} of them are kept"
                 warnings.warn(f"{text}: layers keep states, and have none after later tokens", KvpackWarning, stacklevel=4)
                 tokens = kept
-        except (OutOfBounds, InvalidShape) as error:
+        except (OutOfBounds, InvalidParameter) as error:
             text = f"the prompt and the cache begin with the same {tokens} tokens, and none of them are kept: {error}"
             warnings.warn(text, KvpackWarning, stacklevel=4)
             tokens = 0
@@ -652,27 +652,27 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self.reset()
 
     def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor, number: int) -> None:
-        """Raise InvalidShape unless these states continue layer ``number``, and it is the one that is due."""
+        """Raise InvalidParameter unless these states continue layer ``number``, and it is the one that is due."""
         for name, given in (("keys", key_states), ("values", value_states)):
             if not isinstance(given, torch.Tensor) or given.dim() != 4:
-                raise InvalidDtype(f"layers[{number}]: {name} are {shown(given)}, expected a tensor [batch, kv_head, token, dim]")
+                raise InvalidType(f"layers[{number}]: {name} are {shown(given)}, expected a tensor [batch, kv_head, token, dim]")
         shapes = self.live.shapes(number)
         if not shapes and not isinstance(self.layers[number], AbsentLayer):
             return
         for name, side, states in (("keys", "k", key_states), ("values", "v", value_states)):
             if side not in shapes:
-                raise InvalidShape(f"layers[{number}] of the cache has no {name}, and the model has")
+                raise InvalidParameter(f"layers[{number}] of the cache has no {name}, and the model has")
             found = states.shape[0], states.shape[1], states.shape[3]
             # A layer without tokens takes any batch.
             held = shapes[side] if self.live.seen(number) else (found[0], *shapes[side][1:])
             if found != held:
-                raise InvalidShape(
+                raise InvalidParameter(
                     f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(held)}: "
                     f"{list(states.shape)} does not continue it"
                 )
         seen, following = self.live.seen(number), self._following[number]
         if self.live.seen(following) < seen:
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"layers[{number}] has seen {seen} tokens and layers[{following}] {self.live.seen(following)}: "
                 f"a forward pass ended between them; crop({self.live.seen(following) - seen}) drops what it added"
             )
@@ -701,34 +701,34 @@ def _known(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
 
 
 def _checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
-    """The recipe of an empty cache. Raises InvalidDtype, InvalidParameter."""
+    """The recipe of an empty cache. Raises InvalidType, InvalidParameter."""
     if isinstance(model, Cache) or isinstance(recipe, Cache):
-        raise InvalidDtype("KvpackCache(model, recipe) begins an empty cache: write KvpackCache.of(cache, model) to continue a packed one")
+        raise InvalidType("KvpackCache(model, recipe) begins an empty cache: write KvpackCache.of(cache, model) to continue a packed one")
     if model is None and config is None:
-        raise InvalidDtype("the model is None: write KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
+        raise InvalidType("the model is None: write KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
     if model is not None and config is not None:
         raise InvalidParameter("model and config were both given, and a model has its own: leave one of them out")
     if model is not None and not isinstance(model, torch.nn.Module):
         loads = "AutoModelForCausalLM.from_pretrained(folder) loads a model, and KvpackCache.load(path, model) continues a file"
-        raise InvalidDtype(f"the model is {shown(model)}, expected a transformers model: {loads}")
+        raise InvalidType(f"the model is {shown(model)}, expected a transformers model: {loads}")
     if recipe is None:
         raise InvalidParameter("KvpackCache(model) needs the recipe of its codes, such as KvpackCache(model, 'octopus-3')")
     return recipe
 
 
 def _check_cache(cache: Any, model: Any) -> None:
-    """Raise InvalidDtype for anything but a packed cache, and a model or None."""
+    """Raise InvalidType for anything but a packed cache, and a model or None."""
     if cache is None:
-        raise InvalidDtype(
+        raise InvalidType(
             "the cache is None, which Store.load returns if nothing is stored: write KvpackCache(model, recipe), which begins an empty one"
         )
     if isinstance(cache, torch.nn.Module):
-        raise InvalidDtype("the first argument is a model: write KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
+        raise InvalidType("the first argument is a model: write KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
     if isinstance(cache, str | os.PathLike):
-        raise InvalidDtype(f"{shown(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
+        raise InvalidType(f"{shown(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
     check_packed(cache, "KvpackCache.of({}, model)")
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise InvalidDtype(f"the second argument is {shown(model)}, expected the model that continues the cache")
+        raise InvalidType(f"the second argument is {shown(model)}, expected the model that continues the cache")
 
 
 def _rows(live: LiveCache) -> int | None:

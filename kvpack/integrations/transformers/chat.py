@@ -14,7 +14,7 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, LimitExceeded
+from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded
 
 from .cache import begin
 from .models import execution_device
@@ -51,7 +51,7 @@ class Chat:
     ``messages`` are those of the conversation so far, dicts with a role and a content, as ``apply_chat_template`` takes them, and
     ``template`` are other arguments of its. With ``store``, a ``kvpack.Store`` of the model, the beginning of the conversation comes from
     there if this object has no cache yet, and every reply is saved there; what the store does not have is computed. ``recipe`` is the
-    store's, or octopus-4. Raises InvalidRecipe, and InvalidDtype for messages that are none.
+    store's, or octopus-4. Raises InvalidParameter, and InvalidType for messages that are none.
     """
 
     def __init__(
@@ -327,5 +327,5 @@ def _cut(text: str, size: int) -> list[str]:
 
 def _checked(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidDtype(f"a message is {shown(message)}, expected a dict such as {{'role': 'user', 'content': 'Hello'}}")
+        raise InvalidType(f"a message is {shown(message)}, expected a dict such as {{'role': 'user', 'content': 'Hello'}}")
     return dict(message)

@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpack.attention import attend
 from kvpack.cache.layer import Layer
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter
 
 from .layers import check_window, check_window_given
 from .masks import check_columns
@@ -32,7 +32,7 @@ def attention(
     first token that each sequence sees (``masks.mask``); with any other, the layer of a KvpackCache is decoded for the call.
     Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout, a position bias,
     no window over a layer that keeps one;
-    InvalidShape for a layer without tokens that the model attends to, and for a mask of other tokens.
+    InvalidParameter for a layer without tokens that the model attends to, and for a mask of other tokens.
     """
     starts = _starts(attention_mask)
     if isinstance(key, PackedStates):
@@ -42,7 +42,7 @@ def attention(
             return _plain(module, query, k, v, attention_mask, options)
     elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
-            raise InvalidShape("the value states are a packed layer and the key states are a tensor")
+            raise InvalidParameter("the value states are a packed layer and the key states are a tensor")
         if starts is not None:
             raise InvalidParameter(
                 f"{type(module).__name__} was given tensors beside the mask for the packed layers of a KvpackCache, which holds where "
@@ -123,7 +123,7 @@ def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
-    """Dense keys and values of the tokens that ``mask`` covers. Raises InvalidShape when it covers others than the layer holds."""
+    """Dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter when it covers others than the layer holds."""
     k, v = states.decoded()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
     # A mask of two dimensions, as flash attention takes it, has a row for each sequence and a column for each token.

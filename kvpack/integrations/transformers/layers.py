@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from kvpack.cache.layer import Layer
-from kvpack.formats.errors import InvalidParameter, InvalidShape, KvpackWarning, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, KvpackWarning, OutOfBounds
 
 if TYPE_CHECKING:
     from kvpack.live.cache import LiveCache
@@ -144,16 +144,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_croppable = True
 
     def check_window(self, crop: int = 0) -> None:
-        """Raise InvalidShape when the next token would attend to tokens that the layer skipped."""
+        """Raise InvalidParameter when the next token would attend to tokens that the layer skipped."""
         held = self.live.held(self.number)
         if self.skipped and self.window is not None and held - crop < self.window - 1:
             less = f" ({crop} are to be dropped)" if crop else ""
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"the layer holds only the newest {held} of its tokens{less}, the model attends to a window of {self.window}"
             )
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise OutOfBounds or InvalidShape for a ``crop`` that cannot be done."""
+        """Raise OutOfBounds or InvalidParameter for a ``crop`` that cannot be done."""
         held = self.live.held(self.number)
         if not -held <= tokens_to_remove <= 0:
             raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; expected -{held} to 0")
@@ -187,10 +187,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def check_window(skipped: int, older: int, window: int | None) -> None:
-    """Raise InvalidShape when a query attends to tokens that the layer skipped, and it holds ``older`` ones before the queries."""
+    """Raise InvalidParameter when a query attends to tokens that the layer skipped, and it holds ``older`` ones before the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
-        raise InvalidShape(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")
+        raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")
 
 
 def check_window_given(own: int | None, given: int | None, module: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter
 
 from .plain import plain_name
 from .states import CompiledLength, PackedLength, left_out
@@ -172,9 +172,9 @@ def _applied_by_attention(
 
 
 def check_columns(columns: int, held: int, layer: int, queries: int) -> None:
-    """Raise InvalidShape unless a mask has a column for each token that a layer gives to a pass of ``queries`` tokens."""
+    """Raise InvalidParameter unless a mask has a column for each token that a layer gives to a pass of ``queries`` tokens."""
     if columns != held:
-        raise InvalidShape(
+        raise InvalidParameter(
             f"the attention mask has {columns} columns, and layers[{layer}] gives {held} tokens to a pass of {queries}: "
             "a mask has a column for each"
         )

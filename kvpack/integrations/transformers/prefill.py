@@ -9,7 +9,7 @@ import torch
 
 from kvpack.cache_names import over
 from kvpack.formats.arguments import integer, shown
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
 
 from .cache import begin
@@ -51,7 +51,7 @@ def prefill(
 
     The model gets no other arguments than token ids. ``generate`` goes on from the cache with these ids and at least one more.
 
-    Raises InvalidDtype or InvalidShape for anything but token ids, InvalidParameter where the cache holds other ids or as many tokens,
+    Raises InvalidType or InvalidParameter for anything but token ids, InvalidParameter where the cache holds other ids or as many tokens,
     and what KvpackCache raises.
     """
     for name, number in (("every", every), ("chunk", chunk)):
@@ -62,7 +62,7 @@ def prefill(
     try:
         held = cache.get_seq_length()
         if ids.shape[1] <= held:
-            raise InvalidShape(f"token_ids has {ids.shape[1]} tokens, and the cache holds {held}: give those and at least one that follows")
+            raise InvalidParameter(f"token_ids has {ids.shape[1]} tokens, and the cache holds {held}: give those and at least one more")
         if cache.keeps_states and every % chunk:
             raise InvalidParameter(f"every is {every}, and a store takes states at the ends of chunks: expected a multiple of {chunk}")
         fill(cache, model, ids, every, chunk)

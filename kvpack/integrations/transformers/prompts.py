@@ -8,7 +8,7 @@ import torch
 
 from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidDtype, InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.store.rope import same_up_to
 
 from .passes import OTHER_FREQUENCIES
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def common_tokens(cache: Cache, prompt: Any) -> int:
     """The number of tokens with which ``cache`` and every row of ``prompt`` ``[batch, token]`` begin; at least one is left to compute.
 
-    Raises InvalidShape or InvalidDtype for anything but token ids of as many rows as the cache has sequences, and InvalidParameter for
+    Raises InvalidParameter or InvalidType for anything but token ids of as many rows as the cache has sequences, and InvalidParameter for
     a cache whose ids are not known, or whose first token depends on anything else.
     """
     ids = token_ids_of(prompt)
     batches = {side.batch for layer in cache for side in layer.sides.values()}
     if batches - {ids.shape[0]}:
-        raise InvalidShape(
+        raise InvalidParameter(
             f"the prompt has {ids.shape[0]} rows, and the cache holds {max(batches)} sequences: give one row for each, "
             "or take sequences of the cache with Cache.select"
         )
@@ -97,18 +97,18 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
 
 
 def token_ids_of(prompt: Any) -> torch.Tensor:
-    """``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidDtype or InvalidShape for anything but token ids."""
+    """``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidDtype(f"prompt is {shown(prompt)}, expected token ids, which are integers: {error}") from None
+        raise InvalidType(f"prompt is {shown(prompt)}, expected token ids, which are integers: {error}") from None
     if ids.is_meta or ids.layout != torch.strided or ids.is_quantized:
-        raise InvalidDtype(f"prompt is {shown(ids)} on {ids.device}, expected a dense tensor of token ids")
+        raise InvalidType(f"prompt is {shown(ids)} on {ids.device}, expected a dense tensor of token ids")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise InvalidDtype(f"prompt has dtype {ids.dtype}, expected token ids, which are integers")
+        raise InvalidType(f"prompt has dtype {ids.dtype}, expected token ids, which are integers")
     ids = ids.to(torch.int64)
     if ids.dim() == 1:
         ids = ids[None]
     if ids.dim() != 2 or not ids.numel():
-        raise InvalidShape(f"prompt has shape {list(ids.shape)}, expected token ids [batch, token], at least one in each row")
+        raise InvalidParameter(f"prompt has shape {list(ids.shape)}, expected token ids [batch, token], at least one in each row")
     return ids

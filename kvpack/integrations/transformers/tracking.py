@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kvpack.formats.errors import InvalidParameter, InvalidShape
+from kvpack.formats.errors import InvalidParameter
 
 from .changes import ModelState, checkpointed
 from .hooks import Passes, models_in, outermost
@@ -151,12 +151,12 @@ class Tracking:
             )
 
     def _check_rows(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidShape for another number of rows than the cache has sequences."""
+        """Raise InvalidParameter for another number of rows than the cache has sequences."""
         held = self.rows()
         given = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
         if held is not None and given is not None and given.shape[0] != held:
             check_rows_fit(given.shape[0], held)
-            raise InvalidShape(
+            raise InvalidParameter(
                 f"the pass has {given.shape[0]} rows, and the cache holds {_sequences(held)}: "
                 f"cache.batch_repeat_interleave({given.shape[0] // held}) repeats each for as many rows"
             )
@@ -449,9 +449,9 @@ class Tracking:
 
 
 def check_rows_fit(rows: int, held: int) -> None:
-    """Raise InvalidShape unless each of a cache's ``held`` sequences can be repeated for as many of the ``rows`` of a pass."""
+    """Raise InvalidParameter unless each of a cache's ``held`` sequences can be repeated for as many of the ``rows`` of a pass."""
     if rows % held:
-        raise InvalidShape(
+        raise InvalidParameter(
             f"the pass has {rows} rows, and the cache holds {_sequences(held)}: give one row for each, or take sequences of the cache "
             "with Cache.select"
         )

@@ -51,7 +51,7 @@ class Group:
         return {"attention": given, "latents": f"{given};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
-        """The blocks of ``layers``, int8 ``[block, byte]`` each, as slots. Raises InvalidParameter and InvalidShape."""
+        """The blocks of ``layers``, int8 ``[block, byte]`` each, as slots. Raises InvalidParameter."""
         geometry = self.geometry
         views = [layer[:, : self.page_bytes].view(geometry.torch_dtype) for layer in layers]
         if self.kind == "attention":

@@ -59,7 +59,7 @@ class Rows:
         return self._blocks * self._elements * self.geometry.torch_dtype.itemsize
 
     def buffer(self, memory: torch.Tensor) -> PageBuffer:
-        """``memory``, uint8 ``[row, byte]``, as slots, one for each row. Raises InvalidShape."""
+        """``memory``, uint8 ``[row, byte]``, as slots, one for each row. Raises InvalidParameter."""
         values = memory[:, : self.nbytes].view(self.geometry.torch_dtype)
         return PageBuffer(self.geometry, *(self._blocks_of(values, *place) for place in self._arranged))
 

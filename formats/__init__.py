@@ -11,6 +11,7 @@ from .channel_order import ChannelOrder
 from .channel_scale import ChannelScale
 from .errors import UnknownCodec
 from .group import Group
+from .key_mean import KeyMean
 from .klt import Klt
 from .lossless import Lossless
 from .minifloat import Minifloat
@@ -43,7 +44,7 @@ CODECS: dict[str, type[CodecFamily]] = {
 """Codec families by id."""
 
 SIDE_CARS: dict[str, type[SideCar]] = {
-    side_car.name: side_car for side_car in (ChannelScale, ChannelOrder, BlockRotation, Outliers, Qjl, RawTokens, RawPositions)
+    side_car.name: side_car for side_car in (ChannelScale, ChannelOrder, BlockRotation, KeyMean, Outliers, Qjl, RawTokens, RawPositions)
 }
 """Side-cars by name, in the order of their keys and streams in a file."""
 

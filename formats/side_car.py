@@ -1,15 +1,16 @@
 """The interface of every side-car: its parameters, its streams, and its place in coding (spec/side-cars.md).
 
-A side-car file holds one frozen dataclass of one of four kinds. A run is encoded in this order of kinds:
+A side-car file holds one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
 
 1. ``KeptTokens`` take whole tokens out of the values.
 2. ``ValueMap`` maps the values of each head linearly, before the codec's rotation leads to the coded frame.
-3. ``FramePart`` takes a part of the values out of the coded frame; the codec encodes the rest.
-4. ``ResidualSketch`` describes the codec's error.
+3. ``PageVector`` takes a vector that the tokens of a page share out of the values.
+4. ``FramePart`` takes a part of the values out of the coded frame; the codec encodes the rest.
+5. ``ResidualSketch`` describes the codec's error.
 
-Decoding puts the parts back in the coded frame and adds the sketched residuals, then inverts the rotation and the maps, then
-puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS`` (parts are put back and maps
-inverted in reverse order); their keys and streams in a file have the same order.
+Decoding puts the parts back in the coded frame, adds the vectors of pages and the sketched residuals, then inverts the rotation and the
+maps, then puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS`` (parts are put back and
+maps inverted in reverse order); their keys and streams in a file have the same order.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from .base import Layout, Run
     from .options import Options
+    from .rotation import Rotation
     from .value_blocks import Array
 
 
@@ -181,6 +183,34 @@ class ValueMap(SideCar):
         else:
             streams = self.measure(run)
         return RunStep(streams, lambda block, _: (self.forward(block, streams), {}))
+
+
+class PageVector(SideCar):
+    """Takes a vector out of the tokens of each page, in the coded frame. A page is ``page_tokens`` tokens of a run, its last one shorter.
+
+    They are a token group: kept tokens have the mean of the others, so that the vector does not depend on them.
+    """
+
+    @property
+    @abstractmethod
+    def page_tokens(self) -> int:
+        """The tokens of a page."""
+
+    @abstractmethod
+    def begin(self, run: Run, rotation: Rotation) -> RunStep:
+        """Take the vectors out of the blocks of ``run``, which ``rotation`` leads to the coded frame."""
+
+    @abstractmethod
+    def vectors(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
+
+    def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``frame`` ``[batch, kv_head, token, dim]`` float32, whose first token begins a page, with the vectors added."""
+        return frame + self._of_tokens(self.vectors(streams), frame.shape[2])
+
+    def _of_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The vector of each token."""
+        return vectors.repeat_interleave(self.page_tokens, 2)[:, :, :tokens]
 
 
 class FramePart(SideCar):

@@ -12,7 +12,7 @@ from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
 from .raw_positions import RawPositions
-from .side_car import FramePart, KeptTokens, ResidualSketch, SideCar, ValueMap
+from .side_car import FramePart, KeptTokens, PageVector, ResidualSketch, SideCar, ValueMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
     Raises InvalidParameter for a codec that takes none, as it loses nothing that a side-car could keep, and for one with a basis, which
-    takes those ``of_every_codec``.
+    takes those ``of_every_codec``; and for vectors of pages with a codec that encodes tokens together.
     """
 
     id: ClassVar[str] = ""
@@ -49,6 +49,11 @@ class WithSideCars(Codec):
         refused = [one.name for one in self.side_cars if none or not (self.codec.takes_side_cars or one.of_every_codec)]
         if refused:
             raise InvalidParameter(f"codec {self.codec.id} takes no side-cars{'' if none else ' of this kind'}, found {', '.join(refused)}")
+        if self.page_vectors and self.codec.token_group > 1:
+            raise InvalidParameter(
+                f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, and each group has its own centre: "
+                f"{', '.join(one.name for one in self.page_vectors)} is for codecs that encode tokens one by one; leave out mean"
+            )
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
         object.__setattr__(self, "dim", self.codec.dim)
@@ -68,6 +73,10 @@ class WithSideCars(Codec):
     @cached_property
     def value_maps(self) -> tuple[ValueMap, ...]:
         return tuple(side_car for side_car in self.side_cars if isinstance(side_car, ValueMap))
+
+    @cached_property
+    def page_vectors(self) -> tuple[PageVector, ...]:
+        return tuple(side_car for side_car in self.side_cars if isinstance(side_car, PageVector))
 
     @cached_property
     def frame_parts(self) -> tuple[FramePart, ...]:
@@ -101,7 +110,7 @@ class WithSideCars(Codec):
 
     @property
     def token_group(self) -> int:
-        return self.codec.token_group
+        return max([self.codec.token_group, *(vector.page_tokens for vector in self.page_vectors)])
 
     @property
     def fixed_heads(self) -> int | None:
@@ -182,6 +191,8 @@ class WithSideCars(Codec):
         for value_map in self.value_maps:
             add(value_map.begin(steps.run(), before))
         steps.add(lambda block, _: (_finite(block, "rotated in blocks"), {}))
+        for vector in self.page_vectors:
+            add(vector.begin(steps.run(), self.rotation))
         if self.frame_parts:
             steps.add(lambda block, _: (self.rotation.forward(block), {}))
             for part in self.frame_parts:
@@ -194,7 +205,7 @@ class WithSideCars(Codec):
         if not self.sketches:
             return {}
         given, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
-        # Both have the parts put back, so that exactly stored values leave no residual.
+        # Both have the parts put back, so that exactly stored values leave no residual; neither has the vectors of pages.
         for part in reversed(self.frame_parts):
             given, decoded = part.put(given, taken), part.put(decoded, taken)
         result: dict[str, torch.Tensor] = {}
@@ -243,6 +254,8 @@ class WithSideCars(Codec):
     def _corrected(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         for part in reversed(self.frame_parts):
             frame = part.put(frame, streams)
+        for vector in self.page_vectors:
+            frame = vector.put(frame, streams)
         for sketch in self.sketches:
             frame = sketch.put(frame, streams)
         return frame

@@ -695,6 +695,7 @@ class SideCar:
     numbers: Sequence[NumberStream]
     seed: int = 0
     block: int = 0
+    bits: int = 0
 
 
 Digits = Mapping[str, list[list[int]]]
@@ -1875,7 +1876,7 @@ CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
 # side-cars.md --------------------------------------------------------------------------------------------------------
 
 SIDE_CARS = "side-cars.md"
-SIDE_CAR_KEYS = ("channel_scale", "channel_order", "block_rotation", "outliers", "qjl", "raw_tokens", "raw_positions")
+SIDE_CAR_KEYS = ("channel_scale", "channel_order", "block_rotation", "key_mean", "outliers", "qjl", "raw_tokens", "raw_positions")
 POSITION_WORDS = 4
 
 
@@ -1922,9 +1923,17 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
     if name == "raw_positions":
         values = NumberStream("raw_values", take_choice(value, RAW_DTYPES, name), (), any_bits=True, per="entry")
         return SideCar({}, [NumberStream(name, "U16", (POSITION_WORDS,), per="entry"), values])
-    keys = {"outliers": ["fields"], "qjl": ["seed", "norm", "fields"]}[name]
+    keys = {"key_mean": ["tokens", "bits"], "outliers": ["fields"], "qjl": ["seed", "norm", "fields"]}[name]
     if not isinstance(value, dict) or list(value) != keys:
         refuse(SIDE_CARS, f"{name} is {value!r}, not a map of {keys}")
+    if name == "key_mean":
+        tokens, bits = value["tokens"], value["bits"]
+        require(isinstance(tokens, int) and tokens in [2**power for power in range(3, 11)], SIDE_CARS, f"key_mean has tokens {tokens!r}")
+        require(isinstance(bits, int) and bits in (4, 8), SIDE_CARS, f"key_mean has bits {bits!r}")
+        require(bits == 8 or dim % 2 == 0, SIDE_CARS, f"key_mean of 4 bits with head dim {dim}")
+        require(codec.token_group == 1, SIDE_CARS, f"key_mean of {codec.id}, which has the token group {codec.token_group}")
+        codes = NumberStream(name, "U8", (dim * bits // 8,), tokens)
+        return SideCar({}, [codes, NumberStream("key_mean_scale", "F16", (), tokens)], bits=bits)
     if name == "outliers":
         require(dim % 4 == 0, SIDE_CARS, f"outliers with head dim {dim}")
         codes = {"outlier_flags": take_flags(value, dim // 4, name)}
@@ -1955,8 +1964,17 @@ def check_special_values(name: str, stream: NumberStream, values: Sequence[float
         require(all(value < 2 for value in values), f"{SIDE_CARS}, Special values", f"{name} holds a flag that is neither 0 nor 1")
 
 
+def page_vector(codec: Codec, row: Numbers) -> list[float]:
+    """Step 3 of Decode: what the channels of u gain."""
+    bits, (scale,) = codec.side_cars["key_mean"].bits, row["key_mean_scale"]
+    codes = [int(code) for code in row["key_mean"]]
+    if bits == 4:
+        codes = [code % 16 for code in codes] + [code // 16 for code in codes]
+    return [(code - 2 ** (bits - 1)) * scale for code in codes]
+
+
 def signs_of_residual(seed: int, digit: Sequence[int]) -> list[float]:
-    """R'ᵀ s of step 3 of Decode."""
+    """R'ᵀ s of step 4 of Decode."""
     return rotate_back("signed-hadamard", seed, [-1.0 if bit else 1.0 for bit in digit])
 
 
@@ -2072,8 +2090,8 @@ HIDDEN_TOKENS = "hidden-tokens"
 HIDDEN_RECORD = 20
 OFFSETS = "container.md, Position offsets"
 POSITION_OFFSETS = "position-offsets"
-RAW_POSITIONS = "raw-positions"
-CODEC_FEATURES = (RAW_POSITIONS, SCALE_PER_HEAD)
+SIDE_CAR_FEATURES = {"key_mean": "key-mean", "raw_positions": "raw-positions"}
+CODEC_FEATURES = (*SIDE_CAR_FEATURES.values(), SCALE_PER_HEAD)
 REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, *CODEC_FEATURES)}
 LIMITS = "container.md, Limits"
 
@@ -2118,9 +2136,11 @@ def take_header(
         k, v = (None if side is None else take_side(side, made, f"layer {number}") for side in sides)
         if k and v:
             require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
+        require(v is None or "key_mean" not in v.codec.side_cars, SIDE_CARS, f"layer {number}: v has key_mean")
         file.layers.append({"k": k, "v": v})
     require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
-    used = {codec.feature for codec in made} | {RAW_POSITIONS for codec in made if "raw_positions" in codec.side_cars}
+    used = {codec.feature for codec in made}
+    used |= {feature for name, feature in SIDE_CAR_FEATURES.items() if any(name in codec.side_cars for codec in made)}
     for feature in CODEC_FEATURES:
         require((feature in used) == (feature in required), "container.md, Header tensor", f"{feature} is either in required or in codecs")
     file.starts = take_starts(file, LAYER_POSITIONS in required)
@@ -2255,7 +2275,9 @@ def take_metadata(data: bytes) -> dict[str, str | int | float]:
 def take_codec(entry: Any, what: str, known: Mapping[str, Callable[[Mapping[str, Any]], Codec]]) -> Codec:
     require(isinstance(entry, dict) and isinstance(entry.get("id"), str), FIELDS, f"{what} has no id")
     codec = known[entry["id"]]({key: value for key, value in entry.items() if key not in SIDE_CAR_KEYS})
-    return replace(codec, side_cars=take_side_cars(entry, codec))
+    side_cars = take_side_cars(entry, codec)
+    page = entry["key_mean"]["tokens"] if "key_mean" in side_cars else codec.token_group
+    return replace(codec, side_cars=side_cars, token_group=page)
 
 
 def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
@@ -2595,6 +2617,9 @@ def decode_token(
             entry = 4 * places["outliers"][*place, c]
             u[4 * c : 4 * c + 4] = side.numbers["outliers"][entry : entry + 4]
             tolerance[4 * c : 4 * c + 4] = [0.0] * 4
+    if "key_mean" in codec.side_cars:
+        u = [f32(one + part) for one, part in zip(u, page_vector(codec, row), strict=True)]
+        tolerance = [before + 2.0**-23 * abs(one) + 2.0**-126 for before, one in zip(tolerance, u, strict=True)]
     if "qjl" in codec.side_cars:
         (norm,) = row["qjl_norm"]
         gamma = norm * math.sqrt(math.pi / (2 * codec.dim))

@@ -77,8 +77,9 @@ static void key_scores(const Item *item, Scratch *scratch) {
         all_group_scores(codec, in, scratch->queries, item->rows, scratch->spare, scratch->scores);
         return;
     }
-    decode_tile(codec, in, scratch->spare, scratch->tile);
+    decode_tile(codec, in, 0, scratch->spare, scratch->tile);
     all_tile_scores(scratch->queries, item->rows, codec->dim, scratch->tile, scratch->scores);
+    if (codec->mean_stream >= 0) add_mean_scores(codec, in, scratch->queries, item->rows, scratch->spare, scratch->scores);
 }
 
 /* The first `hidden` tokens of the tile are seen by no row. Raw values may be NaN or infinite there, and 0 times them NaN. */
@@ -97,7 +98,7 @@ static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float
         }
     }
     load_tile(codec, 1, in);
-    decode_tile(codec, in, scratch->spare, scratch->tile);
+    decode_tile(codec, in, 1, scratch->spare, scratch->tile);
     for (int64_t d = 0; hidden && d < codec->dim; d++) memset(scratch->tile + d * TILE, 0, sizeof(float) * hidden);
     all_tile_values(scratch->scores, item->rows, codec->dim, scratch->tile, sums);
 }

@@ -18,6 +18,9 @@ from kvpack.formats.base import NORMS
 from kvpack.formats.basis import RUN_COLUMNS
 from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.group import TOKEN_SCALE_DTYPES, Group
+from kvpack.formats.key_mean import CODES as MEAN_CODES
+from kvpack.formats.key_mean import SCALE as MEAN_SCALE
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.klt import CODES, GAINS, HEAD_RUN_COLUMNS, Klt, columns_of
 from kvpack.formats.lossless import FORMS, Lossless
 from kvpack.formats.minifloat import Minifloat
@@ -87,7 +90,7 @@ def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec |
     for number, (count, dtype) in enumerate(values.values()):
         result.values[number] = library.Values(count, library.DTYPES.index(dtype))
     result.numbers = sum(count for count, _ in values.values())
-    result.scales_stream = result.table_stream = result.patch_stream = result.outlier_stream = result.heads_stream = -1
+    result.scales_stream = result.table_stream = result.patch_stream = result.outlier_stream = result.mean_stream = result.heads_stream = -1
     return result
 
 
@@ -335,9 +338,9 @@ def _trellis(codec: Trellis) -> Described | None:
 def _completed(codec: WithSideCars) -> Described | None:
     """``described``, for a codec with at most one side-car of each kind that stores something in the coded frame, and any raw tokens."""
     plain = described(codec.codec)
-    if plain is None or any(len(kind) > 1 for kind in (codec.frame_parts, codec.sketches)):
+    if plain is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None
-    if any(type(one) not in (Outliers, Qjl) for one in (*codec.frame_parts, *codec.sketches)):
+    if any(type(one) not in (KeyMean, Outliers, Qjl) for one in (*codec.page_vectors, *codec.frame_parts, *codec.sketches)):
         return None
     struct, streams = library.Codec.from_buffer_copy(plain.struct), list(plain.streams)
     kept: list[Any] = [plain]
@@ -359,6 +362,10 @@ def _completed(codec: WithSideCars) -> Described | None:
         rotation = rotations.described(sketch.rotation)
         struct.sketch_rotation, struct.sketch_size = rotation.struct, math.sqrt(math.pi / (2 * sketch.dim))
         kept.append(rotation)
+    for vector in codec.page_vectors:
+        assert isinstance(vector, KeyMean)
+        struct.mean_stream, struct.mean_tokens, struct.mean_bits = len(streams), vector.tokens, vector.bits
+        streams += [MEAN_CODES, MEAN_SCALE]
     if codec.frame_parts:
         struct.outlier_stream = len(streams)
         streams += [FIRST, CHUNKS]

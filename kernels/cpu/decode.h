@@ -1,6 +1,7 @@
-/* The decoder of each family: a loaded tile to float [dim][TILE] in the coded frame. A new codec is one more case and one more file. */
+/* The decoder of each family: a loaded tile to float [dim][TILE] in the coded frame. A new codec is one more case and one more file.
+   with_means 0: without the vectors of key_mean, whose products add_mean_scores adds. */
 
-static void decode_tile(const Codec *codec, const Loaded *in, float *spare, float *tile) {
+static void decode_tile(const Codec *codec, const Loaded *in, int with_means, float *spare, float *tile) {
     switch (codec->family) {
         case RAW: raw_decode(codec, in, tile); break;
         case GROUP: group_decode(codec, in, spare, tile); break;
@@ -14,5 +15,5 @@ static void decode_tile(const Codec *codec, const Loaded *in, float *spare, floa
         case TRELLIS: trellis_decode(codec, in, tile); break;
         case QUATERNION: quaternion_decode(codec, in, spare, tile); break;
     }
-    put_side_cars(codec, in, spare, tile);
+    put_side_cars(codec, in, with_means, spare, tile);
 }

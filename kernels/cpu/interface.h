@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 25
+#define KVPACK_INTERFACE 26
 
 enum { HEAD_RUN = 5 };
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
@@ -75,6 +75,9 @@ typedef struct {
     /* outliers: the stream of the first chunk of each token, int64, also of the token after the last, then that of chunks, four values in
        binary16 and their number; -1 without them */
     int64_t outlier_stream;
+    /* key_mean: the stream of the codes of a page's channels, then that of scales in binary16; -1 without them. The tokens of a page, and the
+       bits of a code */
+    int64_t mean_stream, mean_tokens, mean_bits;
     /* qjl: whether the packing after `packings` holds signs and the last number is a norm, which is multiplied by sketch_size */
     int64_t sketches;
     Rotation sketch_rotation;

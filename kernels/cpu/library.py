@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvpack.runtime.reader import Read, declare
 
-INTERFACE = 25
+INTERFACE = 26
 """The number of interface.h that the structures below mirror."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
@@ -51,7 +51,7 @@ class Codec(Structure):
         *((name, c_int64) for name in ("value_streams", "numbers")),
         ("values", Values * MOST_VALUES),
         *((name, c_int64) for name in ("token_group", "size", "token_scale", "scales_stream", "table_stream", "patch_stream")),
-        *((name, c_int64) for name in ("outlier_stream", "sketches")),
+        *((name, c_int64) for name in ("outlier_stream", "mean_stream", "mean_tokens", "mean_bits", "sketches")),
         ("sketch_rotation", Rotation),
         ("sketch_size", c_float),
         *((name, c_int64) for name in ("direct", "index_bits", "digit_bits", "norm_with_index", "norm_levels", "factored", "norm_kind")),

@@ -28,12 +28,79 @@ static void add_sketch(const Codec *codec, const Loaded *in, float *spare, float
             store(tile + d * TILE + t, load(tile + d * TILE + t) + load(spare + d * TILE + t) * (load(norm + t) * codec->sketch_size));
 }
 
-static void put_side_cars(const Codec *codec, const Loaded *in, float *spare, float *tile) {
+/* key_mean: the vector of the page that holds a token of a piece, to floats [dim]; returns how many tokens of the page are left. */
+static int64_t page_vector(const Codec *codec, const Loaded *in, const Piece *piece, int64_t token, float *vector) {
+    const Stream *codes = piece->segment->streams + codec->mean_stream;
+    int64_t page = token / codec->mean_tokens, half_dim = codec->dim / 2;
+    const uint8_t *row = (const uint8_t *)row_of(codes, in->batch, in->head, page);
+    float scale = half(word_at(row_of(codes + 1, in->batch, in->head, page)));
+    if (codec->mean_bits == 8)
+        for (int64_t d = 0; d < codec->dim; d++) vector[d] = (float)(row[d] - 128) * scale;
+    else
+        for (int64_t d = 0; d < half_dim; d++) {
+            vector[d] = (float)((row[d] & 15) - 8) * scale;
+            vector[half_dim + d] = (float)((row[d] >> 4) - 8) * scale;
+        }
+    return codec->mean_tokens - token % codec->mean_tokens;
+}
+
+/* Calls with `vector`, and the tokens [at, at + count) of the tile that have it. */
+#define FOR_PAGES(codec, in, vector, call)                                                          \
+    for (int64_t p = 0; p < (in)->pieces; p++)                                                      \
+        for (int64_t t = 0, count; t < (in)->piece[p].count; t += count) {                          \
+            const Piece *piece = &(in)->piece[p];                                                   \
+            int64_t at = piece->at + t, left = piece->count - t;                                    \
+            count = page_vector(codec, in, piece, piece->token + t, vector);                        \
+            if (count > left) count = left;                                                         \
+            call;                                                                                   \
+        }
+
+static void add_vector(const float *vector, int64_t dim, int64_t at, int64_t count, float *tile) {
+    if (count == TILE) {
+        for (int64_t d = 0; d < dim; d++)
+            for (int t = 0; t < TILE; t += LANES) store(tile + d * TILE + t, load(tile + d * TILE + t) + vector[d]);
+        return;
+    }
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t t = at; t < at + count; t++) tile[d * TILE + t] += vector[d];
+}
+
+/* key_mean: adds each token's vector to its values. */
+static void add_means(const Codec *codec, const Loaded *in, float *spare, float *tile) {
+    FOR_PAGES(codec, in, spare, add_vector(spare, codec->dim, at, count, tile))
+}
+
+static float vector_product(const float *q, const float *vector, int64_t dim) {
+    vf sums = {0};
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) sums += load(q + d) * load(vector + d);
+    float sum = sum_of(sums);
+    for (; d < dim; d++) sum += q[d] * vector[d];
+    return sum;
+}
+
+static void add_products(const Codec *codec, const int32_t *raw, const float *q, int64_t rows, const float *vector, int64_t at, int64_t count, float *scores) {
+    for (int64_t r = 0; r < rows; r++) {
+        float sum = vector_product(q + r * codec->dim, vector, codec->dim), *to = scores + r * TILE;
+        for (int64_t i = at; i < at + count; i++) to[i] += raw[i] ? 0 : sum;
+    }
+}
+
+/* key_mean: adds the products of queries with each token's vector to scores, except those of raw tokens. */
+static void add_mean_scores(const Codec *codec, const Loaded *in, const float *q, int64_t rows, float *spare, float *scores) {
+    int32_t raw[TILE] = {0};
+    for (int64_t i = 0; i < in->patches; i++) raw[in->patch[i].at] = 1;
+    FOR_PAGES(codec, in, spare, add_products(codec, raw, q, rows, spare, at, count, scores))
+}
+
+/* All side-cars; with_means 0: without the vectors of key_mean. */
+static void put_side_cars(const Codec *codec, const Loaded *in, int with_means, float *spare, float *tile) {
     if (codec->outlier_stream >= 0) put_outliers(in, tile);
     if (codec->sketches) add_sketch(codec, in, spare, tile);
+    if (with_means && codec->mean_stream >= 0) add_means(codec, in, spare, tile);
     for (int64_t i = 0; i < in->patches; i++)
         for (int64_t d = 0; d < codec->dim; d++) memcpy(tile + d * TILE + in->patch[i].at, in->patch[i].values + 4 * d, 4);
 }
 
 /* Whether what the codec decodes is what is stored, but for raw tokens. */
-INLINE int is_plain(const Codec *codec) { return codec->outlier_stream < 0 && !codec->sketches; }
+INLINE int is_plain(const Codec *codec) { return codec->outlier_stream < 0 && !codec->sketches && codec->mean_stream < 0; }

@@ -23,7 +23,7 @@ static void unpack_item(const Unpack *call, int64_t batch, int64_t head, int64_t
             write_group_rows(codec, batch, head, in, spare, &rows);
             continue;
         }
-        decode_tile(codec, in, spare, tile);
+        decode_tile(codec, in, 1, spare, tile);
         if (codec->family == KLT) klt_original(codec, in, tile, spare);
         rotate_back(&call->rotation, codec->dim, tile, spare);
         if (scales) scale_channels((const float *)(scales + batch * call->channel_scales.batch + head * call->channel_scales.head), codec->dim, tile);

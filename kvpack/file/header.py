@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.group import TOKEN_SCALE_FEATURE
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The major version of the format."""
 
-CODEC_FEATURES = frozenset({RawPositions.feature, TOKEN_SCALE_FEATURE})
+CODEC_FEATURES = frozenset({KeyMean.feature, RawPositions.feature, TOKEN_SCALE_FEATURE})
 """The required features that stand for parameters of codecs, and for side-cars (``Codec.features``)."""
 
 FEATURES = CODEC_FEATURES | {
@@ -186,6 +187,9 @@ class Contents:
                 self._check_side(side)
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
+        for number, layer in enumerate(self.layers):
+            if layer.v is not None and self.codecs[layer.v.codec].side_car(KeyMean) is not None:
+                raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is for keys only")
         if (named := CODEC_FEATURES.intersection(self.required)) != (used := set(features_of(self.codecs))):
             names, uses = (", ".join(sorted(found)) or "none" for found in (named, used))
             raise InvalidHeader(f"required names {names} of the features of codecs, the codecs have {uses}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.qjl import DEFAULT_SEED, Qjl
 from spec.generate.invalid_vectors import GROUP, RAW, add, add_header, add_payload
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import Parts, bits, drop, edit, file_of, move_to_end, one_side, random_side
+from support.file_parts import Parts, bits, changed, drop, edit, file_of, move_to_end, one_side, random_side
 from support.strategies import create, with_side_car
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="2
 
 
 POSITIONS = create("scalar", 6, "k", b="2", rotation="none", raw_first="1", raw_dtype="fp16")
+MEANS = create("scalar", 6, "k", b="2", rotation="none", mean="8")
 
 
 def add_all() -> None:
@@ -30,6 +31,8 @@ def add_all() -> None:
     add_refused()
     add_positions()
     add_refused_positions()
+    add_key_means()
+    add_refused_key_means()
 
 
 def add_decoded() -> None:
@@ -182,6 +185,69 @@ def add_refused_positions() -> None:
     add_header("side-car-raw-positions-fp8", "side-cars-3", POSITIONS, "codecs.0.raw_positions", "fp8", "raw_positions is fp8")
     add_header("raw-positions-not-required", "container-55", POSITIONS, "required", [], "raw positions without their feature")
     add_header("raw-positions-required-of-none", "container-55", RAW, "required", ["raw-positions"], "the feature without raw positions")
+
+
+def add_key_means() -> None:
+    every = {"channel_scale": "fp16", "outliers": "3", "qjl": "fp16", "raw_first": "1", "raw_dtype": "fp16"}
+    for name, shows, codec, runs in (
+        ("key-mean", "means of 8 bits, of a run of two pages and one of a part of a page", MEANS, (9, 3)),
+        (
+            "key-mean-4-bits",
+            "means of 4 bits, of a rotated head",
+            create("octahedral", 12, "k", b="2", arrangement="direct", mean="16", mean_bits="4"),
+            (20,),
+        ),
+        ("key-mean-odd-dim", "means of five channels", create("group", 5, "k", b="2", axis="channel", mean="8"), (8, 1)),
+        ("key-mean-and-others", "means below all other side-cars", create("scalar", 16, "k", b="2", mean="8", **every), (9, 2)),
+        ("key-mean-of-trellis", "means of a page of 1,024 tokens", create("trellis", 8, "k", b="2", states="256", mean="1024"), (3,)),
+        ("key-mean-of-blocks", "means of a head in scaled blocks", create("minifloat", 20, element="e2m1", scales="e4m3", mean="32"), (2,)),
+    ):
+        rules = "side-cars-10", "front-12"
+        add_valid(f"side-car-{name}", shows, lambda c=codec, r=runs: one_side(c, runs=r, batch=2, heads=3), *rules)
+    values = bits("0.k.key_mean", 0, "00 80 ff 7f 01 81"), bits("0.k.key_mean_scale", 0, "0100")
+    add_valid("side-car-key-mean-ends", "the ends of the codes, and a subnormal scale", lambda: one_side(MEANS, *values), "side-cars-10")
+    scales = bits("0.k.key_mean_scale", 0, "00 80 ff fb")
+    shows = "a scale of minus zero, and the largest negative one"
+    add_valid("side-car-key-mean-scales", shows, lambda: one_side(MEANS, scales, heads=2), "side-cars-10")
+
+
+def add_refused_key_means() -> None:
+    for number, (codec, path, value) in enumerate(
+        (
+            (MEANS, "key_mean", "8"),
+            (MEANS, "key_mean.tokens", 12),
+            (MEANS, "key_mean.tokens", 4),
+            (MEANS, "key_mean.tokens", 2048),
+            (MEANS, "key_mean.bits", 6),
+            (MEANS, "key_mean.bits", "8"),
+            (create("group", 5, "k", b="2", axis="channel", mean="8"), "key_mean.bits", 4),
+        )
+    ):
+        shows = f"{path} is {value!r} at head dim {codec.dim}"
+        add_header(f"side-car-key-mean-value-{number + 1}", "side-cars-3", codec, f"codecs.0.{path}", value, shows)
+    add(
+        "side-car-key-mean-order",
+        "side-cars-3",
+        "InvalidHeader",
+        "the keys of key_mean in another order",
+        lambda: one_side(MEANS, move_to_end("codecs.0.key_mean", "tokens")),
+    )
+    add_header("side-car-key-mean-window", "container-15", MEANS, "layers.0.k.window", 12, "a window of a page and a half")
+    groups = create("group", 8, "k", b="2", g="4")
+    means = {"tokens": 8, "bits": 8}
+    add_header("side-car-key-mean-of-groups", "side-cars-15", groups, "codecs.0.key_mean", means, "key_mean of groups of four tokens")
+    add_payload("side-car-key-mean-not-finite", "front-13", MEANS, "key_mean_scale", 0, "007c", "the scale of a mean is not finite")
+    add("side-car-key-mean-of-values", "side-cars-14", "InvalidHeader", "values have key_mean", lambda: changed(one_side(MEANS), as_values))
+    add_header("key-mean-not-required", "container-62", MEANS, "required", [], "key means without their feature")
+    add_header("key-mean-required-of-none", "container-62", RAW, "required", ["key-mean"], "the feature without key means")
+
+
+def as_values(parts: Parts) -> None:
+    """The keys of the only layer as its values."""
+    layer = parts.header["layers"][0]
+    layer["k"], layer["v"] = None, layer["k"]
+    for tensor in parts.header["tensors"]:
+        tensor[0] = tensor[0].replace("0.k.", "0.v.")
 
 
 def unused(parts: Parts) -> None:

@@ -37,8 +37,8 @@ def files(draw: DrawFn) -> bytes:
 def _layers(draw: DrawFn) -> tuple[Side | None, Side | None]:
     batch, tail = draw(st.integers(1, 2)), draw(st.integers(0, 2))
     chosen = [
-        draw(codecs().filter(lambda codec: codec.dim <= MOST_DIM and codec.id != "transform")) if draw(st.booleans()) else None
-        for _ in "kv"
+        draw(codecs(side=side).filter(lambda codec: codec.dim <= MOST_DIM and codec.id != "transform")) if draw(st.booleans()) else None
+        for side in "kv"
     ]
     # Both sides have the same runs; a codec that encodes tokens one by one has one run.
     many = all(codec is None or _has_runs(codec) for codec in chosen)

@@ -23,6 +23,7 @@ from kvpack.file.header_tensor import pack_header, parse_header
 from kvpack.file.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
 from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnknownCodec, UnsupportedVersion
+from kvpack.formats.key_mean import KeyMean
 from support.small_files import KINDS, contents, header_map, side
 from support.strategies import CASES, codecs, create
 
@@ -48,8 +49,13 @@ def any_contents(draw: DrawFn) -> Contents:
     for _ in range(draw(st.integers(0, 4))):
         batch, tokens = draw(st.integers(1, 3)), draw(st.integers(0, 300))
         sides = []
-        for _ in "kv":
-            index = draw(st.integers(0, len(listed) - 1))
+        for name in "kv":
+            # Values have no means of keys.
+            allowed = [number for number, codec in enumerate(listed) if name == "k" or codec.side_car(KeyMean) is None]
+            if not allowed:
+                sides.append(None)
+                continue
+            index = draw(st.sampled_from(allowed))
             group, layouts = listed[index].token_group, listed[index].layout(1, 1, 0)
             tail = draw(st.integers(0, tokens))
             several = group > 1 or any(layout.per == "run" for layout in layouts.values())

@@ -36,6 +36,7 @@ from support.klt_bases import random_basis
 from support.second_decoder import decoder
 
 SMALL = PageGeometry(layers=3, heads=2, tokens=16, dim_k=64, dim_v=64)
+MEANS = "k=scalar:b=3,mean=8;v=scalar:b=3"
 RECIPES = [
     "raw",
     "kivi-4",
@@ -52,7 +53,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "octopus-3;boundary-1", "kv=scalar:b=3,channel_scale=fp16"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "octopus-3;boundary-1", "kv=scalar:b=3,channel_scale=fp16", MEANS])
 def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
     codec = PageCodec(recipe, SMALL)
     pages, given = filled(SMALL, 3)
@@ -76,6 +77,7 @@ SLOTTED = {
     "operations of PyTorch": f"kv=polar:b=3,{RAW},raw_dtype=fp16",
     "values alone": f"k=raw;v=scalar:b=2,{RAW}",
     "a channel scale": f"kv=scalar:b=3,channel_scale=fp16,{RAW}",
+    "means of keys": f"k=octahedral:b=3,mean=64,{RAW};v=scalar:b=3,{RAW}",
 }
 
 

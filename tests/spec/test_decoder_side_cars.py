@@ -16,6 +16,7 @@ from kvpack.file.header import Contents, LayerEntry
 from kvpack.formats import SIDE_CARS, codec_from_params
 from kvpack.formats.base import DTYPE_BYTES, NORMS
 from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
+from kvpack.formats.key_mean import BITS, PAGES
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
@@ -29,6 +30,8 @@ from support.spec_pages import SPEC, section, table
 from support.strategies import create
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvpack.cache.pages import Page
 
 PAGE = SPEC / "side-cars.md"
@@ -39,12 +42,17 @@ def words(dtypes: dict[str, str]) -> str:
     return ", ".join(dtypes)
 
 
+def numbers(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
 def stored(dtypes: dict[str, str]) -> str:
     return " or ".join(f"{dtype} ({word})" for word, dtype in dtypes.items())
 
 
 def with_all() -> WithSideCars:
-    side_cars = {"channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "outliers": "3", "qjl": "fp16", "sinks": "1"}
+    side_cars = {"channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "mean": "128", "outliers": "3"}
+    side_cars |= {"qjl": "fp16", "sinks": "1"}
     codec = create("scalar", DIM, "k", b="2", raw_first="1", **side_cars)
     assert isinstance(codec, WithSideCars)
     return codec
@@ -56,6 +64,7 @@ def test_the_keys_and_their_values() -> None:
         "channel_scale": f"string: {words(NORMS)}",
         "channel_order": f"string: {words(ORDER_DTYPES)}; with u8, dim is at most 256",
         "block_rotation": "integer: the size of a block, from 2 on, which divides dim",
+        "key_mean": f"map: tokens (integer: {numbers(PAGES)}), bits (integer: {numbers(BITS)}; with 4, dim is even)",
         "outliers": "map: fields (integer)",
         "qjl": f"map: seed (integer, 0 to 2^64 - 1), norm (string: {words(NORMS)}), fields (integer)",
         "raw_tokens": f"string: {words(RAW_DTYPES)}",
@@ -63,7 +72,7 @@ def test_the_keys_and_their_values() -> None:
     }
     params = with_all().params()
     assert tuple(row["key"] for row in rows) == tuple(SIDE_CARS) == tuple(params)[-len(SIDE_CARS) :]
-    assert [list(params[name]) for name in ("outliers", "qjl")] == [["fields"], ["seed", "norm", "fields"]]
+    assert [list(params[name]) for name in ("key_mean", "outliers", "qjl")] == [["tokens", "bits"], ["fields"], ["seed", "norm", "fields"]]
 
 
 def test_the_layout() -> None:
@@ -72,11 +81,11 @@ def test_the_layout() -> None:
     inner = codec.codec.layout(BATCH, HEADS, TOKENS)
     layouts = {name.replace(".0", ".p"): layout for name, layout in codec.layout(BATCH, HEADS, TOKENS).items() if name not in inner}
     assert [row["stream"] for row in rows] == list(layouts)
-    sizes = {"batch": BATCH, "kv_head": HEADS, "token": TOKENS, "run": 1, "entry": 0, "dim": DIM}
+    sizes = {"batch": BATCH, "kv_head": HEADS, "token": TOKENS, "run": 1, "entry": 0, "dim": DIM, "page": -(-TOKENS // 128), "bytes": DIM}
     for row, layout in zip(rows, layouts.values(), strict=True):
         shape = sizes | {"words": layout.shape[-1], "1": 1, "4": 4}
         assert tuple(shape[size] for size in row["shape"].strip("[]").split(", ")) == layout.shape
-        assert row["a row for each"].partition(",")[0] == layout.per
+        assert row["a row for each"].partition(",")[0] == ("page" if layout.tokens_per_row > 1 else layout.per)
         assert layout.dtype in row["dtype"]
     dtypes = {row["stream"]: row["dtype"] for row in rows}
     assert (dtypes["channel_scale"], dtypes["channel_order"], dtypes["qjl_norm"]) == (
@@ -193,9 +202,9 @@ def test_the_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
     codec, streams = page.codec, page.rows(0, 1)
     assert isinstance(codec, WithSideCars)
     steps = {1: codec.codec.decode_frame(streams)}
-    for number, side_car in zip((2, 3), (*codec.frame_parts, *codec.sketches), strict=True):
+    for number, side_car in zip((2, 4), (*codec.frame_parts, *codec.sketches), strict=True):
         steps[number] = side_car.put(steps[max(steps)], streams)
-    for number, value_map in zip((5, 6, 7), reversed(codec.value_maps), strict=True):
+    for number, value_map in zip((6, 7, 8), reversed(codec.value_maps), strict=True):
         steps[number] = value_map.inverse(steps[max(steps)], streams)
     rows = {int(row["after step"]): row["values of token 0"] for row in table(EXAMPLE, "after step", "values of token 0")}
     assert list(rows) == list(steps)

@@ -10,6 +10,7 @@ import torch
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw_positions import RawPositions, norms_of
@@ -59,24 +60,31 @@ def check_side_cars(
     order, block_rotation = codec.side_car(ChannelOrder), codec.side_car(BlockRotation)
     turned = order.forward(scaled, streams) if order else scaled
     turned = block_rotation.forward(turned, streams) if block_rotation else turned
+    size = turned.double().norm(dim=-1, keepdim=True)
+    shift = torch.zeros_like(turned)
+    if key_mean := codec.side_car(KeyMean):
+        shift = _check_key_mean(key_mean, codec.rotation.forward(turned), streams)
+        # As the encoder subtracts it.
+        turned = turned - codec.rotation.inverse(key_mean.vectors(streams)).repeat_interleave(key_mean.tokens, 2)[:, :, : x.shape[2]]
+        size = size + shift.double().norm(dim=-1, keepdim=True)
     u = codec.rotation.forward(turned)
     coded, error = turned, torch.zeros(u.shape[:3], dtype=torch.float64)
     flagged = torch.zeros_like(u, dtype=torch.bool)
     if outliers := codec.side_car(Outliers):
-        flagged, error = _check_outliers(codec, outliers, u, raw, streams)
+        flagged, error = _check_outliers(codec, outliers, u, shift, size, raw, streams)
         coded = codec.rotation.inverse(u.masked_fill(flagged, 0.0))
     inner = codec.codec
     own = {name: streams[name] for name in inner.layout(1, 1, 0)}
     mine, checked = inner.decode(own), coded
     if block_rotation:
         # The encoder's products may round otherwise: of values that cancel, nothing else is left.
-        cancelled = (coded.double() - mine).abs() <= ROTATION_TOLERANCE * coded.double().norm(dim=-1, keepdim=True)
+        cancelled = (coded.double() - mine).abs() <= ROTATION_TOLERANCE * size
         checked = torch.where(cancelled, mine, coded)
     check(inner, checked, own, mine)
     left = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0)
     residual = left.norm(dim=-1)
     # Subnormal products and sums round by units of their own, of each channel.
-    rounding = ROTATION_TOLERANCE * scaled.double().norm(dim=-1) + codec.dim * 2.0**-149
+    rounding = ROTATION_TOLERANCE * size[..., 0] + codec.dim * 2.0**-149
     if qjl := codec.side_car(Qjl):
         # Tokens that share a scale with far larger ones leave residuals far above themselves, whose rotation rounds by their own size.
         _check_signs(qjl, left, rounding + ROTATION_TOLERANCE * residual, streams)
@@ -90,6 +98,19 @@ def check_side_cars(
     allowed = error + 5 * (rounding + ROTATION_TOLERANCE * (decoded.double() / factor).norm(dim=-1)) + 2.0**-120
     excess = torch.where(raw, 0.0, found - allowed)
     assert (excess <= 0).all(), f"an error is {excess.max():.3g} above its bound"
+
+
+def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """The vectors are the means of the pages of ``u``, within half a step of their codes. Returns the vector of each token."""
+    vectors = key_mean.vectors(streams)
+    for page, vector in enumerate(vectors.unbind(2)):
+        mean = u[:, :, page * key_mean.tokens : (page + 1) * key_mean.tokens].double().mean(2)
+        step = streams["key_mean_scale"][:, :, page, None].double()
+        # The largest channel of a page is rounded with its scale; the smallest scales are subnormal.
+        rounded = mean.abs().amax(-1, keepdim=True) * 2.0**-10 + 2.0**-17
+        rotated = ROTATION_TOLERANCE * u[:, :, page * key_mean.tokens : (page + 1) * key_mean.tokens].double().norm(dim=-1).amax(2)
+        assert ((vector - mean).abs() <= step / 2 + rounded + rotated[..., None]).all()
+    return vectors.repeat_interleave(key_mean.tokens, 2)[:, :, : u.shape[2]]
 
 
 def _check_raw_tokens(
@@ -117,9 +138,12 @@ def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: 
 
 
 def _check_outliers(
-    codec: WithSideCars, outliers: Outliers, u: torch.Tensor, raw: torch.Tensor, streams: Streams
+    codec: WithSideCars, outliers: Outliers, u: torch.Tensor, shift: torch.Tensor, size: torch.Tensor, raw: torch.Tensor, streams: Streams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outliers are those of ``u``, rounded once, and exact in the coded frame. Returns their places and the norm of their rounding."""
+    """Outliers are those of ``u``, rounded once, and exact in the coded frame before the ``shift`` of pages.
+
+    ``size`` is the norm of what was rotated. Returns their places and the norm of their rounding.
+    """
     flagged = outliers.flags(streams)
     stored = streams["outliers"][0, 0].to(torch.float32)
     placed = torch.zeros_like(u).unflatten(-1, (-1, 4))
@@ -127,9 +151,9 @@ def _check_outliers(
     wide = flagged.repeat_interleave(4, -1)
     lost = (placed.flatten(-2).double() - u).masked_fill(~wide, 0.0)
     unrotated = codec.rotation.kind == "none" and codec.side_car(BlockRotation) is None
-    rotated = 0.0 if unrotated else 2 * ROTATION_TOLERANCE * u.double().norm(dim=-1, keepdim=True)
+    rotated = 0.0 if unrotated else 2 * ROTATION_TOLERANCE * size
     assert (lost.abs() <= u.abs() * 2.0**-11 + 2.0**-25 + rotated).all()
     if codec.side_car(Qjl) is None:
         exact = wide & ~raw[..., None]
-        assert torch.equal(codec.decode_frame(streams)[exact], placed.flatten(-2)[exact])
+        assert torch.equal(codec.decode_frame(streams)[exact], (placed.flatten(-2) + shift)[exact])
     return wide, lost.norm(dim=-1)

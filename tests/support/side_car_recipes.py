@@ -13,6 +13,7 @@ RECIPES = {
     "channel order": "k=group:b=2,g=32,axis=channel,block_rotation=32,channel_order=u8;v=scalar:b=3,block_rotation=16,channel_order=u16",
     "qjl": "kv=scalar:b=2,qjl=fp16",
     "outliers": "kv=quaternion:s=24,r=3,outliers=3",
+    "key means": "k=octahedral:b=3,mean=32,raw_first=2;v=scalar:b=3,raw_first=2",
     "raw tokens": "kv=group:b=2,g=32,sinks=4,low_norm_tokens=3",
     "raw positions": "kv=group:b=2,g=32,raw_first=4,raw_low_norm=0.9",
     "all": "kv=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=8,outliers=3,qjl=fp32,sinks=4,"

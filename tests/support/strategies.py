@@ -222,6 +222,7 @@ SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
     "blocks": st.fixed_dictionaries(
         {"block_rotation": st.sampled_from(("2", "4", "8", "16", "20", "64"))}, optional={"channel_order": st.sampled_from(("u8", "u16"))}
     ),
+    "key_mean": st.fixed_dictionaries({"mean": st.sampled_from(("8", "16"))}, optional={"mean_bits": st.sampled_from(("4", "8"))}),
     "outliers": st.fixed_dictionaries({"outliers": st.sampled_from(("1", "2", "3", "10"))}),
     "qjl": st.fixed_dictionaries({"qjl": st.sampled_from(("fp16", "fp32"))}, optional={"qjl_seed": _integers(0, 2**64 - 1)}),
     "raw_tokens": st.fixed_dictionaries(
@@ -238,6 +239,7 @@ SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
 SIDE_CAR_DIMS = {
     "channel_scale": set(DIMS),
     "blocks": {dim for dim in DIMS if dim % 2 == 0},
+    "key_mean": set(DIMS),
     "outliers": {dim for dim in DIMS if dim % 4 == 0},
     "qjl": set(DIMS) - {3, 5, 63},
     "raw_tokens": set(DIMS),
@@ -262,17 +264,21 @@ def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
 
 
 @st.composite
-def codecs(draw: DrawFn, codec_id: str | None = None) -> Codec:
-    """A codec of ``codec_id`` (any, by default) at any head dim that it takes, with any options and any subset of the side-cars."""
+def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None) -> Codec:
+    """A codec of ``codec_id`` and for a ``side`` (any, by default) at any head dim that it takes, with any options and side-cars."""
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
-    dim, side = draw(st.sampled_from(DIMS)), draw(st.sampled_from("kv"))
+    dim, side = draw(st.sampled_from(DIMS)), side or draw(st.sampled_from("kv"))
     if codec_id not in ("raw", "lossless"):
         taken = SIDE_CARS if codec_id not in ("klt", "transform") else ("raw_positions",)
         drawn = draw(st.sets(st.sampled_from([name for name in taken if dim in SIDE_CAR_DIMS[name]])))
+        if side == "v" or (codec_id == "group" and words.get("axis") != "channel"):
+            drawn -= {"key_mean"}
         # Both together round a token twice.
         for name in sorted(drawn - {"raw_tokens"} if "raw_positions" in drawn else drawn):
             words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
+        if dim % 2:
+            words = {name: word for name, word in words.items() if name != "mean_bits"}
     try:
         return create(codec_id, dim, side, **words)
     except InvalidParameter:

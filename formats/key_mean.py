@@ -1,0 +1,126 @@
+"""key_mean: the mean of each page of keys, apart from what the codec encodes (spec/side-cars.md).
+
+Keys of one head share a large part, most of their energy in many models: a code that describes it in every token spends its precision
+on what the tokens have in common. Stored once per page it costs a few hundredths of a bit per value, and attention adds one product with
+the query to the scores of a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from .base import Layout, stored_norm
+from .errors import InvalidParameter
+from .lazy import torch
+from .side_car import PageVector, RunStep, typed_map
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .base import Run
+    from .options import Options
+    from .rotation import Rotation
+
+CODES, SCALE = "key_mean", "key_mean_scale"
+
+PAGES = (8, 16, 32, 64, 128, 256, 512, 1024)
+"""The tokens that a page may have."""
+
+BITS = (4, 8)
+"""The bits of a channel of a mean."""
+
+
+@dataclass(frozen=True)
+class KeyMean(PageVector):
+    """The mean of every ``tokens`` tokens of a head in the coded frame, ``bits`` per channel, with a scale in binary16."""
+
+    name: ClassVar[str] = "key_mean"
+    words: ClassVar[tuple[str, ...]] = ("mean", "mean_bits")
+    feature: ClassVar[str] = "key-mean"
+
+    dim: int
+    tokens: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("tokens", self.tokens, PAGES), ("bits", self.bits, BITS)):
+            if value not in known:
+                raise InvalidParameter(f"side-car {self.name}: {name} is {value}, expected one of {', '.join(map(str, known))}")
+        if self.bits == 4 and self.dim % 2:
+            raise InvalidParameter(f"side-car {self.name}: bits is 4, which needs an even head dim, found {self.dim}; give mean_bits=8")
+
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        text = options.choice("mean", "", tuple(map(str, PAGES)))
+        bits = options.choice("mean_bits", "", tuple(map(str, BITS)), omitted="8")
+        if not text:
+            if bits:
+                raise InvalidParameter(f"codec {options.codec}: mean_bits is {bits}, which needs mean=<tokens> too, such as mean=128")
+            return None
+        if side == "v":
+            raise InvalidParameter(
+                f"codec {options.codec}: mean={text} is for keys only; give each side its own codec, k={options.codec}:...,mean={text} and "
+                f"v={options.codec}:... without mean"
+            )
+        return cls(dim, int(text), int(bits or 8))
+
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **typed_map(cls.name, value, {"tokens": int, "bits": int}))
+
+    def params(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "bits": self.bits}
+
+    @property
+    def nominal_bits(self) -> float:
+        return self.bits / self.tokens
+
+    @property
+    def page_tokens(self) -> int:
+        return self.tokens
+
+    def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """``key_mean``, the codes of a page's channels, and ``key_mean_scale``."""
+        pages = -(-tokens // self.tokens)
+        return {
+            CODES: Layout("U8", (batch, heads, pages, self.dim * self.bits // 8), self.tokens),
+            SCALE: Layout("F16", (batch, heads, pages), self.tokens),
+        }
+
+    def begin(self, run: Run, rotation: Rotation) -> RunStep:
+        """Take the mean of each page out of the blocks of ``run``; the rest may have any mean that rounding leaves."""
+
+        def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            streams = self.stored(rotation.forward(self.measured(block)))
+            # By linearity the means alone are rotated.
+            return block - self._of_tokens(rotation.inverse(self.vectors(streams)), block.shape[2]), streams
+
+        return RunStep({}, encode)
+
+    def measured(self, x: torch.Tensor) -> torch.Tensor:
+        """The means of the pages of ``x`` ``[batch, kv_head, token, dim]``, float32 ``[batch, kv_head, page, dim]``."""
+        batch, heads, tokens, dim = x.shape
+        whole = tokens // self.tokens * self.tokens
+        parts = [x[:, :, :whole].reshape(batch, heads, tokens // self.tokens, self.tokens, dim).mean(3, dtype=torch.float64)]
+        if whole < tokens:
+            parts.append(x[:, :, whole:].mean(2, keepdim=True, dtype=torch.float64))
+        return torch.cat(parts, 2).to(torch.float32)
+
+    def stored(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The streams of means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange for a scale above binary16."""
+        most = 2 ** (self.bits - 1) - 1
+        scale = stored_norm(mean.abs().amax(3) / most, "F16", "scale of a key mean")
+        step = scale.to(torch.float32)[..., None]
+        codes = (mean / torch.where(step > 0, step, torch.inf)).round().clamp(-most, most).add_(most + 1).to(torch.uint8)
+        if self.bits == 4:
+            low, high = codes.chunk(2, 3)
+            codes = low | high << 4
+        return {CODES: codes, SCALE: scale}
+
+    def vectors(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        codes = streams[CODES]
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], 3)
+        centred = codes.to(torch.float32) - float(1 << self.bits - 1)
+        return centred * streams[SCALE].to(torch.float32)[..., None]

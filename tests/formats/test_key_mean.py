@@ -1,0 +1,175 @@
+"""key_mean: what it stores, what it refuses, and that slices, live caches, stores and pages keep each page's bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.formats.key_mean import CODES, SCALE, KeyMean
+from kvpack.formats.raw_positions import VALUES
+from support.side_car_recipes import attention, relative_error
+from support.strategies import create
+
+RECIPE = "k=octahedral:b=3,mean=32;v=octahedral:b=3"
+RAW = ",raw_first=2,raw_low_norm=0.6"
+
+
+def keys(tokens: int, dim: int = 64, seed: int = 0, size: float = 3.0) -> torch.Tensor:
+    """Keys ``[2, 2, tokens, dim]`` of each head around a vector of ``size`` times their own spread."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 2, tokens, dim, generator=generator) + size * torch.randn(1, 2, 1, dim, generator=generator)
+
+
+def layer(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return keys(tokens, seed=seed), torch.randn(2, 2, tokens, 64, generator=torch.Generator().manual_seed(seed + 1))
+
+
+def same_streams(found: kvpack.Side, expected: kvpack.Side) -> bool:
+    assert found.codec == expected.codec
+    for name in found.codec.layout(1, 1, 0):
+        first, second = (torch.cat([page.streams[name].view(torch.uint8) for page in side.pages], 2) for side in (found, expected))
+        if not torch.equal(first, second):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("bits", ["4", "8"])
+@pytest.mark.parametrize(("codec", "words"), [("octahedral", {"b": "3"}), ("scalar", {"b": "2"}), ("quaternion", {"s": "24", "r": "3"})])
+def test_what_tokens_share_costs_no_precision(codec: str, words: dict[str, str], bits: str) -> None:
+    """The error with a large common part is that of the tokens' own parts, and without key_mean it is of the whole."""
+    x = keys(128)
+    own = x - x.mean(2, keepdim=True)
+    plain, mean = create(codec, 64, **words), create(codec, 64, mean="64", mean_bits=bits, **words)
+    error, without = (float((one.decode(one.encode(x)) - x).norm()) for one in (mean, plain))
+    alone = float((plain.decode(plain.encode(own)) - own).norm())
+    assert error < 1.1 * alone
+    assert without > 2 * error
+
+
+def test_raw_tokens_are_left_out_of_the_mean() -> None:
+    x = keys(64)
+    codec = create("scalar", 64, b="2", mean="32", raw_first="3")
+    changed = x.clone()
+    changed[:, :, :3] *= 100
+    first, second = codec.encode(x), codec.encode(changed)
+    assert not torch.equal(first[VALUES], second[VALUES])
+    assert torch.equal(first[CODES], second[CODES])
+    assert torch.equal(first[SCALE], second[SCALE])
+    expected = codec.rotation.forward(torch.stack([x[:, :, 3:32].mean(2), x[:, :, 32:].mean(2)], 2))
+    side_car = codec.side_car(KeyMean)
+    assert side_car is not None
+    assert ((side_car.vectors(first) - expected).abs() <= first[SCALE].float()[..., None]).all()
+
+
+def test_a_page_of_raw_tokens_alone_has_no_mean() -> None:
+    codec = create("scalar", 64, b="2", mean="8", raw_first="16")
+    x = keys(20)
+    streams = codec.encode(x)
+    assert not streams[SCALE][:, :, :2].any()
+    assert torch.equal(codec.decode(streams)[:, :, :16], x[:, :, :16].to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("kv=octahedral:b=3,mean=128", "mean=128 is for keys only"),
+        ("k=group:b=2,g=32,mean=128;v=raw", "encodes 32 tokens together"),
+        ("k=scalar:b=2,mean=100;v=raw", "expected one of 8, 16, 32"),
+        ("k=scalar:b=2,mean=64,mean_bits=6;v=raw", "expected one of 4, 8"),
+        ("k=scalar:b=2,mean_bits=4;v=raw", "which needs mean=<tokens>"),
+        ("k=raw:mean=64;v=raw", "takes no side-cars"),
+    ],
+)
+def test_recipes_that_are_refused(recipe: str, message: str) -> None:
+    with pytest.raises(kvpack.KvpackError, match=message):
+        kvpack.pack([layer(8)], recipe)
+
+
+def test_four_bits_need_an_even_head_dim() -> None:
+    with pytest.raises(kvpack.InvalidParameter, match="mean_bits=8"):
+        create("group", 5, b="2", axis="channel", mean="8", mean_bits="4")
+
+
+def test_the_canonical_text() -> None:
+    assert kvpack.Recipe("k=scalar:mean_bits=8,mean=128,b=2;v=scalar:b=2").canonical == "k=scalar:b=2,mean=128;v=scalar:b=2"
+    assert "mean_bits=4" in kvpack.Recipe("k=scalar:mean_bits=4,mean=128,b=2;v=scalar:b=2").canonical
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    "k",
+    [
+        "octahedral:b=3,mean=32",
+        f"scalar:b=2,mean=16,mean_bits=4{RAW}",
+        f"scalar:b=2,mean=64,channel_scale=fp16,outliers=3,qjl=fp16{RAW}",
+        "trellis:b=2,mean=32",
+        "group:b=4,axis=channel,rotation=hadamard,mean=8",
+    ],
+)
+def test_attention_over_several_runs(k: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that end within a page, a tail, a window that begins within one, and few and many query rows."""
+    monkeypatch.setenv("KVPACK_KERNELS", backend)
+    x, v = layer(203)
+    cache = kvpack.pack([(x[:, :, :75], v[:, :, :75])], f"k={k};v=raw:dtype=fp32")
+    cache = cache.append([(x[:, :, 75:], v[:, :, 75:])])
+    decoded = cache[0].k.unpack(torch.float32)
+    assert relative_error(decoded, x) < 0.25
+    for queries in (1, 40):
+        q = torch.randn(2, 4, queries, 64, generator=torch.Generator().manual_seed(5))
+        assert relative_error(kvpack.attend(q, cache[0]), attention(q, decoded, v)) < 1e-5
+    windowed = kvpack.attend(q, cache[0], sliding_window=50)
+    scores = q.double() @ decoded.double().repeat_interleave(2, 1).transpose(-1, -2) / 8
+    at = torch.arange(203 - 40, 203)[:, None]
+    seen = (torch.arange(203) <= at) & (torch.arange(203) > at - 50)
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double().repeat_interleave(2, 1)
+    assert relative_error(windowed, expected) < 1e-5
+
+
+def test_a_page_depends_on_its_tokens_alone() -> None:
+    x, v = layer(128)
+    whole = kvpack.pack([(x, v)], RECIPE)
+    for start in (0, 32, 64):
+        part = kvpack.pack([(x[:, :, start : start + 64], v[:, :, start : start + 64])], RECIPE)
+        assert same_streams(whole[:, start : start + 64][0].k, part[0].k)
+    with pytest.raises(kvpack.OutOfBounds, match="expected a multiple"):
+        whole[:, 40:]
+
+
+def test_a_live_cache_packs_whole_pages(tmp_path: Path) -> None:
+    x, v = layer(150)
+    live = kvpack.LiveCache(f"{RECIPE};tail=64", layers=1)
+    for start in range(0, 150, 15):
+        live.update(0, x[:, :, start : start + 15], v[:, :, start : start + 15])
+    q = torch.randn(2, 4, 1, 64)
+    frozen = live.freeze()
+    side = frozen[0].k
+    assert side.packed_tokens in (64, 128)
+    assert all(page.tokens % 32 == 0 for page in side.pages)
+    assert relative_error(live.attend(0, q), attention(q, side.unpack(torch.float32), frozen[0].v.unpack(torch.float32))) < 1e-5
+    kvpack.save(frozen, tmp_path / "frozen")
+    loaded = kvpack.load(tmp_path / "frozen")
+    assert same_streams(loaded[0].k, side)
+    packed = kvpack.pack([(x[:, :, : side.packed_tokens], v[:, :, : side.packed_tokens])], RECIPE)
+    assert same_streams(side, packed[0].k)
+
+
+def test_a_recipes_window_holds_whole_pages() -> None:
+    with pytest.raises(kvpack.InvalidRecipe, match="not a multiple of 32"):
+        kvpack.Recipe(f"{RECIPE};tail=48")
+
+
+def test_chunks_of_a_store_hold_whole_pages(tmp_path: Path) -> None:
+    identity = kvpack.Identity("m", RECIPE)
+    with pytest.raises(kvpack.InvalidParameter, match="encodes 32 tokens together"):
+        kvpack.Store(tmp_path / "other", identity, chunk=16)
+    x, v = layer(64)
+    cache = kvpack.pack([(x[:1], v[:1])], RECIPE)
+    with kvpack.Store(tmp_path / "store", identity, chunk=32) as store:
+        assert store.save(list(range(64)), cache) == 64
+        count, found = store.load(list(range(64)))
+        assert count == 64
+        assert found is not None
+        assert same_streams(found[0].k, cache[0].k)

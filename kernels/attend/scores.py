@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.loaders.key_mean import factor_of_means
 from kvpack.kernels.loaders.outliers import add_outlier_scores
 from kvpack.kernels.loaders.qjl import decode_bits, factor_of_bits
 from kvpack.kernels.words.tile_layout import second_token_offset
@@ -96,7 +97,10 @@ def _score(
     CONSTANTS: tl.constexpr = K.constants
     SHARED: tl.constexpr = K.shared
     SIGNS: tl.constexpr = K.signs
+    MEANS: tl.constexpr = K.means
     OUTLIERS: tl.constexpr = K.outliers
+    # Where the means are in what is loaded of a tile.
+    MEANS_AT: tl.constexpr = 1 if K.signs is None else 2
     SIGN_STEPS: tl.constexpr = 0 if K.signs is None else K.signs.steps
     OWN: tl.constexpr = len(queries.tiles) // len(loaded)
     WARPS: tl.constexpr = queries.tiles[0].shape[0]
@@ -121,6 +125,11 @@ def _score(
                 tiles = decode_bits(loaded[number][1], lookup.column_fields, step, SIGNS, FAST)
                 products = _add_products(products, tiles, queries.tiles, (number + 1) * OWN - SIGN_STEPS + step)
         scores += products * of_rows(factor_of(loaded, 1, queries.second, factor_of_bits, SIGNS, False, FAST))
+    if K.means is not None:
+        products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
+        for number in tl.static_range(len(loaded)):
+            products = _add_products(products, loaded[number][MEANS_AT][:-1], queries.tiles, number * OWN)
+        scores += products * of_rows(factor_of(loaded, MEANS_AT, queries.second, factor_of_means, MEANS, False, FAST))
     if K.outliers is not None:
         scores = add_outlier_scores(scores, entries, queries.tiles, TILE, OUTLIERS, FAST)
     if K.offset:

@@ -11,12 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.group import Group
+from kvpack.formats.key_mean import CODES as MEANS
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.klt import Klt
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.kernels.loaders import key_mean as tiles_key_mean
 from kvpack.kernels.loaders import minifloat
 from kvpack.kernels.loaders import outliers as tiles_outliers
 from kvpack.kernels.tiles import loaders
@@ -113,12 +116,12 @@ def _segments_of(page: Page, first: int, dtype: torch.dtype) -> list[SideSegment
     """
     codec = page.codec
     if not isinstance(codec, WithSideCars):
-        return [_whole_page(codec, first, page, None)]
+        return [_whole_page(codec, first, page, page.streams, None)]
     frame = page if codec.value_maps else None
     if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
     kept = {token for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()}
-    for size in (math.lcm(tokens, codec.token_group) for tokens in RAW_TOKENS):
+    for size in (math.lcm(tokens, codec.family.token_group) for tokens in RAW_TOKENS):
         flagged = sorted({token // size for token in kept})
         if len(flagged) * size <= max(MOST_RAW_TOKENS, page.tokens // 2):
             break
@@ -147,13 +150,18 @@ def _decoded_part(page: Page, start: int, stop: int, dtype: torch.dtype) -> torc
 
 
 def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> SideSegment:
-    """Tokens ``[start, stop)`` of a page with side-cars: a loader takes outliers and signs, and the others are of queries and sums."""
+    """Tokens ``[start, stop)`` of a page with side-cars: loaders take means, outliers and signs, and the others are of queries and sums."""
     assert isinstance(page.codec, WithSideCars)
-    segment = _whole_page(page.codec.codec, first + start, page.slice(start, stop), frame)._replace(page=page, start=start)
+    streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
+    segment = _whole_page(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
     tiles = loaders.tiles_of(segment.codec)
     # One that no loader knows stays, and leaves the page to torch.
-    loaded = (*page.codec.frame_parts, *page.codec.sketches)
+    loaded = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}
+    if (key_mean := page.codec.side_car(KeyMean)) is not None and tiles is not None:
+        # Parts begin anywhere in a page of tokens.
+        columns = tiles_key_mean.columns_of(tiles, start % key_mean.tokens, str(streams[MEANS].device))
+        segment = segment._replace(streams={**segment.streams, tiles_key_mean.COLUMNS: columns})
     if page.codec.side_car(Outliers) is not None and tiles is not None:
         found = outlier_entries.of_page(page, start, stop)
         if found is None:
@@ -180,11 +188,11 @@ def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
         )
     if isinstance(page.codec, WithSideCars):
         return _part(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.framed_by)
-    return _whole_page(page.codec, segment.first + start, page.slice(start, stop), None)
+    part = page.slice(start, stop)
+    return _whole_page(page.codec, segment.first + start, part, part.streams, None)
 
 
-def _whole_page(codec: Codec, first: int, page: Page, frame: Page | None) -> SideSegment:
-    streams = page.streams
+def _whole_page(codec: Codec, first: int, page: Page, streams: Mapping[str, torch.Tensor], frame: Page | None) -> SideSegment:
     if type(codec) is Group:
         # Scales of 8 bits are few: they are looked up once.
         codec, streams = codec.with_pairs(streams)

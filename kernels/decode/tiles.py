@@ -90,9 +90,9 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=256)
 def loader_of(codec: Codec) -> Tiles | None:
-    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and for one that adds signs or outliers."""
+    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and for one that adds side-cars."""
     tiles = loaders.tiles_of(codec)
-    if tiles is None or type(codec) is Raw or tiles.signs or tiles.outliers or tiles.dtype != "fp16":
+    if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None
     return tiles
 

@@ -81,7 +81,7 @@ class Tiles:
     values: Tiles | None = None
     """The loader of values, where it differs from this one of keys in what ``decode`` takes; ``channels`` are the same."""
     keys: Tiles | None = None
-    """The loader of keys, where it differs from this one in what ``decode`` leaves to ``step_factor``; without signs and outliers."""
+    """The loader of keys, where it differs from this one in what ``decode`` leaves to ``step_factor``; without side-cars."""
     step_factor: Any = None
     """For keys, ``step_factor(loaded, step, constants, fast)``: what products with the tiles of a step are multiplied by, float32
     ``[warp, token]``."""
@@ -89,7 +89,7 @@ class Tiles:
     """What loads the constants that ``decode`` takes besides rows, ``load_columns(table, rows, constants, tokens)`` with a head's table and
     its ``work.Rows``; None for ``bitfields.load_column_fields``."""
     run_product: Any = None
-    """For values that share a factor in a run, ``run_product(x, pointers, constants)``: ``x`` times it. Without signs and outliers it is
+    """For values that share a factor in a run, ``run_product(x, pointers, constants)``: ``x`` times it. Without side-cars it is
     called once for all tokens of a program, in place of ``factor``."""
     offset: bool = False
     """Whether all of a head's tokens have something in common, which no tile holds: scores have a term of the query alone, and sums one of
@@ -98,6 +98,8 @@ class Tiles:
     """Dtype of the tiles: fp16, or that of raw values; without inline PTX, bf16 values are widened to fp32."""
     signs: tuple[Any, ...] | None = None
     """Constants of the loader of ``qjl``, whose tiles are the last ones; None without its side-car."""
+    means: tuple[Any, ...] | None = None
+    """Constants of the loader of ``key_mean``, for keys; None without its side-car."""
     outliers: Outliers | None = None
     """Those of the loader of ``outliers``; None without its side-car."""
 

@@ -39,6 +39,7 @@ class BoundLoader(NamedTuple):
     constants: Any
     steps: int
     signs: Any
+    means: Any
     outliers: Outliers | None
     shared: SharedTable
     streams: tuple[RowStream, ...]
@@ -65,7 +66,7 @@ def bind(
 ) -> BoundLoader:
     """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened."""
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
-    run_product = tiles.run_product if tiles.signs is tiles.outliers is None else None
+    run_product = tiles.run_product if tiles.signs is tiles.means is tiles.outliers is None else None
     return BoundLoader(
         load=tiles.load,
         decode=tiles.decode,
@@ -75,6 +76,7 @@ def bind(
         constants=tiles.constants,
         steps=tiles.steps,
         signs=tiles.signs,
+        means=tiles.means,
         outliers=outliers,
         shared=shared,
         streams=streams,

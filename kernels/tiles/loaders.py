@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels import codecs
+from kvpack.kernels.loaders import key_mean as tiles_key_mean
 from kvpack.kernels.loaders import outliers as tiles_outliers
 from kvpack.kernels.loaders import qjl as tiles_qjl
 from kvpack.kernels.loaders.tiles import APART, Tiles
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from kvpack.formats.side_car import SideCar
 
 SIDE_CAR_LOADERS: dict[type[SideCar], Callable[[Tiles, Any], Tiles | None]] = {
+    KeyMean: tiles_key_mean.with_means,
     Outliers: lambda tiles, _: tiles_outliers.with_outliers(tiles),
     Qjl: tiles_qjl.with_signs,
 }

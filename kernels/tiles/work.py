@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.loaders.key_mean import load_means
 from kvpack.kernels.loaders.qjl import load_signs
 from kvpack.kernels.words.tile_layout import second_token_offset
 
@@ -167,13 +168,14 @@ def load_tiles(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs beside it, if any.
+    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs and the means beside it, if any.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the one whose row is ``first``; with ``MASKED``
     those from ``end`` on are not loaded. If the side is dual, half as many tiles of twice as many tokens.
     """
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs
+    MEANS: tl.constexpr = SIDE.means
     loaded = ()
     for tile in tl.static_range(TILES // 2 if SIDE.dual else TILES):
         at = token + tile * (2 * TOKENS if SIDE.dual else TOKENS)
@@ -182,5 +184,7 @@ def load_tiles(
         parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
         if SIDE.signs is not None:
             parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
+        if SIDE.means is not None:
+            parts = parts + (load_means(streams, first, at, valid, MEANS, MASKED),)
         loaded = loaded + (parts,)
     return loaded

@@ -59,6 +59,14 @@ KEYS = {
     "dense octahedral 3, signs": "octahedral:b=3,qjl=fp32",
     "scalar 3, outliers": "scalar:b=3,outliers=3",
     "dense quaternion, outliers": "quaternion:s=24,r=3,outliers=3",
+    "scalar 2, means": "scalar:b=2,mean=16",
+    "dense octahedral 3, means of 4 bits": "octahedral:b=3,mean=32,mean_bits=4",
+    "angle, means and signs": "angle:n=128,norm=linear8,qjl=fp16,mean=8",
+    "quaternion, means and outliers": "quaternion:s=24,r=3,arrangement=direct,outliers=3,mean=16",
+    "trellis 2, means": "trellis:b=2,states=256,mean=64",
+    "group 4, means": "group:b=4,g=64,axis=channel,mean=8",
+    "nvfp4, means": "minifloat:element=e2m1,scales=e4m3,mean=16",
+    "polar, means": "polar:b=3,mean=16",
 }
 VALUES = {
     "raw": "raw:dtype=fp16",

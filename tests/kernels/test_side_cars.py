@@ -64,6 +64,39 @@ def test_pages_batches_and_lengths(side_car: str) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("k", ["scalar:b=3,mean=16", "octahedral:b=2,mean=64,mean_bits=4,outliers=3,qjl=fp16"])
+def test_means_of_pages_batches_and_lengths(k: str) -> None:
+    """Pages of tokens end in tiles and at their edges, and values may hold two tokens per row."""
+    k_codec, v_codec = codecs(k, "scalar:b=2", (32, 64))
+    layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (97,), 9, 2, batch=2))
+    check(layer, 4, q_len=2, sliding_window=70)
+    layer = Layer(random_side(k_codec, 1, (96, 33), 9, 1, batch=3), random_side(v_codec, 1, (129,), 9, 2, batch=3))
+    check(layer, 2, lengths=[138, 1, 97])
+    check(layer, 2, q_len=60, starts=[0, 21, 70])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("k", ["scalar:b=3,mean=128", "group:b=4,axis=channel,rotation=hadamard,mean=8,mean_bits=4,channel_scale=fp16"])
+def test_means_beside_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw tokens cut a page where it is not a page of means that begins."""
+    from kvpack.kernels.attend import attention
+
+    pairs = random_pairs(1, 220, dims=(64, 64))
+    keys, values = pairs[0]
+    keys += 4 * torch.randn(1, keys.shape[1], 1, 64, generator=torch.Generator().manual_seed(2))
+    keys[:, :, [19, 150]] *= 0.05
+    raw = "raw_first=2,raw_low_norm=0.6"
+    cache = kvpack.pack([(keys, values)], f"k={k},{raw};v=scalar:b=3,{raw}")
+    q = torch.randn(1, 4, 2, 64, generator=torch.Generator().manual_seed(3))
+    expected = exact(q, cache[0])
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there = cache.to(DEVICE)
+    assert attention.supports(q.to(DEVICE), there[0])
+    found = kvpack.attend(q.to(DEVICE), there[0]).cpu()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
 def test_widths_of_columns_of_signs(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))

@@ -13,6 +13,7 @@ from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
@@ -76,8 +77,10 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
 
 
 def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Random outlier chunks and qjl signs; some norms are zero and some negative."""
+    """Random key means, outlier chunks and qjl signs; some norms are zero and some negative."""
     streams = {}
+    if key_mean := codec.side_car(KeyMean):
+        streams = key_mean.stored(2 * torch.randn(batch, heads, -(-tokens // key_mean.tokens), codec.dim, generator=generator))
     if outliers := codec.side_car(Outliers):
         flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
         # Tokens without outliers, with some, and with nothing else.

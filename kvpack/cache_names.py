@@ -20,7 +20,10 @@ def over(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among the ``arguments`` of a call; None without one."""
-    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+    for name in NAMES:
+        if (cache := arguments.get(name)) is not None:
+            return cache
+    return None
 
 
 def cache_of(output: Any) -> Any:

@@ -47,8 +47,10 @@ class ModelState:
 
     def has_other_weights(self, few: bool = False) -> bool:
         """Whether parameters changed; with ``few``, the first ``FEW``."""
-        versions = self._versions[:FEW] if few else self._versions
-        return any((parameter := kept()) is None or _version(parameter) != version for kept, version in versions)
+        for kept, version in self._versions[:FEW] if few else self._versions:
+            if (parameter := kept()) is None or _version(parameter) != version:
+                return True
+        return False
 
 
 def _layer_state(layer: Any) -> tuple[Any, ...]:

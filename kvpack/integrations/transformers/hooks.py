@@ -93,21 +93,23 @@ def refuse_pickled_model() -> NoReturn:
 
 def _before(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arguments = arguments_of(module, args, kwargs)
-    compiled = _compiled_calls(cache_in(arguments), arguments)
+    past = cache_in(arguments)
+    compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
     if compiled is not None:
         compiled.compiled_begin(number, arguments)
         return
-    for passes in [*passes_over(cache_in(arguments)), *mine.recordings()]:
+    for passes in [*passes_over(past), *mine.recordings()]:
         passes.enter(module, arguments)
 
 
 def _after(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     arguments = arguments_of(module, args, kwargs)
-    compiled = _compiled_calls(cache_in(arguments), arguments)
+    past = cache_in(arguments)
+    compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
     if compiled is not None:
         compiled.compiled_end(number)
         return
-    for passes in [*passes_over(cache_in(arguments)), *mine.recordings()]:
+    for passes in [*passes_over(past), *mine.recordings()]:
         passes.leave(module, arguments, output)
 
 
@@ -143,7 +145,7 @@ class Passes:
         if module in self._inside:
             del self._inside[self._inside.index(module) :]
         self._inside.append(module)
-        if not self.outermost:
+        if len(self._inside) > 1:
             if self.current is not None:
                 self.current.check_positions(arguments)
             return None
@@ -285,7 +287,7 @@ def _parts(past: Any) -> list[TransformersCache]:
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
     """The calls of the one KvpackCache that a pass in compiled code is over; None where what is compiled breaks off for the pass."""
-    if not torch.compiler.is_dynamo_compiling() or getattr(past, "compiled", None) is None or not past.is_watched:
+    if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.takes(arguments) else None
 

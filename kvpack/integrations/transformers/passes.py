@@ -45,8 +45,7 @@ def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
         parameters = inspect.signature(module.forward).parameters
         names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
         given = {**dict(zip(names, args, strict=False)), **given}
-    empty = {name for name, value in given.items() if value is None or (isinstance(value, (dict, list, tuple)) and not value)}
-    return {name: value for name, value in given.items() if name not in empty}
+    return {name: value for name, value in given.items() if not (value is None or (isinstance(value, (dict, list, tuple)) and not value))}
 
 
 class Pass:

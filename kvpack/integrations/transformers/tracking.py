@@ -95,38 +95,40 @@ class Tracking:
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
             self._note_failed(unfinished)
         if self._passes.outermost:
-            self._check_model(module)
-        if self._passes.outermost and self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
+            self._begin(module, arguments)
+        else:
+            self._check_positions(arguments)
+        self._running = True
+
+    def _begin(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+        """Check the beginning of a pass."""
+        self._check_model(module)
+        if self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
             raise InvalidParameter(
                 f"{self._model.name} has an encoder, whose cache has two parts: write "
                 "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, recipe))"
             )
-        if self._passes.outermost:
-            self._check_checkpointing(module)
-            self._check_rows(arguments)
-        if self._passes.outermost and self._packed and self._model is not None and not self._model.runs_packed_layers:
+        self._check_checkpointing(module)
+        self._check_rows(arguments)
+        if self._packed and self._model is not None and not self._model.runs_packed_layers:
             raise InvalidParameter(
                 f"the attention of {self._model.name} is {self._model.attention!r}, which cannot take packed layers: "
                 'call model.set_attn_implementation("kvpack")'
             )
-        if self._passes.outermost and self._packed and arguments.get("output_attentions"):
+        if self._packed and arguments.get("output_attentions"):
             raise InvalidParameter(
                 "attention over packed layers computes no attention weights, and output_attentions is set: leave it out, or write "
                 "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
             )
-        if self._passes.outermost and self.record.tokens:
+        if self.record.tokens:
             self._compare_model()
-        elif self._passes.outermost:
+        else:
             self._name_model()
         if self._positions is not None:
-            if self._passes.outermost:
-                self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
-            self._positions.check(arguments, self.record.tokens)
-        self.check_states()
-        if self._passes.outermost:
-            self._check_left()
-            self._check_visible(arguments)
-        self._running = True
+            self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
+        self._check_positions(arguments)
+        self._check_left()
+        self._check_visible(arguments)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
@@ -142,13 +144,20 @@ class Tracking:
         if self._passes.idle:
             self.turns.give_back()
 
+    def _check_positions(self, arguments: dict[str, Any]) -> None:
+        """Raise InvalidParameter for positions other than those that follow, and for states that a failed pass may have changed."""
+        if self._positions is not None:
+            self._positions.check(arguments, self.record.tokens)
+        self.check_states()
+
     def _check_checkpointing(self, module: torch.nn.Module) -> None:
         """Raise InvalidParameter in training mode with gradient checkpointing, which takes the cache away from layers."""
-        if any((part := kept()) is not None and part.training and part.gradient_checkpointing for kept in self._checkpointed):
-            raise InvalidParameter(
-                f"{type(module).__name__} is in training mode with gradient checkpointing, with which layers get no cache: call "
-                "model.eval(), turn gradient checkpointing off, or leave the cache out and pass use_cache=False"
-            )
+        for kept in self._checkpointed:
+            if (part := kept()) is not None and part.training and part.gradient_checkpointing:
+                raise InvalidParameter(
+                    f"{type(module).__name__} is in training mode with gradient checkpointing, with which layers get no cache: call "
+                    "model.eval(), turn gradient checkpointing off, or leave the cache out and pass use_cache=False"
+                )
 
     def _check_rows(self, arguments: dict[str, Any]) -> None:
         """Raise InvalidParameter for another number of rows than the cache has sequences."""

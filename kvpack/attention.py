@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,8 @@ from .runtime.modes import without_autocast
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from kvpack.kernels.cpu.attend import Prepared
+
     from .cache.pages import Page
     from .cache.side import Side
 
@@ -36,8 +39,11 @@ MOST_KINDS = 64
 _kinds: dict[Any, Any] = {}
 """The options of calls over layers that lie alike, by all that their checks depend on."""
 
-_launched: WeakKeyDictionary[Layer, dict[Any, Callable[[torch.Tensor], torch.Tensor]]] = WeakKeyDictionary()
+_launched: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
 """The prepared calls of a layer that were made once, by all that their checks depend on."""
+
+_on_cpu: WeakKeyDictionary[Layer, Prepared | None] = WeakKeyDictionary()
+"""What the C kernels have prepared for a layer; None if they do not take it."""
 
 
 def attend(
@@ -81,11 +87,15 @@ def attend(
         if (prepared := _launched.get(layer, {}).get(asked) or _of_one_alike(q, layer, asked)) is not None:
             return prepared(q)
     k, v = check_call(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)
-    lengths, starts = _checked_tokens("lengths", lengths, layer), _checked_tokens("starts", starts, layer)
+    held = k.batch, layer.skipped, k.tokens
+    lengths, starts = checked_tokens("lengths", lengths, *held), checked_tokens("starts", starts, *held)
     scale = k.dim**-0.5 if scale is None else scale
+    if (on_cpu := cpu_attention(q, layer)) is not None:
+        if asked is not None:
+            prepared = partial(on_cpu, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window)
+            _launched.setdefault(layer, {})[asked] = prepared
+        return on_cpu(q, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)
     with without_autocast(q.device):
-        if (cpu := cpu_kernels(q, layer)) is not None:
-            return cpu.attend(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         if (kernels := attention_kernels(q, layer) or many_queries_kernels(q, layer)) is not None:
             options = kernels.Options(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
@@ -182,16 +192,18 @@ def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     return many_queries if many_queries.supports(q, layer) else None
 
 
-def cpu_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """``kvpack.kernels.cpu.attend`` if it can attend ``layer`` with ``q``; None if torch must decode and attend.
+def cpu_attention(q: torch.Tensor, layer: Layer) -> Prepared | None:
+    """Attention by C kernels over ``layer``, prepared once; None if torch must decode and attend.
 
     Raises what ``uses_c`` raises.
     """
-    if not dispatch.uses_c(q.device) or q.requires_grad:
+    if not dispatch.uses_c(q.device) or q.requires_grad or layer.k is None or layer.v is None:
         return None
-    from kvpack.kernels.cpu import attend as kernels
+    if layer not in _on_cpu:
+        from kvpack.kernels.cpu.attend import Prepared
 
-    return kernels if kernels.supports(q, layer) else None
+        _on_cpu[layer] = Prepared.of(layer.k, layer.v)
+    return _on_cpu[layer]
 
 
 def _sides(layer: Any) -> tuple[Side, Side]:
@@ -262,10 +274,12 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
         raise InvalidParameter(f"sink_logits: shape {list(sink_logits.shape)}; there is one for each query head, [{q.shape[1]}]")
 
 
-def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, layer: Layer) -> torch.Tensor | None:
-    """``lengths`` or ``starts`` as a tensor of numbers within the tokens that the layer holds; one on a device is clamped there.
+def checked_tokens(
+    name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int
+) -> torch.Tensor | None:
+    """``lengths`` or ``starts`` as a tensor of numbers within the ``tokens`` that a layer holds; one on a device is clamped there.
 
-    Those of a layer that skipped tokens count these.
+    Those of a layer that ``skipped`` tokens count these.
     """
     if numbers is None:
         return None
@@ -276,22 +290,21 @@ def _checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, lay
         for number, token in enumerate(given):
             if not isinstance(token, int) or isinstance(token, bool):
                 raise InvalidType(f"{name}[{number}] is {shown(token)}; {name} are integers")
-            _check_token(name, number, token, layer.seen)
+            _check_token(name, number, token, skipped + tokens)
         given = torch.tensor(list(given), dtype=torch.int64, device="cpu")
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool or given.is_quantized:
         raise InvalidType(f"{name}: dtype {given.dtype}; {name} are integers")
     if given.layout != torch.strided or given.is_meta:
         raise InvalidType(f"{name}: layout {given.layout} on {given.device}; {name} are a dense tensor or a list")
-    batch = next(iter(layer.sides.values())).batch
     if list(given.shape) != [batch]:
         raise InvalidParameter(f"{name}: shape {list(given.shape)}; there is one for each sequence of the batch, [{batch}]")
     if given.device.type == "cpu":
         for number, token in enumerate(given.tolist()):
-            _check_token(name, number, token, layer.seen)
+            _check_token(name, number, token, skipped + tokens)
     # Where nothing was skipped, integers that hold any number of tokens need not be widened.
-    fits = not layer.skipped and given.dtype in (torch.int32, torch.int64)
-    held: torch.Tensor = given if fits else given.to(torch.int64) - layer.skipped
-    return held.clamp(0, layer.tokens)
+    fits = not skipped and given.dtype in (torch.int32, torch.int64)
+    held: torch.Tensor = given if fits else given.to(torch.int64) - skipped
+    return held.clamp(0, tokens)
 
 
 def _check_token(name: str, number: int, token: int, tokens: int) -> None:

@@ -1,6 +1,6 @@
 """The segments of a side, as C reads them: for each run of packed tokens its place, and address and strides of every stream.
 
-They are kept with the stretches that they describe, and one table with each side: a call over a thousand pages describes none anew.
+They are kept with the stretches that they describe: the side of a cache that grows describes only its new pages.
 """
 
 from __future__ import annotations
@@ -108,34 +108,24 @@ MOST_FRAMES = 64
 """Above this number of coded frames in a side, each with queries and sums of its own, torch attends."""
 
 _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDictionary()
-_pages: WeakKeyDictionary[Any, list[Part] | None] = WeakKeyDictionary()
-_sides: WeakKeyDictionary[Any, list[Part] | None] = WeakKeyDictionary()
 
 
 def parts_of(side: Side) -> list[Part] | None:
     """The parts of a side: its pages, then its tail; None where C does not take its codec, side-cars or strides."""
-    if side not in _sides:
-        _sides[side] = _parts_of(side)
-    return _sides[side]
-
-
-def _parts_of(side: Side) -> list[Part] | None:
     parts: list[Part] = []
-    if side.packed_tokens:
-        # The side of a cache that grows is new at each step, and its pages are not.
-        if side.pages not in _pages:
-            _pages[side.pages] = _packed(side)
-        packed = _pages[side.pages]
-        if packed is None:
+    packed = side.packed_tokens
+    if packed:
+        of_pages = _packed(side)
+        if of_pages is None:
             return None
-        parts += packed
+        parts += of_pages
     if side.tail.shape[2]:
         row = _strides(side.tail)
         if row is None:
             return None
-        segments = numpy.array([[side.packed_tokens, side.tail.shape[2], *row]], numpy.int64)
+        segments = numpy.array([[packed, side.tail.shape[2], *row]], numpy.int64)
         tail = _raw(side.codec.dim, side.tail.dtype)
-        parts.append(Part(side.packed_tokens, side.tokens, tail, segments, segments.ctypes.data, None))
+        parts.append(Part(packed, packed + side.tail.shape[2], tail, segments, segments.ctypes.data, None))
     return parts
 
 

@@ -29,21 +29,17 @@ MANY_BYTES = 1 << 22
 """Results of at least this size are written around the processor's caches."""
 
 
-def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Whether C unpacks ``side``: its codec and strides, no side-cars but channel scales and raw tokens, and one of ``DTYPES``."""
-    if library.library() is None or dtype not in DTYPES or sides.parts_of(side) is None:
-        return False
-    codec = side.codec
-    return not isinstance(codec, WithSideCars) or all(isinstance(value_map, ChannelScale) for value_map in codec.value_maps)
+def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
+    """Write all tokens of a side to ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame.
 
-
-def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
-    """Write all tokens of a side that ``supports`` takes to ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame.
-
-    ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    Returns False, and writes nothing, if C does not take its codec, its strides, side-cars other than channel scales and raw tokens, or
+    a dtype that is not in ``DTYPES``. ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """
-    parts = sides.parts_of(side)
-    assert parts is not None
+    codec = side.codec
+    if library.library() is None or out.dtype not in DTYPES or (parts := sides.parts_of(side)) is None:
+        return False
+    if isinstance(codec, WithSideCars) and not all(isinstance(value_map, ChannelScale) for value_map in codec.value_maps):
+        return False
     batch, heads = out.shape[:2]
     most = 1 + out.numel() // FEWEST_VALUES
     threads = min(checked_threads(threads, torch.get_num_threads()), most)
@@ -51,8 +47,8 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     assert compiled is not None
     for part in parts:
         described = part.described()
-        rotation = rotations.NONE if part.frame is None else rotations.described(side.codec.rotation)
-        scales = None if part.frame is None else _channel_scales(side.codec, part.frame)
+        rotation = rotations.NONE if part.frame is None else rotations.described(codec.rotation)
+        scales = None if part.frame is None else _channel_scales(codec, part.frame)
         start, *steps = _stream(out)
         call = library.Unpack(
             batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype), rotation.struct,
@@ -61,9 +57,10 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
         )  # fmt: skip
         if compiled.kvpack_unpack(ctypes.byref(call)):
             raise MemoryError("there is not enough memory for the buffers of unpacking")
-    if isinstance(side.codec, WithSideCars):
-        for tokens in side.codec.kept_tokens:
+    if isinstance(codec, WithSideCars):
+        for tokens in codec.kept_tokens:
             _put_raw(side, tokens, out)
+    return True
 
 
 def _stream(x: torch.Tensor) -> tuple[int, ...]:

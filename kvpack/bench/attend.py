@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpack
-from kvpack.attention import cpu_kernels
+from kvpack.attention import cpu_attention
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.sizes import check_size
@@ -95,7 +95,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
         streams = [stream for side in layer.sides.values() for page in side.pages for stream in page.streams.values()]
         tails = sum(side.tail.nbytes for side in layer.sides.values())
         size = sum(stream.nbytes for stream in streams) + tails
-        ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_kernels(q, layer) is not None))
+        ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_attention(q, layer) is not None))
         errors[recipe] = float((kvpack.attend(q, layer).double() - exact).norm() / exact.norm())
     times = [own.process for own in interleaved([way.call for way in ways], repeats, _CALLS)]
     rows: list[dict[str, Any]] = [

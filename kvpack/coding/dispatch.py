@@ -184,8 +184,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
             return []
         # Values that are stored in the dtype of ``out`` are copied: a conversion would change the bits of NaN.
         copied = side.codec.exact_dtype is not None and side.codec.exact_dtype == RAW_DTYPES.get(out.dtype)
-        if not copied and unpack.supports(side, out.dtype):
-            unpack.unpack_into(side, out)
+        if not copied and unpack.unpack_into(side, out):
             return []
     if not uses_triton(out.device):
         return [(0, side.tokens)]

@@ -24,6 +24,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 from kvpack.runtime.modes import own_modes
 
 from . import operators
+from .cpu_steps import CpuSteps
 from .layer import LiveLayer
 from .steps import Steps
 
@@ -113,7 +114,7 @@ class LiveCache:
 
     def _prepare(self) -> None:
         """Set what calls keep for the next one."""
-        self._steps: list[Steps | None] = [None] * self._count
+        self._steps: list[Steps | CpuSteps | None] = [None] * self._count
         first = operators.ticket_of(self)
         self._tickets = [first.clone() for _ in range(self._count)]
         self._value_dims = [_value_dim(layer) for layer in self._layers]
@@ -159,14 +160,12 @@ class LiveCache:
 
     def seen(self, layer: int) -> int:
         """The number of tokens that ``layer`` has seen. Raises OutOfBounds for a layer that the cache does not have."""
-        own = self._own(layer)
-        self._settle(layer)
+        own = self._settled(layer)
         return 0 if own is None else own.seen
 
     def held(self, layer: int) -> int:
         """The number of tokens that ``layer`` holds. Raises OutOfBounds."""
-        own = self._own(layer)
-        self._settle(layer)
+        own = self._settled(layer)
         return 0 if own is None else own.tokens
 
     def skipped(self, layer: int) -> int:
@@ -197,22 +196,30 @@ class LiveCache:
         if torch.compiler.is_dynamo_compiling():
             self._compiled_update(layer, k, v)
             return
-        if self.try_update(layer, k, v):
+        if self.try_update(layer, k, v) is not None:
             return
         self._check_captured(layer)
         own = self._layer(layer, k, v)
-        self._settle(layer)
+        self._settled(layer)
         if own.is_due:
             own.roll()
         own.update(k, v)
         self._changed(layer)
 
-    def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Add a few tokens as ``update`` does, where kernels do so by themselves; else False, and nothing is done."""
+    def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
+        """Add a few tokens like the last ones, as ``update`` does, and return how many tokens the layer has seen then.
+
+        Returns None, and adds nothing, if ``update`` has more to do, or if the layer ``following`` has seen fewer tokens than this one.
+        """
         if type(layer) is not int:
             integer(layer, "layer")
         steps = self._steps[layer] if 0 <= layer < self._count else None
-        return steps is not None and steps.try_update(k, v)
+        own = None if steps is None else self._layers[layer]
+        if steps is None or own is None:
+            return None
+        if following is not None and following != layer and self.seen(following) < self.seen(layer):
+            return None
+        return own.seen if steps.try_update(k, v) else None
 
     def attend(
         self,
@@ -237,16 +244,16 @@ class LiveCache:
         own = self._own(layer)
         if own is None:
             raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
-        if not own.pending_tokens and not own.is_uneven:
+        if not own.pending_tokens:
             steps = self._steps[layer]
-            if steps is None and Steps.takes(own, q):
-                steps = self._steps[layer] = Steps(own)
+            if steps is None and not own.is_uneven:
+                steps = self._steps[layer] = next((kind(own) for kind in (Steps, CpuSteps) if kind.supports(own, q)), None)
             if steps is not None:
                 found = steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
                 if found is not None:
                     return found
         self._check_captured(layer)
-        self._settle(layer)
+        self._settled(layer)
         if not self._known:
             self._known = True
             both = (each.sides for each in self._chosen(None) if len(each.sides) == len(SIDES))
@@ -340,8 +347,7 @@ class LiveCache:
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
         """All tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``. Raises OutOfBounds."""
-        own = self._own(layer)
-        self._settle(layer)
+        own = self._settled(layer)
         if own is None:
             return Layer(None, None)
         check_flag(packed, "packed")
@@ -355,8 +361,7 @@ class LiveCache:
         Raises OutOfBounds.
         """
         check_floating(dtype)
-        own = self._own(layer)
-        self._settle(layer)
+        own = self._settled(layer)
         return (None, None) if own is None else own.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
@@ -460,17 +465,21 @@ class LiveCache:
         if self._captures:
             raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels alone, which a CUDA graph could hold")
 
-    def _settle(self, layer: int | None = None) -> None:
+    def _settle(self) -> None:
         """Learn from the device how many tokens were added by replays of graphs."""
-        if layer is None:
-            for steps in self._steps:
-                if steps is not None:
-                    steps.settle()
-        elif (one := self._steps[layer]) is not None and one.captured:
-            one.settle()
+        for steps in self._steps:
+            if steps is not None:
+                steps.settle()
+
+    def _settled(self, layer: int) -> LiveLayer | None:
+        """``_own``, after the device was asked how many tokens replays of graphs have added to the layer."""
+        own, steps = self._own(layer), self._steps[layer]
+        if steps is not None and steps.captured:
+            steps.settle()
+        return own
 
     def _check_finite(self) -> None:
-        flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if steps is not None}
+        flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if isinstance(steps, Steps)}
         if not flags:
             return
         found = torch.cat(list(flags.values())).tolist()

@@ -35,14 +35,15 @@ class LiveLayer:
     def __init__(self, layer: Layer, window: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
         self.window, self.sliding_window, self.name, self._start = window, sliding_window, name, start
         self.skipped = layer.skipped
-        self._raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
-        self._given: Layer | None = layer
+        self.raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
+        """The number of tokens in the tail, of both sides."""
+        self._given: tuple[Layer | None, int] = layer, self.raw_tokens
         self.room = max(room, self.raw_tokens)
         self.sides = {
             side: LiveSide(held, window, self.room, self.raw_tokens, sliding_window is None) for side, held in layer.sides.items()
         }
         self._one_side = next(iter(self.sides.values()))
-        self._pending: dict[str, torch.Tensor] = {}
+        self._wait({})
         self.keeps_past = False
         """Whether only ``crop`` drops tokens that no later query sees."""
         self.version = 0
@@ -51,15 +52,6 @@ class LiveLayer:
     @property
     def device(self) -> torch.device:
         return self._one_side.tail.device
-
-    @property
-    def raw_tokens(self) -> int:
-        """The number of tokens in the tail, of both sides."""
-        return self._raw_tokens
-
-    @raw_tokens.setter
-    def raw_tokens(self, tokens: int) -> None:
-        self._raw_tokens, self._given = tokens, None
 
     @property
     def batch(self) -> int:
@@ -81,19 +73,15 @@ class LiveLayer:
         return self._whole(self.raw_tokens) > 0
 
     @property
-    def pending_tokens(self) -> int:
-        """The number of tokens of an update that is longer than the tail's room, until they are attended."""
-        return next(iter(self._pending.values())).shape[2] if self._pending else 0
-
-    @property
     def tokens(self) -> int:
         """The number of tokens held."""
-        return self.older_tokens + self.raw_tokens + self.pending_tokens
+        return self.seen - self.skipped
 
     @property
     def seen(self) -> int:
         """The number of tokens from the cache's first to the layer's last."""
-        return self.skipped + self.tokens
+        side = self._one_side
+        return self.skipped + side.packed_tokens + side.unfinished.shape[2] + self.raw_tokens + self.pending_tokens
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +100,7 @@ class LiveLayer:
         if self.raw_tokens + tokens > self.room:
             with own_modes(self.device):
                 # They wait for the next update, and the caller's memory is the caller's.
-                self._pending = {name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()}
+                self._wait({name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()})
             return
         with own_modes(self.device):
             for name, x in given.items():
@@ -123,6 +111,10 @@ class LiveLayer:
         """All tokens as an immutable layer, which shares pages and tail: the tail's values may move when more are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
+    def whole(self) -> Layer:
+        """The layer with the whole buffers of its tails, the room for tokens to come included."""
+        return self._layer({name: side.tail for name, side in self.sides.items()})
+
     def frozen(self, packed: bool = False) -> Layer:
         """All tokens as an immutable layer whose values never change; in whole windows they are packed.
 
@@ -130,8 +122,9 @@ class LiveLayer:
         which nothing was done is the one that it was made from.
         """
         self.commit()
-        if self._given is not None and not self.version:
-            return self._given
+        layer, raw_tokens = self._given
+        if layer is not None and not self.version and self.raw_tokens == raw_tokens:
+            return layer
         keys = self._tail("k") if "k" in self.sides else None
         sides = {
             name: side.frozen(self.raw_tokens, packed, f"{self.name}.{name}", *self._place(side.packed_tokens, keys))
@@ -148,11 +141,12 @@ class LiveLayer:
         if not self._pending:
             return
         values = {name: self._tail(name) for name in self.sides}
-        self._pending, pending = {}, self._pending
+        pending = self._pending
+        self._wait({})
         try:
             self._encode(values)
         except BaseException:
-            self._pending = pending
+            self._wait(pending)
             raise
 
     def roll(self) -> bool:
@@ -172,12 +166,14 @@ class LiveLayer:
         if pending:
             # Before they are encoded, which drops what no query after them sees.
             kept = self.pending_tokens - pending
-            self._pending = {name: x[:, :, :kept] for name, x in self._pending.items()} if kept else {}
+            self._wait({name: x[:, :, :kept] for name, x in self._pending.items()} if kept else {})
             count -= pending
         self.commit()
         with self._both_sides():
             raw = min(count, self.raw_tokens)
             self.raw_tokens -= raw
+            # Others may be added in their place.
+            self._given = None, 0
             if count > raw:
                 older = self.older_tokens - (count - raw)
                 for side in self.sides.values():
@@ -188,7 +184,7 @@ class LiveLayer:
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self._pending = {}
+        self._wait({})
         self.skipped = self.raw_tokens = 0
         for side in self.sides.values():
             side.keep(0, 0)
@@ -207,6 +203,12 @@ class LiveLayer:
             for side in self.sides.values():
                 side.select(indices)
         self.version += 1
+
+    def _wait(self, pending: dict[str, torch.Tensor]) -> None:
+        """Let ``pending`` tokens wait until they are attended."""
+        self._pending = pending
+        self.pending_tokens = next(iter(pending.values())).shape[2] if pending else 0
+        """The number of tokens of an update that is longer than the tail's room, until they are attended."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
         """Encode ``values`` of both sides, which are to replace the tail, in whole windows; what is left is the tail."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.cache.layer import Layer
 from kvpack.coding import dispatch
 from kvpack.formats.errors import OutOfBounds
 from kvpack.runtime.modes import own_modes
@@ -40,7 +39,7 @@ class Steps:
         self._write()
 
     @staticmethod
-    def takes(layer: LiveLayer, q: torch.Tensor) -> bool:
+    def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
         """Whether queries like ``q`` may be attended by steps: over all tokens of both sides, by kernels."""
         if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or q.requires_grad:
             return False
@@ -81,7 +80,7 @@ class Steps:
     ) -> torch.Tensor | None:
         """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it."""
         layer = self._layer
-        if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens:
+        if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
         if q.requires_grad or not self._takes_starts(starts):
             return None
@@ -103,7 +102,7 @@ class Steps:
         """Take the layer as it is now; whether launches changed."""
         changed = False
         if self._version != self._layer.version:
-            view = self._view()
+            view = self._layer.whole()
             for asked, call in list(self._calls.items()):
                 if call is None or not call.takes_layer(view):
                     del self._calls[asked]
@@ -142,11 +141,6 @@ class Steps:
             self._skipped.fill_(layer.skipped)
             self._lengths.fill_(self._packed_tokens + layer.raw_tokens)
 
-    def _view(self) -> Layer:
-        """The layer with the whole buffers as its tails."""
-        sides = {name: side.with_tail(side.tail) for name, side in self._layer.sides.items()}
-        return Layer(sides["k"], sides["v"])
-
     def _takes_starts(self, starts: Any) -> bool:
         """Whether ``starts`` is left out, or a tensor that kernels read where it is."""
         if starts is None:
@@ -160,7 +154,7 @@ class Steps:
         from kvpack.kernels.attend.growing import GrowingCall
         from kvpack.kernels.attend.prepared import Options
 
-        view = self._view()
+        view = self._layer.whole()
         own = self._layer.layer()
         check_call(q, own, sink_logits=sink_logits, **options)
         window = options["sliding_window"]

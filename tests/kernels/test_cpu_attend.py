@@ -97,7 +97,7 @@ def test_any_call_agrees_with_torch(family: str, data: st.DataObject) -> None:
         for side in layer.sides.values()
         if isinstance(side.codec, WithSideCars) and (side.codec.value_maps or len(side.codec.kept_tokens) > 1)
     ]
-    assert attention.cpu_kernels(q, layer) is not None or odd
+    assert attention.cpu_attention(q, layer) is not None or odd
     assert_alike(kvpack.attend(q, layer, **options), by_torch(q, layer, **options), layer)
 
 
@@ -149,6 +149,14 @@ RECIPES = (
 )
 
 
+def by_c(q: torch.Tensor, layer: Layer, *arguments: Any, **options: Any) -> torch.Tensor:
+    assert layer.k is not None
+    assert layer.v is not None
+    prepared = cpu_attend.Prepared.of(layer.k, layer.v)
+    assert prepared is not None
+    return prepared(q, *arguments, **options)
+
+
 @cache
 def packed(recipe: str, dims: tuple[int, int]) -> Layer:
     return kvpack.pack(random_pairs(1, 333, batch=2, dims=dims), recipe)[0]
@@ -162,7 +170,7 @@ def test_every_instruction_set_agrees(recipe: str, group: int, q_len: int, dims:
     q = torch.randn(2, 2 * group, q_len, dims[0], generator=torch.Generator().manual_seed(1))
     expected = by_torch(q, layer, scale=0.1, sliding_window=200)
     for level in range(len(library.levels())):
-        found = cpu_attend.attend(q, layer, 0.1, True, None, 200, None, None, level=level)
+        found = by_c(q, layer, 0.1, True, None, 200, None, None, level=level)
         assert_alike(found, expected, layer)
 
 
@@ -173,7 +181,7 @@ def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: i
     (pair,) = random_pairs(1, 70, dims=(dim, dim))
     layer = Layer(*(packed_side(x, codec, 0, "x") for x, codec in zip(pair, codecs, strict=True)))
     q = torch.randn(1, 2, 1, dim, generator=torch.Generator().manual_seed(1))
-    found = cpu_attend.attend(q, layer, 0.1, True, None, None, None, None, level=level)
+    found = by_c(q, layer, 0.1, True, None, None, None, None, level=level)
     assert_alike(found, by_torch(q, layer, scale=0.1), layer)
 
 
@@ -181,9 +189,9 @@ def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_attend, "FEWEST_VALUES", 1)
     cache = kvpack.pack(random_pairs(1, 9000, heads=3), "kivi-2;tail=128")
     q = torch.randn(1, 6, 2, 64)
-    one = cpu_attend.attend(q, cache[0], 0.1, True, None, None, None, None, threads=1)
+    one = by_c(q, cache[0], 0.1, True, None, None, None, None, threads=1)
     for threads in (2, 3, 64, 9999):
-        assert torch.equal(cpu_attend.attend(q, cache[0], 0.1, True, None, None, None, None, threads=threads), one)
+        assert torch.equal(by_c(q, cache[0], 0.1, True, None, None, None, None, threads=threads), one)
     monkeypatch.setenv(THREADS, "3")
     assert torch.equal(kvpack.attend(q, cache[0], scale=0.1), one)
 
@@ -202,11 +210,11 @@ def _layer(tokens: int) -> tuple[torch.Tensor, Layer]:
 def test_a_forked_child_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attend, "FEWEST_VALUES", 1)
     q, layer = _layer(9000)
-    expected = cpu_attend.attend(q, layer, 0.1, True, None, None, None, None, threads=3)
+    expected = by_c(q, layer, 0.1, True, None, None, None, None, threads=3)
     child = os.fork()
     if not child:
         # The child of a process with threads: nothing but the kernels, and no exit through pytest.
-        same = torch.equal(cpu_attend.attend(q, layer, 0.1, True, None, None, None, None, threads=3), expected)
+        same = torch.equal(by_c(q, layer, 0.1, True, None, None, None, None, threads=3), expected)
         os._exit(0 if same else 1)
     deadline = time.monotonic() + 60
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
@@ -267,7 +275,7 @@ def test_denormals_stay_as_the_host_set_them(flush: bool) -> None:
 def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
     """Pages in memory are not verified: any bits give some values, and no crash."""
     q, layer, options = data.draw(calls(family, plain=True))
-    assert attention.cpu_kernels(q, layer) is not None
+    assert attention.cpu_attention(q, layer) is not None
     generator = torch.Generator().manual_seed(0)
     for side in layer.sides.values():
         for page in side.pages:
@@ -289,7 +297,7 @@ def test_scores_thousands_of_thousands_apart(recipe: str) -> None:
     k[:, :, 7] = 1.5
     layer = kvpack.pack([(k, v)], recipe)[0]
     q = torch.full((1, 2, 1, 64), 2.0**20)
-    assert attention.cpu_kernels(q, layer) is not None
+    assert attention.cpu_attention(q, layer) is not None
     found = kvpack.attend(q, layer)
     torch.testing.assert_close(found[0, :, 0], layer.v.unpack(torch.float32)[0, :, 7])
 
@@ -299,7 +307,7 @@ def test_counts_of_words_that_are_not_there_read_nothing_outside() -> None:
     for side in layer.sides.values():
         side.pages[0].streams["word_counts"].view(torch.int16).fill_(-1)
     q = torch.randn(1, 2, 1, 64)
-    assert attention.cpu_kernels(q, layer) is not None
+    assert attention.cpu_attention(q, layer) is not None
     assert kvpack.attend(q, layer).shape == q.shape
 
 
@@ -308,9 +316,9 @@ def test_runs_of_lossless_have_tables_of_their_own(level: int) -> None:
     for number, tokens in enumerate((1, 256, 70)):
         cache = cache.append([tuple(x * 2.0 ** (8 * number) for x in pair) for pair in random_pairs(1, tokens, batch=2)])
     q = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(1)) * 2**-20
-    assert attention.cpu_kernels(q, cache[0]) is not None
+    assert attention.cpu_attention(q, cache[0]) is not None
     for window in (None, 130):
-        found = cpu_attend.attend(q, cache[0], 0.1, True, None, window, None, None, level=level)
+        found = by_c(q, cache[0], 0.1, True, None, window, None, None, level=level)
         assert_alike(found, by_torch(q, cache[0], scale=0.1, sliding_window=window), cache[0])
 
 
@@ -345,8 +353,8 @@ def test_nan_of_tokens_that_a_sequence_hides_stays_hidden(recipe: str, dim: int,
     clean = kvpack.pack([(k, v)], recipe)[0]
     layer = kvpack.pack([(k if recipe.startswith("k=") else k.masked_fill(hidden, torch.inf), v.masked_fill(hidden, torch.nan))], recipe)[0]
     starts, lengths = torch.tensor([290, 0]), torch.tensor([600, 470])
-    expected = cpu_attend.attend(q, clean, 0.1, True, None, None, None, lengths, starts, level=level)
-    assert torch.equal(cpu_attend.attend(q, layer, 0.1, True, None, None, None, lengths, starts, level=level), expected)
+    expected = by_c(q, clean, 0.1, True, None, None, None, lengths, starts, level=level)
+    assert torch.equal(by_c(q, layer, 0.1, True, None, None, None, lengths, starts, level=level), expected)
     assert_alike(by_torch(q, layer, scale=0.1, lengths=lengths, starts=starts), expected, clean)
 
 
@@ -365,7 +373,7 @@ def test_a_thousand_runs_agree_with_torch(recipe: str) -> None:
     k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
     layer = Layer(k[0].concat(*k[1:]), v[0].concat(*v[1:]))
     q = torch.randn(1, 4, 1, 64)
-    assert attention.cpu_kernels(q, layer) is not None
+    assert attention.cpu_attention(q, layer) is not None
     expected = by_torch(q, layer)
     assert_alike(kvpack.attend(q, layer), expected, layer)
     merged = Layer(*(side.merged() for side in layer.sides.values()))
@@ -375,15 +383,15 @@ def test_a_thousand_runs_agree_with_torch(recipe: str) -> None:
 def test_what_c_does_not_take_is_left_to_torch() -> None:
     pairs = random_pairs(1, 100)
     q = torch.randn(1, 2, 1, 64)
-    assert attention.cpu_kernels(q, kvpack.pack(pairs, "kivi-2")[0]) is cpu_attend
-    assert attention.cpu_kernels(q.requires_grad_(), kvpack.pack(pairs, "kivi-2")[0]) is None
+    assert isinstance(attention.cpu_attention(q, kvpack.pack(pairs, "kivi-2")[0]), cpu_attend.Prepared)
+    assert attention.cpu_attention(q.requires_grad_(), kvpack.pack(pairs, "kivi-2")[0]) is None
     transposed = kvpack.pack([(k, v) for k, v in pairs], "bf16")[0]
     assert transposed.k is not None
     page = transposed.k.pages[0]
     turned = {"values": page.streams["values"].transpose(2, 3).contiguous().transpose(2, 3)}
     layer = Layer(replace(transposed.k, pages=(replace(page, streams=turned),)), transposed.v)
     q = q.detach()
-    assert attention.cpu_kernels(q, layer) is None
+    assert attention.cpu_attention(q, layer) is None
     torch.testing.assert_close(kvpack.attend(q, layer), kvpack.attend(q, transposed), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -391,7 +399,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     q, layer = _layer(100)
     assert kvpack.backends()["cpu"].startswith(f"C kernels for {library.levels()[0]}")
     monkeypatch.setenv(dispatch.VARIABLE, "torch")
-    assert attention.cpu_kernels(q, layer) is None
+    assert attention.cpu_attention(q, layer) is None
     assert kvpack.backends()["cpu"] == "PyTorch operations (KVPACK_KERNELS=torch)"
     monkeypatch.setenv(dispatch.VARIABLE, "cpu")
     monkeypatch.setattr(cpu_library, "built", lambda: False)

@@ -13,7 +13,9 @@ import torch
 import kvpack
 from kvpack import LiveCache
 from kvpack.cache.layer import Layer
+from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
+from kvpack.kernels.cpu import attend as cpu_attend
 from kvpack.live.side import LiveSide
 from support.caches import random_pairs
 from support.random_sides import exact
@@ -698,3 +700,35 @@ def test_tokens_come_in_and_out_of_inference_mode(recipe: str) -> None:
                 live.select([1])
     live.update(0, *tokens(1, 200, dtype=torch.float32))
     assert live.freeze().tokens == 201
+
+
+def test_steps_on_the_cpu_prepare_a_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its pages change, or the tail's buffers: whatever else comes between gives what ``kvpack.attend`` gives."""
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    made = []
+    original = cpu_attend.Prepared.of
+    monkeypatch.setattr(cpu_attend.Prepared, "of", staticmethod(lambda k, v: made.append(k) or original(k, v)))
+    generator = torch.Generator().manual_seed(0)
+    live = LiveCache("octopus-3", layers=1)
+
+    def step(tokens: int, dtype: torch.dtype = torch.float16) -> int:
+        k, v = (torch.randn(2, 2, tokens, 64, generator=generator).to(dtype) for _ in range(2))
+        q, starts = torch.randn(2, 4, tokens, 64, generator=generator), torch.tensor([1, 0])
+        live.update(0, k, v)
+        found, count = live.attend(0, q, starts=starts, softcap=9.0), len(made)
+        # More than the tail has room for is attended as it was given.
+        assert tokens == 300 or torch.equal(found, kvpack.attend(q, live.layer(0), starts=starts, softcap=9.0))
+        del made[count:]
+        return count
+
+    step(5)
+    first = step(1)
+    assert [step(1) for _ in range(20)] == [first] * 20
+    live.truncate(live.tokens - 3)
+    assert step(1) == first
+    live.select([1, 0])
+    assert step(1) == first + 1
+    # A wider dtype widens the buffers.
+    assert step(1, torch.float32) == first + 2
+    step(300)
+    assert step(1) > first + 2

@@ -365,12 +365,12 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         """Add tokens to one layer as ``update``, which also returns the arguments of attention."""
-        live, following = self.live, self._following[layer_idx]
         # Most steps need no more: what they give is of the shape of the step before.
-        due = not self._careful and live.seen(following) >= live.seen(layer_idx)
-        if not (due and live.try_update(layer_idx, key_states, value_states)):
+        seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
+        if seen is None:
             self._take(key_states, value_states, layer_idx)
-        self.passes.appended(live.seen(layer_idx))
+            seen = self.live.seen(layer_idx)
+        self.passes.appended(seen)
 
     def _take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         self._check_states(key_states, value_states, layer_idx)
@@ -733,7 +733,10 @@ def _check_cache(cache: Any, model: Any) -> None:
 
 def _rows(live: LiveCache) -> int | None:
     """The number of sequences of a live cache; None before its first tokens."""
-    return next((live.batch(number) for number in range(len(live)) if live.seen(number)), None)
+    for number in range(len(live)):
+        if live.seen(number):
+            return live.batch(number)
+    return None
 
 
 def _following(layers: Sequence[Any]) -> list[int]:

@@ -34,7 +34,7 @@ def attention(
     no window over a layer that keeps one;
     InvalidParameter for a layer without tokens that the model attends to, and for a mask of other tokens.
     """
-    starts = _starts(attention_mask)
+    starts = None if attention_mask is None else _starts(attention_mask)
     if isinstance(key, PackedStates):
         key.cache.check_attention(module)
         if attention_mask is not None and starts is None:
@@ -49,7 +49,8 @@ def attention(
                 "padding ends: KvpackCache.of(cache, model, dense=True) gives all layers tensors and masks"
             )
         return _plain(module, query, key, value, attention_mask, options)
-    given = [WITHOUT_COUNTERPART[name] for name, value in options.items() if value is not None and name in WITHOUT_COUNTERPART]
+    unsupported = WITHOUT_COUNTERPART.keys() & options.keys()
+    given = [WITHOUT_COUNTERPART[name] for name in options if name in unsupported and options[name] is not None] if unsupported else []
     if attention_mask is not None and not isinstance(key, PackedStates):
         given.append("a mask")
     if options.get("dropout"):

@@ -117,8 +117,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.live.seen(self.number)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        first = self.first_visible
-        return self.live.seen(self.number) + query_length - first, first
+        seen = self.live.seen(self.number)
+        first = self._first_visible(seen)
+        return seen + query_length - first, first
 
     @property
     def first_visible(self) -> int:

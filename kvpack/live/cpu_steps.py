@@ -1,0 +1,104 @@
+"""Decode steps on the CPU: the checks and tables of a layer, made once for all steps until its pages or buffers change."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.attention import check_call, checked_tokens, cpu_attention
+from kvpack.coding import dispatch
+from kvpack.coding.encoding import check_finite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .layer import LiveLayer
+
+
+class CpuSteps:
+    """The steps over one ``layer``; whatever they do not take is left to the layer's own ``update`` and to ``kvpack.attend``."""
+
+    captured = False
+
+    def __init__(self, layer: LiveLayer) -> None:
+        self._layer = layer
+        self._view()
+
+    @staticmethod
+    def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
+        """True if queries like ``q`` are attended by C, over keys and values."""
+        return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
+
+    def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+        """Append tokens to the raw tail; False, and nothing done, where the layer's own ``update`` checks, converts or makes room."""
+        layer = self._layer
+        if self._version != layer.version:
+            self._view()
+        if not self._is_even or layer.pending_tokens or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4:
+            return False
+        first, tokens = layer.raw_tokens, k.shape[2]
+        if first >= layer.window or first + tokens > layer.room:
+            return False
+        given = (("k", k), ("v", v))
+        for name, x in given:
+            tail, (batch, heads, dim) = layer.sides[name].tail, self._shapes[name]
+            if x.shape != (batch, heads, tokens, dim) or x.dtype != tail.dtype or x.device != tail.device or x.layout != tail.layout:
+                return False
+        for name, x in given:
+            if name in self._finite:
+                check_finite(x, self._older + first, self._finite[name])
+        with torch.no_grad():
+            for name, x in given:
+                layer.sides[name].tail[:, :, first : first + tokens] = x
+        layer.raw_tokens = first + tokens
+        return True
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        sink_logits: torch.Tensor | None,
+        starts: Any,
+        scale: float | None,
+        causal: bool,
+        softcap: float | None,
+        window: int | None,
+    ) -> torch.Tensor | None:
+        """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it, or to say why it cannot."""
+        layer = self._layer
+        if self._version != layer.version:
+            self._view()
+        if not self._is_even or not isinstance(q, torch.Tensor) or q.requires_grad or q.layout != torch.strided:
+            return None
+        tokens, queries = self._older + layer.raw_tokens, q.shape[2] if q.dim() == 4 else 0
+        if not 1 <= queries <= tokens or (layer.skipped and (window is None or tokens - queries < window - 1)):
+            return None
+        sinks = None if sink_logits is None else (type(sink_logits), sink_logits.shape, sink_logits.dtype)
+        asked = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.choice())
+        if asked not in self._calls:
+            check_call(q, layer.layer(), scale, causal, softcap, window, sink_logits)
+            on_cpu = cpu_attention(q, self._whole)
+            factor = q.shape[3] ** -0.5 if scale is None else scale
+            self._calls[asked] = on_cpu and partial(on_cpu, scale=factor, causal=causal, softcap=softcap, sliding_window=window)
+        if (call := self._calls[asked]) is None:
+            return None
+        if starts is not None:
+            starts = checked_tokens("starts", starts, q.shape[0], layer.skipped, tokens)
+        return call(q, sink_logits=sink_logits, starts=starts, tokens=tokens)
+
+    def changed(self) -> bool:
+        """Take the layer as it is now; False, as no launches change."""
+        return False
+
+    def settle(self) -> None:
+        """Nothing is captured."""
+
+    def _view(self) -> None:
+        """Take the layer as it is now, with the whole buffers as its tails."""
+        layer = self._layer
+        self._version, self._is_even, self._older = layer.version, not layer.is_uneven, layer.older_tokens
+        self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}
+        self._shapes = {name: (side.batch, side.heads, side.dim) for name, side in layer.sides.items()}
+        self._finite = {name: f"{layer.name}.{name}" for name, side in layer.sides.items() if side.codec.exact_dtype is None}
+        self._whole = layer.whole()

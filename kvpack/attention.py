@@ -209,7 +209,7 @@ def cpu_attention(q: torch.Tensor, layer: Layer) -> Prepared | None:
 def _sides(layer: Any) -> tuple[Side, Side]:
     if not isinstance(layer, Layer):
         hint = "" if hasattr(layer, "recipe") else ": kvpack.pack makes a cache of keys and values, and cache[0] is its first layer"
-        raise InvalidParameter(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}{hint}")
+        raise InvalidType(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}{hint}")
     if layer.k is None or layer.v is None:
         raise InvalidParameter(f"attention needs keys and values; the layer holds only {', '.join(layer.sides) or 'nothing'}")
     return layer.k, layer.v

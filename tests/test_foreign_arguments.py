@@ -167,7 +167,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
                 "device": CPU,
                 "layers": [0],
                 "tokens": 32,
-                "max_bytes": 10**9,
+                "memory_limit": 10**9,
                 "copy": False,
                 "basis": None,
                 "recipe": None,

@@ -54,7 +54,7 @@ def check_number(value: Any, what: str) -> None:
     """Raise InvalidParameter unless ``value`` is None or a number that a float holds; ``what`` names it in the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
-        raise InvalidParameter(f"{what} is {shown(value)}, expected a number")
+        raise InvalidType(f"{what} is {shown(value)}, expected a number")
 
 
 def explained(kind: type[Kind]) -> type[Kind]:

@@ -20,7 +20,7 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
 from kvpack.formats.arguments import check_callback
-from kvpack.formats.errors import InvalidParameter, NotConsecutive, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
 from .arguments import checked_device, explained, integer, refuse_pickle
 from .contents import contents_of
@@ -304,11 +304,11 @@ def concat(caches: Sequence[Cache]) -> Cache:
     """
     given: Any = caches
     if not isinstance(given, list | tuple):
-        raise InvalidParameter(f"concat takes a list of packed caches, found a {type(given).__name__}")
+        raise InvalidType(f"concat takes a list of packed caches, found a {type(given).__name__}")
     for number, cache in enumerate(given):
         if not isinstance(cache, Cache):
             made = "kvpack.pack makes one, and kvpack.load reads one"
-            raise InvalidParameter(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {made}")
+            raise InvalidType(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {made}")
     if not caches:
         raise NotConsecutive("concat got no caches, expected at least one")
     first, tokens = caches[0], [cache.tokens for cache in caches]

@@ -91,9 +91,9 @@ def pack(
     check_callback(progress)
     recipe = parse_recipe(recipe, basis)
     if model is not None and not isinstance(model, Mapping):
-        raise InvalidParameter(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
+        raise InvalidType(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
     if inputs is not None and not isinstance(inputs, Inputs):
-        raise InvalidParameter(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
+        raise InvalidType(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
     start, model = integer(start, "start"), dict(model or {})
     try:
         check_integer("start", start, 0, MAX_TOKENS)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
-from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from kvpack.formats.errors import InvalidType, OutOfBounds
 
 if TYPE_CHECKING:
     from kvpack.file.header import Header
@@ -51,7 +51,7 @@ def _numbers(layers: Layers, count: int) -> tuple[int, ...]:
             raise TypeError
         numbers = [operator.index(number) for number in given]
     except TypeError:
-        raise InvalidParameter(
+        raise InvalidType(
             f"layers is {layers!r:.80}, expected a number, a list of numbers or a slice, such as layers=[0, 1] or layers=slice(16, 32)"
         ) from None
     for number in numbers:
@@ -68,7 +68,7 @@ def _range(tokens: Tokens) -> tuple[int, int]:
             return 0, operator.index(tokens)
         start, stop = (operator.index(place) for place in tokens)
     except (TypeError, ValueError):
-        raise InvalidParameter(
+        raise InvalidType(
             f"tokens is {tokens!r:.80}, expected a number of tokens or a pair, such as tokens=4096 or tokens=(1024, 4096)"
         ) from None
     return start, stop

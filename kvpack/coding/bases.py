@@ -20,7 +20,7 @@ from kvpack.file.sources import OnDisk
 from kvpack.file.user_files import open_regular, path_text
 from kvpack.formats.arguments import shown
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, OutOfBounds
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackError, LimitExceeded, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables
 from kvpack.formats.klt import HEAD_RUN_COLUMNS, Klt, default_gain
 from kvpack.formats.lazy import functional, numpy, torch
@@ -100,7 +100,7 @@ class Basis:
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
         """The basis whose file has the bytes ``data``. Raises as ``load``, naming ``where``."""
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidParameter(f"data is {shown(data)}, expected the bytes of a basis file; Basis.load takes its path")
+            raise InvalidType(f"data is {shown(data)}, expected the bytes of a basis file; Basis.load takes its path")
         return cls(bytearray(data), where)
 
     def __repr__(self) -> str:

@@ -224,7 +224,7 @@ class Recipe:
     def _parse(self, named: Mapping[str, str]) -> None:
         """Set everything except the text; ``named`` are presets and additions."""
         if not isinstance(self.text, str):
-            raise InvalidParameter(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
+            raise InvalidType(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
         object.__setattr__(self, "_named", named)
         object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
@@ -450,7 +450,7 @@ def _text_of(
         clauses += [(f"layers={items}:", side, codec) for side, codec in sides.items()]
     for where, side, codec in clauses:
         if not isinstance(codec, CodecChoice):
-            raise InvalidParameter(f"{where}{side} is {shown(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
+            raise InvalidType(f"{where}{side} is {shown(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
     return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if tail is None else [f"tail={tail}"])])
 
 
@@ -523,7 +523,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | o
     if basis is not None:
         return Recipe(parse_recipe(recipe).canonical, basis_of(basis))
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
-        raise InvalidParameter(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
+        raise InvalidType(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)
     if named is None:
         return Recipe(str(recipe))

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvpack.formats.errors import InvalidParameter, LimitExceeded
+from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded
 
 from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
@@ -30,7 +30,7 @@ def to_bytes(metadata: Any) -> bytes:
     Raises InvalidParameter for anything else, and LimitExceeded for too many or too long names and texts.
     """
     if not isinstance(metadata, Mapping):
-        raise InvalidParameter(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
+        raise InvalidType(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
     for name in metadata:
         if not isinstance(name, str) or not name:
             raise InvalidParameter(f"a name in metadata is {name!r:.80}, expected a string that is not empty")

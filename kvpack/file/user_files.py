@@ -7,7 +7,7 @@ import os
 import stat
 from typing import Any
 
-from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingFile
+from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded, MissingFile
 
 _PIECE_BYTES = 2**20
 _MAX_PATH = 4096
@@ -18,10 +18,10 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 def path_text(path: Any) -> str:
     """``path`` as text; messages show an empty one as ``''``. Raises InvalidParameter for anything but a path."""
     if not isinstance(path, str | bytes | os.PathLike):
-        raise InvalidParameter(f"a path is text or os.PathLike, such as 'prompt.kvpack'; found {_shown(path)}")
+        raise InvalidType(f"a path is text or os.PathLike, such as 'prompt.kvpack'; found {_shown(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
     if len(data) > _MAX_PATH or (isinstance(path, bytes) and b"\0" in data):
-        raise InvalidParameter(f"{len(data)} bytes are not a path: give the path of a file, such as 'prompt.kvpack', and not its bytes")
+        raise InvalidType(f"{len(data)} bytes are not a path: give the path of a file, such as 'prompt.kvpack', and not its bytes")
     return os.fsdecode(path)
 
 

@@ -550,7 +550,7 @@ def _checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):
-        raise InvalidParameter(f"sliding_windows is {shown(windows)}, expected a list with an integer or None for each layer")
+        raise InvalidType(f"sliding_windows is {shown(windows)}, expected a list with an integer or None for each layer")
     if len(windows) != layers:
         raise InvalidParameter(
             f"sliding_windows has {len(windows)} items, and the cache {layers} layers: give one, or None, for each layer"

@@ -24,7 +24,7 @@ class PageBuffer:
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
         if not isinstance(geometry, PageGeometry):
-            raise InvalidParameter(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
+            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):
@@ -74,7 +74,7 @@ class PageBuffer:
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
-            raise InvalidParameter(f"{where}: a {type(x).__name__}, expected a dense tensor in memory")
+            raise InvalidType(f"{where}: a {type(x).__name__}, expected a dense tensor in memory")
         if x.dtype != geometry.torch_dtype:
             raise InvalidType(f"{where}: dtype {x.dtype}, the geometry has {geometry.dtype}")
         expected = (geometry.heads, geometry.tokens, dim)

@@ -13,7 +13,7 @@ from kvpack.coding import dispatch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file.row import NAMESPACE_BYTES, row_layout
 from kvpack.formats.arguments import check_flag, items, shown
-from kvpack.formats.errors import InvalidParameter, Truncated
+from kvpack.formats.errors import InvalidParameter, InvalidType, Truncated
 
 from .buffer import PageBuffer
 from .device import DevicePages, PageJob, Rows
@@ -56,7 +56,7 @@ class PageCodec:
         basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(geometry, PageGeometry):
-            raise InvalidParameter(f"geometry is a {type(geometry).__name__}, expected a kvpack.PageGeometry")
+            raise InvalidType(f"geometry is a {type(geometry).__name__}, expected a kvpack.PageGeometry")
         if type(threads) is not int or not 1 <= threads <= 256:
             raise InvalidParameter(f"threads is {shown(threads)}, expected an integer from 1 to 256")
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
@@ -152,7 +152,7 @@ class PageCodec:
         if self._closed:
             raise InvalidParameter("the codec is closed: make another PageCodec")
         if not isinstance(pages, PageBuffer):
-            raise InvalidParameter(f"pages are a {type(pages).__name__}, expected a kvpack.PageBuffer of an engine's memory")
+            raise InvalidType(f"pages are a {type(pages).__name__}, expected a kvpack.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
             raise InvalidParameter(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
         slots = pages.checked_slots(slots, written)
@@ -210,5 +210,5 @@ def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes 
 def key_digest(key: bytes) -> bytes:
     """The 32 bytes by which a row names the page of an engine's ``key``. Raises InvalidParameter for anything but bytes."""
     if not isinstance(key, bytes | bytearray | memoryview):
-        raise InvalidParameter(f"a key is a {type(key).__name__}, expected bytes, such as those of an engine's block hash")
+        raise InvalidType(f"a key is a {type(key).__name__}, expected bytes, such as those of an engine's block hash")
     return hashlib.sha256(key).digest()

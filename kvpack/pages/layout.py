@@ -39,9 +39,9 @@ class PageLayout:
         Raises InvalidParameter where the writer is no permutation: it loses, repeats, overlaps or changes values.
         """
         if not isinstance(geometry, PageGeometry):
-            raise InvalidParameter(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
+            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
         if not callable(write):
-            raise InvalidParameter(f"write is {shown(write)}, expected the engine's writer, a function of (k, v)")
+            raise InvalidType(f"write is {shown(write)}, expected the engine's writer, a function of (k, v)")
         _check_tensor(page, "page")
         if page.dtype != geometry.torch_dtype:
             raise InvalidType(f"page has dtype {page.dtype}, the geometry {geometry.dtype}")
@@ -127,7 +127,7 @@ class PageLayout:
         """New memory for ``slots`` pages, from and to which ``scatter`` and ``gather`` copy."""
         slots = integer(slots, "slots")
         if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
-            raise InvalidParameter(f"slots is {shown(slots)}, expected the number of pages that memory holds")
+            raise InvalidType(f"slots is {shown(slots)}, expected the number of pages that memory holds")
         sides = [torch.empty(slots, *place.shape, dtype=self.geometry.torch_dtype, device="cpu") for place in self.places.values()]
         return PageBuffer(self.geometry, *sides)
 
@@ -158,7 +158,7 @@ class PageLayout:
         """``slots`` of ``pool`` as integers, for each of which ``staging`` has one."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
-            raise InvalidParameter(f"staging is {shown(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
+            raise InvalidType(f"staging is {shown(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
         slots = items(slots, "slots", "slots, which are integers")
         if staging.geometry != self.geometry or staging.slots < len(slots):
             raise InvalidParameter(
@@ -176,7 +176,7 @@ class PageLayout:
 
 def _check_tensor(x: Any, what: str) -> None:
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
-        raise InvalidParameter(f"{what} is {shown(x)}, expected a dense tensor in memory")
+        raise InvalidType(f"{what} is {shown(x)}, expected a dense tensor in memory")
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

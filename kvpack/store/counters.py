@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.runtime.locks import Lock
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
     """Metrics in Prometheus' text format, each with ``labels`` before its own. Raises InvalidParameter for what are no labels."""
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
-        raise InvalidParameter(f"labels is {shown(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
+        raise InvalidType(f"labels is {shown(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:
         if not _LABEL.fullmatch(name):
             raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, and no digit first")

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.formats.errors import InvalidParameter, InvalidType, MissingFile
 
 from .counters import Counters
 from .directory import Directory
@@ -131,7 +131,7 @@ def _kind(location: Any) -> Kind:
 def _folder(location: Any) -> str:
     """The path of a folder, given as a path or a URL."""
     if not isinstance(location, (str, bytes, os.PathLike)):
-        raise InvalidParameter(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
+        raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)
     if path.startswith(_FILE):
         parts = urlsplit(path)

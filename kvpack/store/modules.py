@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .described import BY_HAND, class_name
 
@@ -88,7 +88,7 @@ def check_model(model: Any) -> None:
         instead = "load the model first, such as AutoModelForCausalLM.from_pretrained(path)"
     else:
         instead = "give the model, such as one of AutoModelForCausalLM"
-    raise InvalidParameter(f"model is {shown(model)}, expected a transformers model: {instead}")
+    raise InvalidType(f"model is {shown(model)}, expected a transformers model: {instead}")
 
 
 def base_model(found: Iterable[Part]) -> Any:

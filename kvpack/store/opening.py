@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidType
 
 from .encryption import Cipher
 from .forms import Form
@@ -41,4 +41,4 @@ def opened(location: Any, identity: Identity, counters: Counters, options: Store
 def check_identity(identity: Any) -> None:
     """Raise InvalidParameter unless ``identity`` is an ``Identity``."""
     if not isinstance(identity, Identity):
-        raise InvalidParameter(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
+        raise InvalidType(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")

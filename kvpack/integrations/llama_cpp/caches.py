@@ -17,7 +17,7 @@ from kvpack.file.atomic import write_file
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.file.user_files import path_text
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.integrations.exported import exported, windows_of
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
@@ -73,7 +73,7 @@ def import_slot(
     """
     where = path_text(path)
     if model is not None and not isinstance(model, Mapping):
-        raise InvalidParameter(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
+        raise InvalidType(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
     with Reader(where) as reader:
         file = parsed(reader, 2 if windows else 1, latents=latents)
         layers = sum(len(section.keys) for section in file.sections)

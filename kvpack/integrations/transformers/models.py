@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 
 from kvpack import cache_names
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidParameter, KvpackWarning
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
 from kvpack.store.described import ALL, SAMPLE, weights_kind
 from kvpack.store.fingerprint import weights_of, weights_sample
 from kvpack.store.identity import Identity
@@ -66,7 +66,7 @@ class Expected:
 
     def __init__(self, config: Any) -> None:
         if not isinstance(config, PretrainedConfig):
-            raise InvalidParameter(f"config is {shown(config)}, expected the configuration of a transformers model, such as model.config")
+            raise InvalidType(f"config is {shown(config)}, expected the configuration of a transformers model, such as model.config")
         self.name = type(config).__name__
         self.config: Any = config.get_text_config(decoder=True)
         self.has_encoder = bool(config.is_encoder_decoder)
@@ -153,7 +153,7 @@ class Model(Expected):
         if inside is None:
             inside = models_in(model) if hasattr(model, "modules") else []
         if not inside:
-            raise InvalidParameter(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
+            raise InvalidType(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
         _check_takes_given_cache(model)
         outer = inside[0]
         decoder = outer.get_decoder()

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_with_basis
 from kvpack.pages.codec import PageCodec
 
@@ -165,7 +165,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 def _text(options: Any, name: str) -> str:
     value = options.get(name)
     if not isinstance(value, str) or not value:
-        raise InvalidParameter(f'{name} is {value!r}, expected text in kv_connector_extra_config, such as "octopus-4"')
+        raise InvalidType(f'{name} is {value!r}, expected text in kv_connector_extra_config, such as "octopus-4"')
     return value
 
 

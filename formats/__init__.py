@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .angle import Angle
+from .balanced import Balanced
 from .block_rotation import BlockRotation
 from .channel_order import ChannelOrder
 from .channel_scale import ChannelScale
@@ -44,7 +45,8 @@ CODECS: dict[str, type[CodecFamily]] = {
 """Codec families by id."""
 
 SIDE_CARS: dict[str, type[SideCar]] = {
-    side_car.name: side_car for side_car in (ChannelScale, ChannelOrder, BlockRotation, KeyMean, Outliers, Qjl, RawTokens, RawPositions)
+    side_car.name: side_car
+    for side_car in (Balanced, ChannelScale, ChannelOrder, BlockRotation, KeyMean, Outliers, Qjl, RawTokens, RawPositions)
 }
 """Side-cars by name, in the order of their keys and streams in a file."""
 

@@ -125,6 +125,11 @@ class Codec(ABC):
         return frozenset()
 
     @property
+    def bases_needed(self) -> frozenset[bytes]:
+        """The SHA-256 of each basis that readers of its values need."""
+        return frozenset()
+
+    @property
     def family(self) -> Codec:
         """The codec without its side-cars."""
         return self

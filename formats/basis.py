@@ -33,6 +33,9 @@ MEAN_UNIT = 256.0
 DIGEST_BYTES = 32
 """Bytes of the SHA-256 of a basis file, which names it."""
 
+MAX_LAYER = 4095
+"""The largest layer of a basis that a codec or side-car may name."""
+
 
 def not_given(place: str) -> MissingBasis:
     """The error of a codec that needs ``place`` of its basis, and has none."""

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_fields
-from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
+from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, among, ranged
@@ -49,8 +49,6 @@ CODES = "codes"
 
 WIDTHS = ("shared", "heads")
 """Whether heads share widths or have their own."""
-
-MAX_LAYER = 4095
 
 
 @dataclass(frozen=True)
@@ -168,6 +166,10 @@ class Klt(CodecFamily):
     def runs(self) -> tuple[Runs, ...]:
         """The runs with codes, where each head has its own widths, by width; else none."""
         return () if self.fixed_heads is None else _runs(self.widths, self.dim)
+
+    @property
+    def bases_needed(self) -> frozenset[bytes]:
+        return frozenset({self.basis} if self.rows == "basis" else ())
 
     @property
     def place(self) -> str:

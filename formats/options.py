@@ -10,6 +10,7 @@ from .errors import InvalidParameter
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .balanced import CalibratedFrames
     from .basis import Calibrated
 
 
@@ -31,13 +32,17 @@ class Options:
     ``omitted`` of a reader is the value that a recipe without the word means, if it is not the default: None if that depends on the head
     dim or on the values. The meaning of an omitted word never changes: recipes are stored without it.
 
-    ``sketched`` tells the codec that a side-car will describe its residual; ``calibrated`` is what it takes from a basis, if it needs one.
+    ``sketched`` tells the codec that a side-car will describe its residual; ``calibrated`` is what it takes from a basis, if it needs one,
+    and ``balanced`` what its side-car does.
     """
 
-    def __init__(self, codec: str, words: Mapping[str, str], calibrated: Calibrated | None = None) -> None:
+    def __init__(
+        self, codec: str, words: Mapping[str, str], calibrated: Calibrated | None = None, balanced: CalibratedFrames | None = None
+    ) -> None:
         self.codec = codec
         self.sketched = False
         self.calibrated = calibrated
+        self.balanced = balanced
         self._words = dict(words)
         # The names that were read, in the order of their first reading.
         self._known: dict[str, None] = {}
@@ -54,6 +59,10 @@ class Options:
             self._canonical.pop(name, None)
             if text is not None:
                 self._canonical[name] = text
+
+    def given(self, name: str) -> bool:
+        """Whether the word ``name`` is among those given."""
+        return name in self._words
 
     def mention(self, names: tuple[str, ...]) -> bool:
         """Whether one of the options ``names`` is among the words."""

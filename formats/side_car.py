@@ -84,6 +84,11 @@ class SideCar(ABC):
         """Bits per value, as the source paper counts them."""
         return 0.0
 
+    @property
+    def bases_needed(self) -> frozenset[bytes]:
+        """The SHA-256 of each basis that readers of its values need."""
+        return frozenset()
+
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Name, dtype and shape of its streams, in stored order."""
         return {}

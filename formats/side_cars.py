@@ -75,6 +75,11 @@ class WithSideCars(Codec):
         return tuple(side_car for side_car in self.side_cars if isinstance(side_car, ValueMap))
 
     @cached_property
+    def maps_by_run(self) -> bool:
+        """Whether runs may have value maps of their own."""
+        return any(value_map.layout(1, 1, 0) for value_map in self.value_maps)
+
+    @cached_property
     def page_vectors(self) -> tuple[PageVector, ...]:
         return tuple(side_car for side_car in self.side_cars if isinstance(side_car, PageVector))
 
@@ -98,11 +103,19 @@ class WithSideCars(Codec):
         return self.codec.features | {side_car.feature for side_car in self.side_cars} - {""}
 
     @property
+    def bases_needed(self) -> frozenset[bytes]:
+        return self.codec.bases_needed.union(*(side_car.bases_needed for side_car in self.side_cars))
+
+    @property
     def family(self) -> Codec:
         return self.codec
 
     def with_family(self, family: Codec) -> Codec:
         return replace(self, codec=family)
+
+    def with_side_car(self, side_car: SideCar) -> WithSideCars:
+        """The codec with ``side_car`` in place of its own one of the same class."""
+        return replace(self, side_cars=tuple(side_car if type(one) is type(side_car) else one for one in self.side_cars))
 
     @property
     def rotation(self) -> Rotation:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
 from .base import MAX_DIM, Layout, Run, RunEncoder
-from .basis import DIGEST_BYTES, not_given
+from .basis import DIGEST_BYTES, MAX_LAYER, not_given
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, among, ranged
 from .frames import LARGEST_LEVEL, SCALES_PER_OCTAVE
@@ -36,7 +36,6 @@ SIDES = ("k", "v")
 SCOPES = ("head", "layer")
 """Whether a frame is of the channels of one head, or of those of all heads of a layer."""
 CHUNKS = (16, 32, 64, 128, 256)
-MAX_LAYER = 4095
 MAX_STEP = 255
 
 DEAD_ZONE = 0.06
@@ -106,6 +105,10 @@ class Transform(CodecFamily):
     def step_size(self) -> float:
         """What a level of 1 stands for."""
         return float(2.0 ** (-self.step / SCALES_PER_OCTAVE))
+
+    @property
+    def bases_needed(self) -> frozenset[bytes]:
+        return frozenset({self.basis})
 
     @property
     def place(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,22 @@ from fuzz.oracles import MAX_DECODED_BYTES
 from kvpack.coding.bases import Basis
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
-from support.klt_bases import random_basis, random_tables
+from support.klt_bases import balanced_basis, random_basis, random_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SHAPES = {(0, "k"): (2, 8), (0, "v"): (1, 8)}
-SEEDS = tuple(
-    random_basis(SHAPES, 1, dtype, scopes=scopes, tables=random_tables("fuzz"))
-    for dtype in ("fp16", "fp32")
-    for scopes in (None, {(0, "k"): "head", (0, "v"): "layer"})
+SEEDS = (
+    *(
+        random_basis(SHAPES, 1, dtype, scopes=scopes, tables=random_tables("fuzz"))
+        for dtype in ("fp16", "fp32")
+        for scopes in (None, {(0, "k"): "head", (0, "v"): "layer"})
+    ),
+    balanced_basis({0: (2, 8)}, 1, "fp32"),
+    balanced_basis({0: (2, 8)}, 1, "fp16", SHAPES),
 )
-"""Small bases, without frames and with those of heads and of layers."""
+"""Small bases: without frames, with those of heads and of layers, and with balanced ones."""
 _MOST_VALUES = 1 << 13
 _TOKENS = 5
 
@@ -45,7 +50,7 @@ def check_basis(data: bytes) -> bool:
     layers = _layers(basis)
     if layers is None:
         return True
-    for recipe in ("klt-2", "kv=klt:bits=2,rows=fp16", "kv=klt:bits=4,rows=fp32", "transform-8"):
+    for recipe in ("klt-2", "kv=klt:bits=2,rows=fp16", "kv=klt:bits=4,rows=fp32", "transform-8", "k=scalar:b=4,frame=balanced;v=raw"):
         _check_recipe(basis, layers, recipe)
     return True
 
@@ -69,13 +74,17 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
 
 def _layers(basis: Basis) -> list[Any] | None:
     """Keys and values of the shapes of a basis; None where it has too many."""
-    generator, sides = torch.Generator().manual_seed(0), set(basis.sides())
-    shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in sides}
+    generator = torch.Generator().manual_seed(0)
+    shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in basis.sides()}
+    for layer in range(basis.layers_described):
+        with contextlib.suppress(KvpackError):
+            frames = basis.balanced(layer, "balanced").frames
+            shapes[layer, "k"] = frames.heads, _TOKENS, frames.dim
     if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MOST_VALUES:
         return None
     found = []
-    for layer in range(basis.layers_with_rows):
-        pair = [torch.randn(1, *shapes[layer, side], generator=generator) if (layer, side) in sides else None for side in "kv"]
+    for layer in range(basis.layers_described):
+        pair = [torch.randn(1, *shapes[layer, side], generator=generator) if (layer, side) in shapes else None for side in "kv"]
         found.append(tuple(pair))
     return found
 

@@ -20,8 +20,6 @@ from kvpack.file.json_header import make_front
 from kvpack.file.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidParameter, KvpackError
-from kvpack.formats.klt import Klt
-from kvpack.formats.transform import Transform
 from support.second_decoder import decoder, decompress
 
 if TYPE_CHECKING:
@@ -77,8 +75,7 @@ def compare_container(data: bytes) -> None:
 def needs_basis(file: File) -> bool:
     """Whether a file is of a basis that is not in it: no reader is given any here, but for the targets of values."""
     used = {side.codec for layer in file.header.layers for _, side in layer.sides()}
-    codecs = [file.header.codecs[number] for number in used]
-    return any(isinstance(codec, Transform) or (isinstance(codec, Klt) and codec.rows == "basis") for codec in codecs)
+    return any(file.header.codecs[number].bases_needed for number in used)
 
 
 def refused_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> str | None:

@@ -696,6 +696,8 @@ class SideCar:
     seed: int = 0
     block: int = 0
     bits: int = 0
+    basis: tuple[bytes, int, str] | None = None
+    """The digest and the layer of the basis that a reader must be given, and which frames of it."""
 
 
 Digits = Mapping[str, list[list[int]]]
@@ -797,6 +799,7 @@ def one_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...], 
 
 KLT_PARAMETERS = "codecs/klt.md, Parameters and ranges"
 BASIS = "basis"
+BALANCED = "balanced"
 RUN_COLUMNS, SHORT_COLUMNS = 16, 8
 TABLE_VALUES = 510
 
@@ -910,15 +913,37 @@ def check_basis(file: File) -> None:
                 require(side.packed >= basis_rows(side.codec.dim), rule, f"{what}: {side.packed} rows")
 
 
+def basis_named(digest: bytes, bases: Mapping[bytes, bytes], rule: str, prefix: str) -> File:
+    """The basis with a digest among ``bases``, files by digest."""
+    require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
+    assert hashlib.sha256(bases[digest]).digest() == digest
+    found = read(bases[digest])
+    require(BASIS in found.required, "basis.md, File", f"{prefix}*: {digest.hex()} is a cache and no basis")
+    return found
+
+
+def balanced_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[dict[str, list[float]]]:
+    """side-cars.md, Balanced keys: the matrix of each head."""
+    rule = f"{SIDE_CARS}, Layout"
+    named = side.codec.side_cars["balanced"].basis
+    assert named is not None
+    digest, layer, frame = named
+    found = basis_named(digest, bases, rule, prefix)
+    name = f"{layer}.state.k.{frame}"
+    tensors = {tensor.name: tensor for tensor in found.tensors}
+    require(name in tensors, rule, f"{prefix}*: the basis has no {name}")
+    heads, dim = side.heads, side.codec.dim
+    require(tensors[name].shape == (1, heads, dim, dim), rule, f"{prefix}*: {name} has the shape {tensors[name].shape}")
+    matrices = numbers(found.states[name], tensors[name].dtype)
+    return [{"balanced": matrices[h * dim * dim : (h + 1) * dim * dim]} for h in range(heads)]
+
+
 def given_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[dict[str, list[float]]]:
     """For each head of a side that needs a basis, what it takes from ``bases``, files by digest: its rows, or its frame."""
     rule = f"codecs/{side.codec.id}.md, Parameters and ranges"
     assert side.codec.basis is not None
     digest, layer, name = side.codec.basis
-    require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
-    assert hashlib.sha256(bases[digest]).digest() == digest
-    found = read(bases[digest])
-    require(BASIS in found.required, "basis.md, File", f"{prefix}*: {digest.hex()} is a cache and no basis")
+    found = basis_named(digest, bases, rule, prefix)
     require(layer < len(found.layers) and found.layers[layer][name] is not None, rule, f"{prefix}*: the basis has no {layer}.{name}")
     basis = found.layers[layer][name]
     assert basis is not None
@@ -935,6 +960,7 @@ def given_for(side: Side, prefix: str, bases: Mapping[bytes, bytes]) -> list[dic
 FRAMES = "basis.md, Frames"
 ROPE = ("rope.halves", "rope.neighbours")
 TABLES = ("table.frequencies", "table.values")
+KEYS = ("k.balanced", "k.centered", "k.queries", "k.mean")
 
 
 def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
@@ -953,10 +979,11 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
             }
             require(frames.dtype in ("F16", "F32") and frames.shape in shapes, FRAMES, f"{frames.name} is {frames.dtype} {frames.shape}")
             require((scales.dtype, scales.shape) == ("U8", shapes[frames.shape]), FRAMES, f"{scales.name} is {scales.dtype} {scales.shape}")
+        key_dim = check_keys(states, number, layer["k"])
         turned = [states[f"{number}.state.{name}"] for name in ROPE if f"{number}.state.{name}" in states]
         require(len(turned) <= 1, FRAMES, f"layer {number} pairs channels in two ways")
         for rope in turned:
-            dim = layer["k"].codec.dim if layer["k"] else 0
+            dim = layer["k"].codec.dim if layer["k"] else key_dim
             right = rope.dtype == "F32" and len(rope.shape) == 2 and 2 * rope.shape[1] <= dim
             require(right, FRAMES, f"{rope.name} is {rope.dtype} {rope.shape}, for a head dim of {dim}")
     frequencies, values = (states.get(f"0.state.{name}") for name in TABLES)
@@ -971,11 +998,28 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
     require(right, FRAMES, f"{values.name} is {values.dtype} {values.shape}")
 
 
+def check_keys(states: Mapping[str, Tensor], number: int, side: Side | None) -> int:
+    """basis.md, Balanced frames, but for the values. The head dim of the keys, 0 without any."""
+    rule = "basis.md, Balanced frames"
+    found = {name: states[f"{number}.state.{name}"] for name in KEYS if f"{number}.state.{name}" in states}
+    if not found:
+        return 0
+    first = next((found[name] for name in KEYS[:2] if name in found), None)
+    if first is None:
+        refuse(rule, f"layer {number} has neither k.balanced nor k.centered")
+    heads, n = (side.heads, side.codec.dim) if side else (first.shape[1], first.shape[3]) if len(first.shape) == 4 else (0, 0)
+    require(1 <= n <= 1024, rule, f"{first.name} has the shape {first.shape}")
+    for name, state in found.items():
+        dtypes, shape = (("F16", "F32") if name in KEYS[:2] else ("F32",)), ((1, heads, n) if name == "k.mean" else (1, heads, n, n))
+        require(state.dtype in dtypes and state.shape == shape, rule, f"{state.name} is {state.dtype} {state.shape}")
+    return n
+
+
 def check_frame_values(file: File) -> None:
     tensors = {tensor.name: tensor for tensor in file.tensors}
     for name, content in file.states.items():
         kind = name.split(".", 2)[2]
-        if kind not in ("k.frames", "v.frames", *ROPE) and name not in [f"0.state.{table}" for table in TABLES]:
+        if kind not in ("k.frames", "v.frames", *KEYS, *ROPE) and name not in [f"0.state.{table}" for table in TABLES]:
             continue
         found = numbers(content, tensors[name].dtype)
         if kind == TABLES[0]:
@@ -983,7 +1027,8 @@ def check_frame_values(file: File) -> None:
             for first in range(0, len(found), alphabet):
                 check_frequencies(f"{name}, table {first // alphabet}", found[first : first + alphabet])
         else:
-            require(all(map(math.isfinite, found)), FRAMES, f"{name} has a value that is not finite")
+            rule = "basis.md, Balanced frames" if kind in KEYS else FRAMES
+            require(all(map(math.isfinite, found)), rule, f"{name} has a value that is not finite")
             require(kind not in ROPE or all(0 <= one <= 2 for one in found), FRAMES, f"{name} has a frequency outside of 0 to 2")
 
 
@@ -1876,7 +1921,17 @@ CODECS: dict[str, Callable[[Mapping[str, Any]], Codec]] = {
 # side-cars.md --------------------------------------------------------------------------------------------------------
 
 SIDE_CARS = "side-cars.md"
-SIDE_CAR_KEYS = ("channel_scale", "channel_order", "block_rotation", "key_mean", "outliers", "qjl", "raw_tokens", "raw_positions")
+SIDE_CAR_KEYS = (
+    "balanced",
+    "channel_scale",
+    "channel_order",
+    "block_rotation",
+    "key_mean",
+    "outliers",
+    "qjl",
+    "raw_tokens",
+    "raw_positions",
+)
 POSITION_WORDS = 4
 
 
@@ -1906,6 +1961,12 @@ def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]
 
 def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
     dim = codec.dim
+    if name == "balanced":
+        right = isinstance(value, dict) and list(value) == ["basis", "layer", "frame"]
+        require(right and isinstance(value["basis"], bytes) and len(value["basis"]) == 32, SIDE_CARS, f"balanced is {value!r}")
+        right = isinstance(value["layer"], int) and value["layer"] in range(4096) and value["frame"] in ("balanced", "centered")
+        require(right, SIDE_CARS, f"balanced is {value!r}")
+        return SideCar({}, [], basis=(value["basis"], value["layer"], value["frame"]))
     if name == "channel_scale":
         return SideCar({}, [NumberStream(name, take_choice(value, HALF_OR_SINGLE, name), (dim,), per="run")])
     if name == "channel_order":
@@ -2090,7 +2151,7 @@ HIDDEN_TOKENS = "hidden-tokens"
 HIDDEN_RECORD = 20
 OFFSETS = "container.md, Position offsets"
 POSITION_OFFSETS = "position-offsets"
-SIDE_CAR_FEATURES = {"key_mean": "key-mean", "raw_positions": "raw-positions"}
+SIDE_CAR_FEATURES = {"balanced": BALANCED, "key_mean": "key-mean", "raw_positions": "raw-positions"}
 CODEC_FEATURES = (*SIDE_CAR_FEATURES.values(), SCALE_PER_HEAD)
 REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, *CODEC_FEATURES)}
 LIMITS = "container.md, Limits"
@@ -2521,6 +2582,8 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: M
     for name, found in places.items():
         rule = f"{SIDE_CARS}, Layout"
         require(len(found) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(found)} flags")
+    if "balanced" in codec.side_cars:
+        side.given = balanced_for(side, prefix, bases)
     if "raw_positions" in codec.side_cars:
         places["raw_positions"] = position_places(side, prefix)
     all_digits = side.digits | codec.coded(side, prefix)
@@ -2644,6 +2707,12 @@ def decode_token(
         x = [f32(one * scale) for one, scale in zip(x, scales, strict=True)]
         products = zip(tolerance, scales, x, strict=True)
         tolerance = [scale * before + 2.0**-23 * abs(one) + 2.0**-126 if before else 0.0 for before, scale, one in products]
+    if "balanced" in codec.side_cars:
+        columns = [row["balanced"][c :: codec.dim] for c in range(codec.dim)]
+        sums = [sum(abs(one * d) for one, d in zip(x, column, strict=True)) for column in columns]
+        before = [sum(one * abs(d) for one, d in zip(tolerance, column, strict=True)) for column in columns]
+        tolerance = [own + 2.0**-18 * size + 2.0**-126 for own, size in zip(before, sums, strict=True)]
+        x = [f32(math.fsum(one * d for one, d in zip(x, column, strict=True))) for column in columns]
     return x, tolerance
 
 

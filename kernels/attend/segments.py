@@ -99,7 +99,7 @@ def of_side(side: Side) -> SideSegments:
     if side not in _side_segments:
         found, first = [], 0
         for page in side.pages:
-            found += _segments_of(page, first, side.tail.dtype)
+            found += _segments_of(page, first, side.tail.dtype, side.pages[0])
             first += page.tokens
         if side.tail.shape[2]:
             found.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
@@ -109,15 +109,16 @@ def of_side(side: Side) -> SideSegments:
     return _side_segments[side]
 
 
-def _segments_of(page: Page, first: int, dtype: torch.dtype) -> list[SideSegment]:
+def _segments_of(page: Page, first: int, dtype: torch.dtype, first_page: Page) -> list[SideSegment]:
     """One segment, or with raw tokens several: those that hold such tokens are ``raw``, in the frame of the others.
 
-    Of a basis they are in the original frame, in ``dtype``, as the raw tail is: columns without codes have no place in tiles.
+    Pages whose maps do not depend on the run are in the frame of the side's ``first_page``. Of a basis they are in the original frame, in
+    ``dtype``, as the raw tail is: columns without codes have no place in tiles.
     """
     codec = page.codec
     if not isinstance(codec, WithSideCars):
         return [_whole_page(codec, first, page, page.streams, None)]
-    frame = page if codec.value_maps else None
+    frame = (page if codec.maps_by_run else first_page) if codec.value_maps else None
     if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
     kept = {token for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()}

@@ -163,7 +163,7 @@ def _framed(codec: Codec) -> bool:
     """Whether each page may have a coded frame of its own: by channel maps, or rows of a basis that the cache holds."""
     if isinstance(codec.family, Klt) and codec.family.rows != "basis":
         return True
-    return isinstance(codec, WithSideCars) and bool(codec.value_maps)
+    return isinstance(codec, WithSideCars) and codec.maps_by_run
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale, factors
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.threads import checked_threads
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.formats.side_car import KeptTokens
 
-    from .sides import Side
+    from .sides import Part, Side
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes of dense rows, in the order of ``library.DTYPES``."""
 
 FEWEST_VALUES = 1 << 18
 """Values of a call for each of its threads: below it, starting one costs more than it saves."""
+
+MAPPED_TOKENS = 1 << 10
+"""Tokens of balanced keys that are brought to the original frame at once."""
 
 MANY_BYTES = 1 << 22
 """Results of at least this size are written around the processor's caches."""
@@ -32,14 +36,38 @@ MANY_BYTES = 1 << 22
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
     """Write all tokens of a side to ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame.
 
-    Returns False, and writes nothing, if C does not take its codec, its strides, side-cars other than channel scales and raw tokens, or
-    a dtype that is not in ``DTYPES``. ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    Returns False, and writes nothing, if C does not take its codec, its strides, side-cars other than balanced frames, channel scales and
+    raw tokens, or a dtype that is not in ``DTYPES``. ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.parts_of(side)) is None:
         return False
-    if isinstance(codec, WithSideCars) and not all(isinstance(value_map, ChannelScale) for value_map in codec.value_maps):
+    if isinstance(codec, WithSideCars) and not all(isinstance(value_map, ChannelScale | Balanced) for value_map in codec.value_maps):
         return False
+    balanced = codec.side_car(Balanced)
+    if balanced is None:
+        _unpack_parts(side, parts, out, threads, level)
+    else:
+        _unpack_balanced(side, parts, balanced, out, threads, level)
+    if isinstance(codec, WithSideCars):
+        for tokens in codec.kept_tokens:
+            _put_raw(side, tokens, out)
+    return True
+
+
+def _unpack_balanced(side: Side, parts: list[Part], balanced: Balanced, out: torch.Tensor, threads: int | None, level: int) -> None:
+    """Write all tokens to ``out`` but raw ones; ``parts`` are unpacked in their frame first. Raises MemoryError."""
+    framed = torch.empty_like(out, dtype=torch.float32)
+    _unpack_parts(side, parts, framed, threads, level)
+    packed = side.packed_tokens
+    out[:, :, packed:] = framed[:, :, packed:]
+    for first in range(0, packed, MAPPED_TOKENS):
+        tokens = slice(first, min(packed, first + MAPPED_TOKENS))
+        out[:, :, tokens] = balanced.inverse(framed[:, :, tokens], {})
+
+
+def _unpack_parts(side: Side, parts: list[Part], out: torch.Tensor, threads: int | None, level: int) -> None:
+    """Write ``parts`` to ``out``, after inverse rotations and channel scales. Raises MemoryError."""
     batch, heads = out.shape[:2]
     most = 1 + out.numel() // FEWEST_VALUES
     threads = min(checked_threads(threads, torch.get_num_threads()), most)
@@ -47,8 +75,8 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     assert compiled is not None
     for part in parts:
         described = part.described()
-        rotation = rotations.NONE if part.frame is None else rotations.described(codec.rotation)
-        scales = None if part.frame is None else _channel_scales(codec, part.frame)
+        rotation = rotations.NONE if part.frame is None else rotations.described(side.codec.rotation)
+        scales = None if part.frame is None else _channel_scales(side.codec, part.frame)
         start, *steps = _stream(out)
         call = library.Unpack(
             batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype), rotation.struct,
@@ -57,10 +85,6 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
         )  # fmt: skip
         if compiled.kvpack_unpack(ctypes.byref(call)):
             raise MemoryError("there is not enough memory for the buffers of unpacking")
-    if isinstance(codec, WithSideCars):
-        for tokens in codec.kept_tokens:
-            _put_raw(side, tokens, out)
-    return True
 
 
 def _stream(x: torch.Tensor) -> tuple[int, ...]:
@@ -69,7 +93,7 @@ def _stream(x: torch.Tensor) -> tuple[int, ...]:
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
     """The factors of a page, float32 ``[batch, kv_head, 1, dim]``, if it has any."""
-    if not isinstance(codec, WithSideCars) or not codec.value_maps:
+    if codec.side_car(ChannelScale) is None:
         return None
     return factors(page.streams).contiguous()
 

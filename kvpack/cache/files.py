@@ -17,8 +17,6 @@ from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import check_callback, check_flag
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.formats.klt import Klt
-from kvpack.formats.transform import Transform
 from kvpack.runtime.modes import own_modes
 
 from .arguments import checked_device, integer
@@ -136,8 +134,7 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe | None, bas
         return cache
     parsed = parse_recipe(recipe)
     if parsed.needs_basis and parsed.basis is None and bases is not None:
-        codecs = [side.codec.family for layer in cache for side in layer.sides.values()]
-        own = {codec.basis for codec in codecs if isinstance(codec, Klt | Transform)}
+        own = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
         given: Any = bases
         parsed = parse_recipe(parsed, find(given, own.pop()) if len(own) == 1 else given)
     return cache.convert(parsed)

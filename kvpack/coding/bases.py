@@ -9,16 +9,17 @@ import os
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvpack.file import container
-from kvpack.file.basis import FEATURE, FREQUENCIES, ROPE, VALUES
+from kvpack.file.basis import FEATURE, FREQUENCIES, KEY_FRAMES, MEAN, QUERIES, ROPE, VALUES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.layer_states import StateEntry, features_of
 from kvpack.file.payload import as_array
 from kvpack.file.sources import OnDisk
 from kvpack.file.user_files import open_regular, path_text
 from kvpack.formats.arguments import shown
+from kvpack.formats.balanced import BalancedFrames, CalibratedFrames
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackError, LimitExceeded, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables
@@ -89,6 +90,9 @@ class Basis:
                 (number, name): _rows(file, number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()
             }
             self._frames = _frames(file)
+            self._balanced = _balanced(file)
+            self._queries = {state.layer: array for state, array in _states_named(file, QUERIES)}
+            self._means = {state.layer: array for state, array in _states_named(file, MEAN)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -114,9 +118,15 @@ class Basis:
         return iter(self._rows)
 
     @property
-    def layers_with_rows(self) -> int:
-        """The layers up to the last one that has rows."""
-        return 1 + max((layer for layer, _ in self._rows), default=-1)
+    def layers_described(self) -> int:
+        """The layers up to the last one that has rows or balanced frames."""
+        return 1 + max((layer for layer, _ in (*self._rows, *self._balanced)), default=-1)
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """The heads and head dims of what it has."""
+        rows = {(one.heads, one.dim) for one in self._rows.values()}
+        return rows | {(one.heads, one.dim) for one in self._balanced.values()}
 
     def rows(self, layer: int, side: str) -> BasisRows:
         """The rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
@@ -131,6 +141,26 @@ class Basis:
         if found is None:
             raise OutOfBounds(f"{self.where}: the basis has no frames of {'keys' if side == 'k' else 'values'} of layer {layer}")
         return found
+
+    def balanced(self, layer: int, frame: str) -> CalibratedFrames:
+        """The ``frame`` ("balanced" or "centered") of each head of the keys of ``layer``, for ``frame=`` of recipes. Raises OutOfBounds."""
+        found = self._balanced.get((layer, frame))
+        if found is None:
+            raise OutOfBounds(f"{self.where}: the basis has no {frame} frames of the keys of layer {layer}: kvpack calibrate makes them")
+        return CalibratedFrames(found, self.digest, layer)
+
+    def queries(self, layer: int) -> torch.Tensor:
+        """E[q q^T] of the queries that meet the keys of each head of ``layer``, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""
+        return self._of_keys(self._queries, layer, "second moments of queries")
+
+    def mean(self, layer: int) -> torch.Tensor:
+        """The mean of the keys of ``layer`` before RoPE, float32 ``[kv_head, dim]``. Raises OutOfBounds."""
+        return self._of_keys(self._means, layer, "mean of keys before RoPE")
+
+    def _of_keys(self, found: Mapping[int, torch.Tensor], layer: int, what: str) -> torch.Tensor:
+        if layer not in found:
+            raise OutOfBounds(f"{self.where}: the basis has no {what} of layer {layer}: kvpack calibrate makes them")
+        return found[layer]
 
     def framed(self) -> list[tuple[int, str]]:
         """The layers and sides that have frames, in order."""
@@ -285,6 +315,20 @@ def _check_bits(bits: float, least: float) -> None:
         raise InvalidParameter(f"bits is {found}, expected {least:g} to {MOST_BITS:g} bits per value")
 
 
+class BalancedKeys(NamedTuple):
+    """What a calibration found of the keys of a layer for a basis, float32 ``[kv_head, dim, dim]``.
+
+    ``balanced`` and ``centered`` are frames as in ``BalancedFrames``, ``queries`` E[q q^T] of the queries of a head, after RoPE, and
+    ``mean`` ``[kv_head, dim]`` that of keys before ``rope`` turns them; None where it is not known how they turn.
+    """
+
+    balanced: torch.Tensor
+    centered: torch.Tensor
+    queries: torch.Tensor
+    mean: torch.Tensor | None = None
+    rope: Rope | None = None
+
+
 class BasisFile:
     """An open basis file at ``where``, of which the header alone was read."""
 
@@ -343,10 +387,12 @@ def basis_bytes(
     model: Mapping[str, str],
     dtype: str = "fp16",
     frames: Mapping[tuple[int, str], Frames] | None = None,
+    balanced: Mapping[int, BalancedKeys] | None = None,
 ) -> bytes:
     """The basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` by layer and side.
 
-    All frames have the same tables. Raises OutOfRange where ``dtype`` ("fp16" or "fp32") does not hold a value, and LimitExceeded.
+    All frames have the same tables. ``balanced`` is by layer. Raises OutOfRange where ``dtype`` ("fp16" or "fp32") does not hold a value,
+    and LimitExceeded.
     """
     codecs: dict[Codec, int] = {}
     entries, arrays = [], {}
@@ -361,9 +407,10 @@ def basis_bytes(
             arrays[f"{number}.{side}.values"] = codec.encode(filled)["values"].contiguous().numpy()
             sides[side] = SideEntry(codecs.setdefault(codec, len(codecs)), 1, values.shape[0], (count,), 0, dtype, 0)
         entries.append(LayerEntry(sides.get("k"), sides.get("v")))
-    states = _states(frames or {}, dtype)
+    states = _states(frames or {}, balanced or {}, dtype)
     arrays |= {state.where: array for state, array in states.items()}
-    limits = [one.rope.longest for one in (frames or {}).values() if one.rope is not None and one.rope.longest is not None]
+    turned = [*(one.rope for one in (frames or {}).values()), *(one.rope for one in (balanced or {}).values())]
+    limits = [rope.longest for rope in turned if rope is not None and rope.longest is not None]
     if limits:
         model = {**model, LONGEST: str(min(limits))}
     required, ignorable = features_of(states)
@@ -373,19 +420,32 @@ def basis_bytes(
     return container.to_bytes(contents, arrays)
 
 
-def _states(frames: Mapping[tuple[int, str], Frames], dtype: str) -> dict[StateEntry, Any]:
-    """The states that describe ``frames``, and their arrays."""
+def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
+    """The states that describe ``frames`` and ``balanced`` frames, and their arrays."""
     found: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:
         found[StateEntry(layer, name, stored, (1, *array.shape))] = numpy.ascontiguousarray(array)
 
+    def add_rows(layer: int, name: str, rows: torch.Tensor) -> None:
+        stored = Raw(rows.shape[-1], dtype).encode(rows[None])["values"][0].contiguous().numpy()
+        add(layer, name, {"fp16": "F16", "fp32": "F32"}[dtype], stored)
+
+    def add_rope(layer: int, rope: Rope | None) -> None:
+        if rope is not None:
+            add(layer, f"rope.{rope.pairing}", "F32", numpy.array(rope.frequencies, numpy.float32))
+
+    for layer, keys in sorted(balanced.items()):
+        add_rows(layer, KEY_FRAMES["balanced"], keys.balanced)
+        add_rows(layer, KEY_FRAMES["centered"], keys.centered)
+        add(layer, QUERIES, "F32", keys.queries.numpy())
+        if keys.mean is not None:
+            add(layer, MEAN, "F32", keys.mean.numpy())
+        add_rope(layer, keys.rope)
     for (layer, side), one in sorted(frames.items()):
-        stored = Raw(one.columns, dtype).encode(one.rows[None])["values"][0].contiguous().numpy()
-        add(layer, f"{side}.frames", {"fp16": "F16", "fp32": "F32"}[dtype], stored)
+        add_rows(layer, f"{side}.frames", one.rows)
         add(layer, f"{side}.scales", "U8", one.scales.astype(numpy.uint8))
-        if one.rope is not None:
-            add(layer, f"rope.{one.rope.pairing}", "F32", numpy.array(one.rope.frequencies, numpy.float32))
+        add_rope(layer, one.rope)
     if frames:
         tables = next(iter(frames.values())).tables
         add(0, FREQUENCIES, "U16", tables.frequencies.astype(numpy.uint16))
@@ -414,6 +474,20 @@ def _frames(file: container.File) -> dict[tuple[int, str], Frames]:
             rope = next((Rope(tuple(map(float, frequencies)), pairing, longest) for pairing, frequencies in turned), None)
             found[layer, side] = Frames(rows, array(layer, f"{side}.scales"), tables, rope)
     return found
+
+
+def _balanced(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
+    """The balanced and centered frames of the keys of all layers that have them."""
+    named = {frame: _states_named(file, name) for frame, name in KEY_FRAMES.items()}
+    return {(state.layer, frame): BalancedFrames(array) for frame, found in named.items() for state, array in found}
+
+
+def _states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:
+    """The states ``name`` of all layers, and their values, float32 without the axis of sequences."""
+    for state in file.header.states:
+        if state.name == name:
+            array = as_array(file.read_state(state), state.layout)[0]
+            yield state, torch.from_numpy(array.astype(numpy.float32))
 
 
 def _longest(file: container.File) -> int | None:

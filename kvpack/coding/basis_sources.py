@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file.basis import SUFFIX
 from kvpack.file.user_files import could_not_open, path_text
+from kvpack.formats.balanced import Balanced
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.transform import Transform
 
 from .bases import Basis, opened
@@ -94,45 +96,62 @@ def bound(header: Header, source: Any = None) -> Header:
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
     of_sides = [codec for number, codec in enumerate(header.codecs) if number in used]
-    unbound = [codec.family for codec in of_sides if isinstance(codec.family, Klt | Transform) and codec.family.source is None]
-    needed = {codec.basis for codec in unbound if _needs_basis(codec)}
+    unbound = [part for codec in of_sides for part in _parts(codec) if part.source is None]
+    needed = {part.basis for part in unbound if part.bases_needed}
     if not unbound or (source is None and not needed):
         return header
     if source is None:
         raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, in commands --basis, its path or a folder that holds it")
     bases = {digest: find(source, digest) for digest in needed}
-    for digest in {codec.basis for codec in unbound} - needed:
+    for digest in {part.basis for part in unbound} - needed:
         with contextlib.suppress(KvpackError):
             bases[digest] = find(source, digest)
     codecs = tuple(_bound(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
-            codec = codecs[side.codec].family
-            if isinstance(codec, Klt | Transform) and _needs_basis(codec) and codec.source is not None:
-                heads = codec.source.heads if isinstance(codec, Klt) else codec.source.heads(codec.dim)
-                if heads != side.heads:
-                    raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {codec.place} have {heads}")
+            for part in _parts(codecs[side.codec]):
+                if part.bases_needed and part.source is not None:
+                    heads = part.source.heads(part.dim) if isinstance(part, Transform) else part.source.heads
+                    if heads != side.heads:
+                        raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {part.place} have {heads}")
     return replace(header, codecs=codecs)
 
 
-def _needs_basis(codec: Klt | Transform) -> bool:
-    return isinstance(codec, Transform) or codec.rows == "basis"
+def _parts(codec: Codec) -> tuple[Klt | Transform | Balanced, ...]:
+    """The parts of a codec that name a basis: the codec without side-cars, or a side-car."""
+    parts = (codec.family, codec.side_car(Balanced))
+    return tuple(part for part in parts if isinstance(part, Klt | Transform | Balanced))
 
 
 def _bound(number: int, given: Codec, bases: Mapping[bytes, Basis]) -> Codec:
-    codec = given.family
-    if not isinstance(codec, Klt | Transform) or codec.source is not None or codec.basis not in bases:
-        return given
-    basis = bases[codec.basis]
+    for part in _parts(given):
+        if part.source is None and part.basis in bases:
+            basis = bases[part.basis]
+            given = _with_frames(number, given, part, basis) if isinstance(part, Balanced) else _with_rows(number, given, part, basis)
+    return given
+
+
+def _with_frames(number: int, given: Codec, side_car: Balanced, basis: Basis) -> Codec:
+    assert isinstance(given, WithSideCars)
+    try:
+        frames = basis.balanced(side_car.layer, side_car.frame).frames
+    except OutOfBounds as error:
+        raise InvalidHeader(f"codecs[{number}]: {error}") from None
+    if frames.dim != side_car.dim:
+        raise InvalidHeader(f"codecs[{number}]: dim is {side_car.dim}, the {side_car.place} have {frames.dim} channels")
+    return given.with_side_car(replace(side_car, source=frames))
+
+
+def _with_rows(number: int, given: Codec, codec: Klt | Transform, basis: Basis) -> Codec:
     try:
         rows = basis.rows(codec.layer, codec.side)
         frames = basis.frames(codec.layer, codec.side) if isinstance(codec, Transform) else None
     except OutOfBounds as error:
-        if not _needs_basis(codec):
+        if not codec.bases_needed:
             return given
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if rows.dim != codec.dim:
-        if not _needs_basis(codec):
+        if not codec.bases_needed:
             return given
         raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, the {codec.place} have {rows.dim} channels")
     if not isinstance(codec, Transform):

@@ -12,6 +12,7 @@ them; every lossy preset has it, and "raw=0" after a preset turns it off.
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
 "transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=4,0.6,4".
+Keys of other codecs in balanced frames need one too: "k=scalar:b=2,frame=balanced".
 For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
@@ -32,6 +33,7 @@ from kvpack.file.checks import check_string
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, create_codec
 from kvpack.formats.arguments import check_mapping, integer, shown
+from kvpack.formats.balanced import OPTION
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
+    from kvpack.formats.balanced import CalibratedFrames
     from kvpack.formats.base import Codec
     from kvpack.formats.basis import Calibrated
 
@@ -105,8 +108,17 @@ class Rule:
             return True
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
 
-    def codec(self, dim: int, side: str, dtype: str = "bf16", calibrated: Calibrated | None = None) -> Codec:
-        """The rule's codec for one head dim; ``dtype`` is that of the values, and ``calibrated`` comes from a basis, if there is one.
+    def codec(
+        self,
+        dim: int,
+        side: str,
+        dtype: str = "bf16",
+        calibrated: Calibrated | None = None,
+        balanced: CalibratedFrames | None = None,
+    ) -> Codec:
+        """The rule's codec for one head dim; ``dtype`` is that of the values.
+
+        ``calibrated`` and ``balanced`` come from a basis, if there is one.
 
         Raises InvalidParameter when it cannot take the head dim, InvalidType when it cannot keep the dtype.
         """
@@ -116,8 +128,8 @@ class Rule:
                 kept = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidType(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
             words["dtype"] = dtype
-        if calibrated is not None:
-            return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated))
+        if calibrated is not None or balanced is not None:
+            return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated, balanced))
         # The layers of a cache share it.
         asked = dim, side, words.get("dtype")
         if asked not in self._codecs:
@@ -136,6 +148,16 @@ class Rule:
         if self.codec_id in CALIBRATED:
             words["bits"] = f"{self.bits:.6f}".rstrip("0").rstrip(".")
         return _canonical_codec(self.codec_id, tuple(words.items()), side)
+
+    @property
+    def frame(self) -> str:
+        """The frame of a basis that keys are in; empty if they are in none."""
+        return dict(self.words).get(OPTION, "")
+
+    @property
+    def needs_basis(self) -> bool:
+        """Whether its codec needs a basis."""
+        return self.codec_id in CALIBRATED or bool(self.frame)
 
     @property
     def bits(self) -> float:
@@ -174,8 +196,8 @@ class Recipe:
 
     Without ``text``, ``k`` and ``v``, or ``kv`` for both, are the codecs of all layers; ``layers`` has those of some, by a recipe's list
     of layers such as ``"0,-1"``, each for both sides or a map of sides; ``tail`` is the number of tokens at which the raw tail is encoded.
-    ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform. ``text`` becomes the canonical text: one for
-    all spellings, without presets' names, with the SHA-256 of the basis. Recipes of one canonical text are equal.
+    ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform, or with balanced keys. ``text`` becomes the
+    canonical text: one for all spellings, without presets' names, with the SHA-256 of the basis. Recipes of one canonical text are equal.
     """
 
     text: str = field(compare=False)
@@ -257,7 +279,7 @@ class Recipe:
     @property
     def needs_basis(self) -> bool:
         """Whether a clause has a codec that needs a basis."""
-        return any(rule.codec_id in CALIBRATED for rule in self.rules)
+        return any(rule.needs_basis for rule in self.rules)
 
     @cached_property
     def window(self) -> int:
@@ -291,8 +313,10 @@ class Recipe:
         if not isinstance(side, str) or side not in SIDES:
             raise InvalidParameter(f"side is {shown(side)}, expected 'k' or 'v'")
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
-        calibrated = None
-        if rule.codec_id in CALIBRATED:
+        calibrated = balanced = None
+        if rule.frame:
+            balanced = self._basis_of(rule, layers).balanced(layer, rule.frame)
+        elif rule.codec_id in CALIBRATED:
             basis = self._basis_of(rule, layers)
             if rule.codec_id == "transform":
                 calibrated = basis.transformed(layer, side, rule.bits)
@@ -300,7 +324,7 @@ class Recipe:
                 words = dict(rule.words)
                 calibrated = basis.calibrated(layer, side, rule.bits, words.get("gain"), words.get("widths") == "heads")
         try:
-            return rule.codec(dim, side, dtype, calibrated)
+            return rule.codec(dim, side, dtype, calibrated, balanced)
         except InvalidType:
             raise
         except InvalidParameter as error:
@@ -317,7 +341,7 @@ class Recipe:
             missing.exit_code = 2
             raise missing
         # The last layers may share keys and values of others: caches have them without sides, or leave them out.
-        if not self.basis.layers_with_rows <= layers <= self.basis.layers:
+        if not self.basis.layers_described <= layers <= self.basis.layers:
             raise InvalidParameter(f"{self.basis.where}: is the basis of a model of {self.basis.layers} layers, and the cache has {layers}")
         return self.basis
 
@@ -326,14 +350,15 @@ class Recipe:
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
         for clause in (part for text in self._written.split(";") for part in _without_alias(text.strip()).split(";")):
-            match = re.fullmatch(rf"((?:layers=[^:]*:)?(?:k|v|kv)=(?:{'|'.join(CALIBRATED)}))(?::(.*))?", clause)
-            if match:
-                words = [word for word in (match[2] or "").split(",") if word]
+            match = re.fullmatch(r"((?:layers=[^:]*:)?(?:k|v|kv)=([a-z]+))(?::(.*))?", clause)
+            words = [word for word in match[3].split(",") if word] if match and match[3] else []
+            needs = match is not None and (match[2] in CALIBRATED or any(word.startswith(f"{OPTION}=") for word in words))
+            if needs:
                 named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
                 if named != digest:
                     raise InvalidParameter(f"recipe {self._written!r} names the basis {named}, and {digest} was given")
                 words = [word for word in words if not word.startswith("basis=")]
-            clauses.append(f"{match[1]}:{','.join([*words, f'basis={digest}'])}" if match else clause)
+            clauses.append(f"{match[1]}:{','.join([*words, f'basis={digest}'])}" if match and needs else clause)
         return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
@@ -416,6 +441,7 @@ class Recipe:
         try:
             if codec_id in CALIBRATED:
                 _ = rule.bits
+            if rule.needs_basis:
                 _check_digest(codec_id, words)
             for side in sides:
                 rule.codec(_CHECKED_DIM, side)
@@ -494,7 +520,7 @@ def basis_named(recipe: Recipe) -> bytes | None:
     """
     if not recipe.needs_basis:
         return None
-    named = {dict(rule.words).get("basis", "") for rule in recipe.rules if rule.codec_id in CALIBRATED}
+    named = {dict(rule.words).get("basis", "") for rule in recipe.rules if rule.needs_basis}
     if "" in named:
         raise InvalidParameter(f"recipe {recipe.text!r} does not name its basis; kvpack.Recipe(text, basis).text does")
     if len(named) > 1:

@@ -88,8 +88,6 @@ def summarize(file: File) -> dict[str, Any]:
     from kvpack.file.header import FORMAT
     from kvpack.file.inputs import Inputs
     from kvpack.file.metadata import FEATURE, from_bytes
-    from kvpack.formats.klt import Klt
-    from kvpack.formats.transform import Transform
 
     header = file.header
     inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
@@ -108,7 +106,6 @@ def summarize(file: File) -> dict[str, Any]:
         {"name": state.where, "dtype": state.dtype, "shape": list(state.shape), "stored_bytes": file.tensors[state.where].stored_bytes}
         for state in header.states
     ]
-    families = [codec.family for codec in header.codecs]
     packed = sum(side["values"] for side in sides)
     values = packed + sum(math.prod(state.shape) for state in header.states)
     payload = sum(streams.values())
@@ -127,9 +124,7 @@ def summarize(file: File) -> dict[str, Any]:
         "undetermined": [] if inputs is None else list(inputs.undetermined),
         "metadata": from_bytes(header.ignorable.get(FEATURE, b"")),
         "is_basis": header.is_basis,
-        "bases": sorted(
-            {codec.basis for codec in families if (isinstance(codec, Klt) and codec.rows == "basis") or isinstance(codec, Transform)}
-        ),
+        "bases": sorted(frozenset().union(*(codec.bases_needed for codec in header.codecs))),
         "codecs": [codec.params() for codec in header.codecs],
         "layers": layers,
         "states": states,
@@ -167,7 +162,7 @@ def _print(summary: dict[str, Any]) -> None:
     print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
     print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits per value (nominal {summary['nominal_bits']:.3f})")
     if summary["is_basis"]:
-        print(f"a basis, which caches of the codecs klt and transform name by its SHA-256, {summary['sha256']}")
+        print(f"a basis, which caches name by its SHA-256, {summary['sha256']}")
         print(f"model {model}")
     else:
         print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")

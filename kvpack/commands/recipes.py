@@ -138,10 +138,11 @@ def _bits(value: float | None) -> str:
 
 def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
     """``asked`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for another, and for layers that differ."""
-    shapes = {(basis.rows(*place).heads, basis.rows(*place).dim) for place in basis.sides()}
+    shapes = basis.shapes
     if len(shapes) != 1:
         raise InvalidParameter(f"{basis.where}: its layers differ in heads or head dims, {sorted(shapes)}, and one shape is priced")
-    found = dict(zip(("layers", "heads", "dim"), (basis.layers_with_rows, *shapes.pop()), strict=True))
+    (shape,) = shapes
+    found = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
     for name in found.keys() & asked.keys():
         if asked[name] != found[name]:
             raise InvalidParameter(f"--{name} is {asked[name]}, and {basis.where} is the basis of caches with {found[name]}: leave it out")

@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats import rans
-from kvpack.formats.base import check_finite
+from kvpack.formats.balanced import FRAMES
+from kvpack.formats.base import MAX_DIM, check_finite
 from kvpack.formats.basis import rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidPayload
 from kvpack.formats.frames import LARGEST_FREQUENCY, MAX_ALPHABET, MAX_TABLES, PAIRINGS
@@ -28,6 +29,11 @@ DTYPES = ("fp16", "fp32")
 """The dtypes of rows."""
 FREQUENCIES, VALUES = "table.frequencies", "table.values"
 """States of the first layer: the tables of the frames of all layers."""
+KEY_FRAMES = {frame: f"k.{frame}" for frame in FRAMES}
+"""States of the keys of a layer: their balanced frames, of keys as they are and of keys less their mean."""
+MEAN, QUERIES = "k.mean", "k.queries"
+"""States of the keys of a layer: their mean before RoPE, and the second moments of the queries that meet them."""
+_KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
 ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
 """The states that say how RoPE turns the keys of a layer, and which channels they pair."""
 
@@ -84,9 +90,12 @@ def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Se
                 side = sides.get(name)
                 _check_frames_of(f"{number}.{name}", side, codecs[side.codec].dim if side else 0, frames, scales)
                 framed = True
+        keys = [found[number, name] for name in _KEYS if (number, name) in found]
+        if keys:
+            _check_keys(number, keys, sides.get("k"), codecs)
         turned = [found[number, name] for name in ROPE if (number, name) in found]
         if turned:
-            _check_rope(turned, codecs[sides["k"].codec].dim if "k" in sides else 0)
+            _check_rope(turned, codecs[sides["k"].codec].dim if "k" in sides else keys[0].shape[-1] if keys else 0)
     if framed or (0, FREQUENCIES) in found or (0, VALUES) in found:
         _check_tables(found.get((0, FREQUENCIES)), found.get((0, VALUES)))
 
@@ -101,6 +110,23 @@ def _check_frames_of(where: str, side: Side | None, dim: int, frames: StateEntry
         raise InvalidHeader(f"{frames.where} is {frames.dtype} {list(frames.shape)}, expected F16 or F32 {shapes}")
     if scales.dtype != "U8" or scales.shape != (1, count, columns):
         raise InvalidHeader(f"{scales.where} is {scales.dtype} {list(scales.shape)}, expected U8 {[1, count, columns]}")
+
+
+def _check_keys(number: int, states: Sequence[StateEntry], side: Side | None, codecs: Sequence[Codec]) -> None:
+    """Raise InvalidHeader unless the balanced frames of a layer, and what belongs to them, have the heads and the dim of its keys."""
+    frames = states[0]
+    if frames.name not in KEY_FRAMES.values():
+        raise InvalidHeader(f"{frames.where}: layer {number} has neither {' nor '.join(KEY_FRAMES.values())}, expected one of them with it")
+    heads, dim = (frames.shape[1], frames.shape[3]) if len(frames.shape) == 4 else (0, 0)
+    if side is not None:
+        heads, dim = side.heads, codecs[side.codec].dim
+    if not 0 < dim <= MAX_DIM:
+        raise InvalidHeader(f"{frames.where} has the shape {list(frames.shape)}, expected [1, heads, dim, dim] with a dim up to {MAX_DIM}")
+    for state in states:
+        dtypes = ("F16", "F32") if state.name in KEY_FRAMES.values() else ("F32",)
+        shape = (1, heads, dim) if state.name == MEAN else (1, heads, dim, dim)
+        if state.dtype not in dtypes or state.shape != shape:
+            raise InvalidHeader(f"{state.where} is {state.dtype} {list(state.shape)}, expected {' or '.join(dtypes)} {list(shape)}")
 
 
 def _check_rope(turned: Sequence[StateEntry], dim: int) -> None:
@@ -128,7 +154,7 @@ def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> 
 def check_frame_values(state: StateEntry, array: Array) -> None:
     """Raise InvalidPayload, which names the place, where the values of a state that describes frames break a rule."""
     name = state.name
-    if name in ("k.frames", "v.frames") or (name == VALUES and state.layer == 0):
+    if name in ("k.frames", "v.frames", *_KEYS) or (name == VALUES and state.layer == 0):
         check_finite(state.where, array, "the frames of a basis")
     elif name == FREQUENCIES and state.layer == 0:
         sums = values_between(array, 0, math.prod(array.shape)).reshape(-1, state.shape[2]).sum(1)

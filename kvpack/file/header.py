@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvpack.formats.balanced import Balanced
 from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.group import TOKEN_SCALE_FEATURE
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The major version of the format."""
 
-CODEC_FEATURES = frozenset({KeyMean.feature, RawPositions.feature, TOKEN_SCALE_FEATURE})
+CODEC_FEATURES = frozenset({Balanced.feature, KeyMean.feature, RawPositions.feature, TOKEN_SCALE_FEATURE})
 """The required features that stand for parameters of codecs, and for side-cars (``Codec.features``)."""
 
 FEATURES = CODEC_FEATURES | {

@@ -14,6 +14,7 @@ import torch
 from kvpack.cache.pages import Page
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
+from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, in_slots, norms_of, put_slots
@@ -40,7 +41,7 @@ def takes(codec: Codec) -> bool:
     side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
     if isinstance(codec, Opaque):
         return False
-    return all(isinstance(one, ChannelScale | RawPositions) for one in side_cars) and all(
+    return all(isinstance(one, Balanced | ChannelScale | RawPositions) for one in side_cars) and all(
         packing.binary for packing in codec.packings().values()
     )
 

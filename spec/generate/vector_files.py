@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.generate import (
+    balanced_vectors,
     codec_vectors,
     container_vectors,
     frame_vectors,
@@ -41,6 +42,7 @@ MODULES = (
     row_vectors,
     parameter_vectors,
     trellis_vectors,
+    balanced_vectors,
 )
 for module in MODULES:
     module.add_all()

@@ -14,7 +14,9 @@ import kvpack
 from kvpack.file import container
 from kvpack.file.header import Contents, LayerEntry
 from kvpack.formats import SIDE_CARS, codec_from_params
+from kvpack.formats.balanced import FRAMES
 from kvpack.formats.base import DTYPE_BYTES, NORMS
+from kvpack.formats.basis import DIGEST_BYTES, MAX_LAYER
 from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
 from kvpack.formats.key_mean import BITS, PAGES
 from kvpack.formats.outliers import Outliers
@@ -51,8 +53,8 @@ def stored(dtypes: dict[str, str]) -> str:
 
 
 def with_all() -> WithSideCars:
-    side_cars = {"channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "mean": "128", "outliers": "3"}
-    side_cars |= {"qjl": "fp16", "sinks": "1"}
+    side_cars = {"frame": "balanced", "channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "mean": "128"}
+    side_cars |= {"outliers": "3", "qjl": "fp16", "sinks": "1"}
     codec = create("scalar", DIM, "k", b="2", raw_first="1", **side_cars)
     assert isinstance(codec, WithSideCars)
     return codec
@@ -61,6 +63,9 @@ def with_all() -> WithSideCars:
 def test_the_keys_and_their_values() -> None:
     rows = table(PAGE.read_text(encoding="utf-8").split("\n## ")[0], "key", "value", "side-car")
     assert {row["key"]: row["value"] for row in rows} == {
+        "balanced": f"map: basis (bytes: the {DIGEST_BYTES} of the digest of a basis), "
+        f"layer (integer, 0 to {MAX_LAYER}: the layer of the basis), "
+        f"frame (string: {words(FRAMES)})",
         "channel_scale": f"string: {words(NORMS)}",
         "channel_order": f"string: {words(ORDER_DTYPES)}; with u8, dim is at most 256",
         "block_rotation": "integer: the size of a block, from 2 on, which divides dim",
@@ -72,7 +77,12 @@ def test_the_keys_and_their_values() -> None:
     }
     params = with_all().params()
     assert tuple(row["key"] for row in rows) == tuple(SIDE_CARS) == tuple(params)[-len(SIDE_CARS) :]
-    assert [list(params[name]) for name in ("key_mean", "outliers", "qjl")] == [["tokens", "bits"], ["fields"], ["seed", "norm", "fields"]]
+    assert [list(params[name]) for name in ("balanced", "key_mean", "outliers", "qjl")] == [
+        ["basis", "layer", "frame"],
+        ["tokens", "bits"],
+        ["fields"],
+        ["seed", "norm", "fields"],
+    ]
 
 
 def test_the_layout() -> None:

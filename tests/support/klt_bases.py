@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from kvpack.coding.bases import Basis, basis_bytes
+from kvpack.coding.bases import BalancedKeys, Basis, basis_bytes
 from kvpack.formats import rans
+from kvpack.formats.balanced import Balanced, BalancedFrames
 from kvpack.formats.basis import BasisRows, rows_of, runs_of
 from kvpack.formats.frames import PAIRINGS, Frames, Rope, Tables
 from kvpack.formats.klt import Klt
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.transform import Transform
 
 if TYPE_CHECKING:
@@ -43,6 +45,48 @@ def random_rows(heads: int, dim: int, seed: str) -> torch.Tensor:
             values[:, first : first + (1 << width)] = (3 * values[:, first : first + (1 << width)]).sort(-1).values
     rows[:, 2 + dim :] = values.view(heads, -1, dim)
     return rows.to(torch.float16).to(torch.float32)
+
+
+@cache
+def random_balanced(heads: int, dim: int, seed: str) -> torch.Tensor:
+    """Balanced frames ``[kv_head, column, channel]`` of multiples of 1/128, which are exact in binary16 and have an inverse."""
+    source = random.Random(f"balanced {heads} {dim} {seed}")
+    draws = [(source.randrange(255) - 127) / 128 for _ in range(heads * dim * dim)]
+    found = torch.eye(dim) * (1 + 2 * (torch.arange(dim) % 3 == 0)) + torch.tensor(draws).view(heads, dim, dim) / (2 * dim)
+    return (128 * found).round() / 128
+
+
+class AnyBalanced(BalancedFrames):
+    """Random balanced frames of one head, repeated for every number of heads."""
+
+    def of_heads(self, heads: int) -> BalancedFrames:
+        return BalancedFrames(self.matrices.expand(heads, -1, -1))
+
+
+def with_random_balanced(codec: Codec) -> Codec:
+    """The codec of a recipe's words with random balanced frames, if it has them: those that a calibration would have given it."""
+    side_car = codec.side_car(Balanced)
+    if side_car is None:
+        return codec
+    assert isinstance(codec, WithSideCars)
+    return codec.with_side_car(replace(side_car, source=AnyBalanced(random_balanced(1, codec.dim, "any"))))
+
+
+def balanced_basis(
+    shapes: Mapping[int, tuple[int, int]], layers: int, dtype: str = "fp16", rows: Mapping[tuple[int, str], tuple[int, int]] | None = None
+) -> bytes:
+    """A basis file with random balanced frames for keys of (heads, dim), by layer, and rows for the layers and sides of ``rows``.
+
+    Layers with an even number have a mean and a RoPE, too.
+    """
+    keys = {}
+    for layer, (heads, dim) in shapes.items():
+        frames, centered = random_balanced(heads, dim, f"{layer}"), random_balanced(heads, dim, f"{layer} centered")
+        turned = layer % 2 == 0
+        rope = Rope(tuple(2.0 ** (1 - i) for i in range(dim // 2)), "halves") if turned else None
+        keys[layer] = BalancedKeys(frames, centered, frames @ frames.transpose(1, 2), frames[:, 0] if turned else None, rope)
+    made = {place: random_rows(*shape, f"{place}") for place, shape in (rows or {}).items()}
+    return basis_bytes(made, layers, {"name": "x"}, dtype, balanced=keys)
 
 
 class AnyHeads(BasisRows):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpack.formats.balanced import Balanced
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 QJL_WORST = math.sqrt(1 + math.pi / 2)
 """The largest factor by which the correction of qjl can lengthen the error (spec/side-cars.md, Decode)."""
+
+BALANCED_TOLERANCE = 2.0**-16
+"""The error of a balanced frame and its inverse together, relative to a token, with matrices of small condition."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -55,6 +59,12 @@ def check_side_cars(
     if raw_tokens := codec.side_car(RawTokens):
         raw = streams["raw_token_flags"] != 0
         rest = _check_raw_tokens(codec, raw_tokens, x, raw, decoded)
+    if balanced := codec.side_car(Balanced):
+        # What is left is checked in the frame, where it was lost.
+        rest, given = balanced.forward(rest, streams), rest
+        off = (balanced.inverse(rest, streams).double() - given).norm(dim=-1)
+        assert (off <= BALANCED_TOLERANCE * given.double().norm(dim=-1) + codec.dim * 2.0**-149).all()
+        decoded = balanced.forward(decoded, streams)
     factor = factors(streams) if codec.side_car(ChannelScale) else torch.ones(1, 1, 1, codec.dim)
     scaled = rest / factor
     order, block_rotation = codec.side_car(ChannelOrder), codec.side_car(BlockRotation)

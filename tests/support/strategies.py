@@ -35,7 +35,7 @@ from support.error_bounds import (
     check_transform,
     check_trellis,
 )
-from support.klt_bases import with_random_basis, with_random_frames
+from support.klt_bases import with_random_balanced, with_random_basis, with_random_frames
 from support.side_car_bounds import check_side_cars
 
 if TYPE_CHECKING:
@@ -218,6 +218,7 @@ CASES: dict[str, Case] = {
 
 
 SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
+    "balanced": st.just({"frame": "balanced"}),
     "channel_scale": st.fixed_dictionaries({"channel_scale": st.sampled_from(("fp16", "fp32"))}),
     "blocks": st.fixed_dictionaries(
         {"block_rotation": st.sampled_from(("2", "4", "8", "16", "20", "64"))}, optional={"channel_order": st.sampled_from(("u8", "u16"))}
@@ -237,6 +238,7 @@ SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
 """The options that each side-car is tried with; options that need each other are together."""
 
 SIDE_CAR_DIMS = {
+    "balanced": set(DIMS),
     "channel_scale": set(DIMS),
     "blocks": {dim for dim in DIMS if dim % 2 == 0},
     "key_mean": set(DIMS),
@@ -250,7 +252,7 @@ SIDE_CAR_DIMS = {
 
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
     """The codec, with or without side-cars, that a recipe's words request."""
-    codec = create_codec(codec_id, dim, side, Options(codec_id, words))
+    codec = with_random_balanced(create_codec(codec_id, dim, side, Options(codec_id, words)))
     if codec_id == "transform":
         return codec.with_family(with_random_frames(codec.family))
     return codec.with_family(with_random_basis(codec.family)) if codec_id == "klt" else codec
@@ -271,7 +273,8 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None) -
     dim, side = draw(st.sampled_from(DIMS)), side or draw(st.sampled_from("kv"))
     if codec_id not in ("raw", "lossless"):
         taken = SIDE_CARS if codec_id not in ("klt", "transform") else ("raw_positions",)
-        drawn = draw(st.sets(st.sampled_from([name for name in taken if dim in SIDE_CAR_DIMS[name]])))
+        fitting = [name for name in taken if dim in SIDE_CAR_DIMS[name] and (side, name) != ("v", "balanced")]
+        drawn = draw(st.sets(st.sampled_from(fitting)))
         if side == "v" or (codec_id == "group" and words.get("axis") != "channel"):
             drawn -= {"key_mean"}
         # Both together round a token twice.

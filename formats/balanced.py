@@ -1,0 +1,170 @@
+"""balanced: keys in a frame of a basis in which keys and queries have the same second moments (spec/side-cars.md).
+
+An error in a key costs what the queries make of it. With E[k k^T] = L L^T of keys, E[q q^T] = C of the queries that meet them, and
+L^T C L = U diag(lambda) U^T, keys and queries have the same second moments in the frame diag(lambda)^(1/4) U^T L^-1. Errors that are equal
+in all directions, as those of codecs with a rotation are, cost the least there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from .basis import DIGEST_BYTES, MAX_LAYER, not_given
+from .errors import InvalidParameter, OutOfRange
+from .inverses import inverse_of
+from .lazy import torch
+from .products import plain_product, product
+from .side_car import ValueMap, typed_map
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .options import Options
+
+OPTION = "frame"
+"""The option of a recipe that asks for a frame, as ``frame=balanced``."""
+
+FRAMES = ("balanced", "centered")
+"""Frames of a basis: of keys as they are, and of keys less their mean, for keys whose mean is stored apart."""
+
+MAX_GROWTH = 2.0**10
+"""The most that a matrix, and its inverse, may make of values of at most 1 (rule basis-24)."""
+
+
+class BalancedFrames:
+    """The balanced frames of the keys of one layer: float32 ``[kv_head, column, channel]``, what each column is in the original frame."""
+
+    def __init__(self, matrices: torch.Tensor) -> None:
+        self.matrices = matrices
+        self._elsewhere: dict[str, BalancedFrames] = {}
+
+    @property
+    def heads(self) -> int:
+        return self.matrices.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.matrices.shape[2]
+
+    def of_heads(self, heads: int) -> BalancedFrames:
+        """These frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        if self.heads != heads:
+            raise InvalidParameter(f"frames of {self.heads} heads, and the values have {heads}")
+        return self
+
+    @cached_property
+    def inverse(self) -> torch.Tensor:
+        """The inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
+
+        Raises OutOfRange where a matrix is too badly conditioned (rules basis-19 and basis-24).
+        """
+        found = inverse_of(self.matrices, "a balanced frame of the basis")
+        growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), found.abs().sum(-2).amax(-1))
+        if not bool((growth <= MAX_GROWTH).all()):
+            raise OutOfRange(
+                f"the balanced frame of head {int(growth.argmax())} is badly conditioned: it, or its inverse, may make values "
+                f"{float(growth.max()):.4g} times as large, the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave frame= out"
+            )
+        return found.to(self.matrices.device)
+
+    def on(self, device: torch.device) -> BalancedFrames:
+        """The same frames on ``device``; a copy is kept."""
+        if self.matrices.device == device:
+            return self
+        key = str(device)
+        if key not in self._elsewhere:
+            found = BalancedFrames(self.matrices.to(device))
+            if "inverse" in self.__dict__:
+                found.__dict__["inverse"] = self.inverse.to(device)
+            self._elsewhere[key] = found
+        return self._elsewhere[key]
+
+
+class CalibratedFrames(NamedTuple):
+    """What the side-car takes from a basis for a ``layer``: frames of a kind, and the basis' SHA-256."""
+
+    frames: BalancedFrames
+    digest: bytes
+    layer: int
+
+
+@dataclass(frozen=True)
+class Balanced(ValueMap):
+    """Keys in the frames ``frame``, one of ``FRAMES``, of ``layer`` of the basis with SHA-256 ``basis``.
+
+    ``source`` holds them for a codec that has been given its basis; it is not stored.
+    """
+
+    name: ClassVar[str] = "balanced"
+    words: ClassVar[tuple[str, ...]] = (OPTION,)
+    feature: ClassVar[str] = "balanced"
+
+    dim: int
+    basis: bytes
+    layer: int
+    frame: str = FRAMES[0]
+    source: BalancedFrames | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.basis) != DIGEST_BYTES:
+            raise InvalidParameter(f"side-car {self.name}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
+        if not 0 <= self.layer <= MAX_LAYER:
+            raise InvalidParameter(f"side-car {self.name}: layer is {self.layer}, expected 0 to {MAX_LAYER}")
+        if self.frame not in FRAMES:
+            raise InvalidParameter(f"side-car {self.name}: frame is {self.frame!r}, expected one of {', '.join(FRAMES)}")
+
+    @classmethod
+    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+        frame = options.choice(OPTION, "", FRAMES)
+        if not frame:
+            return None
+        options.text("basis")
+        if side != "k":
+            raise InvalidParameter(f"codec {options.codec}: frame={frame} is for keys: write k=<codec> with it, and v=<codec> without")
+        if frame == "centered" and not options.given("mean"):
+            raise InvalidParameter(
+                f"codec {options.codec}: frame=centered is for keys less their mean: add mean=<tokens>, such as mean=128, or write "
+                "frame=balanced"
+            )
+        found = options.balanced
+        if found is None:
+            return cls(dim, bytes(DIGEST_BYTES), 0, frame)
+        if found.frames.dim != dim:
+            raise InvalidParameter(f"codec {options.codec}: the head dim is {dim}, and that of the basis {found.frames.dim}")
+        return cls(dim, found.digest, found.layer, frame, found.frames)
+
+    @classmethod
+    def of_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **typed_map(cls.name, value, {"basis": bytes, "layer": int, "frame": str}))
+
+    def params(self) -> dict[str, Any]:
+        return {"basis": self.basis, "layer": self.layer, "frame": self.frame}
+
+    @property
+    def bases_needed(self) -> frozenset[bytes]:
+        return frozenset({self.basis})
+
+    @property
+    def place(self) -> str:
+        """The part of the basis that it needs, in words."""
+        return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
+
+    def source_for(self, heads: int) -> BalancedFrames:
+        """The frames that it was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        if self.source is None:
+            raise not_given(self.place)
+        try:
+            return self.source.of_heads(heads)
+        except InvalidParameter as error:
+            raise InvalidParameter(f"the {self.place}: {error}") from None
+
+    def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return product(x, self.source_for(x.shape[1]).on(x.device).inverse)
+
+    def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return product(x, self.source_for(x.shape[1]).on(x.device).matrices)
+
+    def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return plain_product(q, self.source_for(q.shape[1]).on(q.device).matrices.transpose(1, 2))

@@ -1,0 +1,181 @@
+"""Balanced keys: where their frames come from, what names them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.coding.bases import BalancedKeys, Basis, basis_bytes
+from kvpack.errors import (
+    InvalidParameter,
+    MissingBasis,
+    OutOfBounds,
+)
+from kvpack.formats.balanced import MAX_GROWTH, Balanced, BalancedFrames
+from support.klt_bases import balanced_basis, random_balanced, random_basis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DIM, HEADS = 16, 2
+BASIS = Basis.of_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2))
+RECIPE = "k=scalar:b=4,frame=balanced;v=scalar:b=4"
+
+
+def pairs(tokens: int, seed: int = 0, heads: int = HEADS, dim: int = DIM) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randn(1, heads, tokens, dim, generator=generator) for _ in "kv") for _ in range(2)]  # type: ignore[misc]
+
+
+def basis_of(frames: torch.Tensor, dtype: str = "fp32") -> Basis:
+    return Basis.of_bytes(basis_bytes({}, 1, {"name": "x"}, dtype, balanced={0: BalancedKeys(frames, frames, torch.zeros_like(frames))}))
+
+
+@pytest.mark.parametrize(
+    "codec",
+    ["scalar:b=8", "octahedral:b=7", "trellis:b=4,states=1024", "group:b=8,g=16", "scalar:b=8,channel_scale=fp16", "scalar:b=8,mean=32"],
+)
+def test_keys_are_coded_in_the_frame(codec: str) -> None:
+    """They come back, and their codes are those of the keys in the frame."""
+    given = pairs(40)
+    cache = kvpack.pack(given, f"k={codec},frame=balanced;v=raw", basis=BASIS)
+    for layer, (found, (k, _)) in enumerate(zip(cache, given, strict=True)):
+        decoded = found.unpack(torch.float32)[0]
+        assert decoded is not None
+        assert (decoded - k).norm() <= (0.2 if "trellis" in codec else 0.06) * k.norm()
+        inverse = torch.linalg.inv(random_balanced(HEADS, DIM, f"{layer}").double())
+        plain = kvpack.pack([((k.double() @ inverse).float(), None)], f"k={codec};v=raw")[0].k
+        assert plain is not None
+        assert found.k is not None
+        for name, stream in plain.pages[0].streams.items():
+            same = found.k.pages[0].streams[name] == stream
+            assert same.float().mean() > 0.97, name
+
+
+def test_queries_go_through_the_frame() -> None:
+    layer = kvpack.pack(pairs(300), f"{RECIPE};tail=32", basis=BASIS)[1]
+    k, v = layer.unpack(torch.float32)
+    assert k is not None
+    assert v is not None
+    q = torch.randn(1, 3 * HEADS, 5, DIM, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(5, 300, dtype=torch.bool).tril(295)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), attn_mask=mask)
+    torch.testing.assert_close(kvpack.attend(q, layer), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_names_its_basis(tmp_path: Path) -> None:
+    cache = kvpack.pack(pairs(40), RECIPE, basis=BASIS)
+    path = tmp_path / "x.kvpack"
+    kvpack.save(cache, path)
+    assert cache.recipe == f"k=scalar:b=4,basis={BASIS.digest.hex()},frame=balanced;v=scalar:b=4"
+    with pytest.raises(MissingBasis, match=f"the basis {BASIS.digest.hex()} is needed: give basis="):
+        kvpack.load(path)
+    other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM)}, 2))
+    with pytest.raises(MissingBasis, match="none of those given has this SHA-256"):
+        kvpack.load(path, basis=other)
+    (tmp_path / "model.kvbasis").write_bytes(BASIS.data)
+    loaded = kvpack.load(path, basis=tmp_path)
+    for mine, theirs in zip(loaded, cache, strict=True):
+        for one, two in zip(mine.unpack(torch.float32), theirs.unpack(torch.float32), strict=True):
+            assert one is not None
+            assert two is not None
+            assert torch.equal(one, two)
+    # What is appended is coded by the same frames, and a copy needs the basis as the file does.
+    longer = loaded.append(pairs(7, 1))
+    assert longer.recipe == cache.recipe
+    kvpack.save(longer, path)
+    assert kvpack.load(path, basis=BASIS).tokens == 47
+    assert kvpack.load(path, basis=BASIS, recipe="kv=scalar:b=2").tokens == 47
+
+
+def test_recipes() -> None:
+    digest = BASIS.digest.hex()
+    named = kvpack.Recipe(RECIPE, BASIS)
+    assert named.needs_basis
+    assert named == kvpack.Recipe(f"v=scalar:b=4;k=scalar:frame=balanced,b=4,basis={digest}")
+    some = kvpack.Recipe("kv=scalar:b=4;layers=1:k=octahedral:b=3,frame=balanced", BASIS)
+    assert some.text == f"kv=scalar:b=4;layers=1:k=octahedral:b=3,basis={digest},frame=balanced"
+    both = kvpack.Recipe(f"{RECIPE};layers=0:v=klt:bits=2", BASIS)
+    assert both.text.count(digest) == 2
+    for text, message in (
+        ("kv=scalar:b=4,frame=balanced", "frame=balanced is for keys: write k=<codec> with it, and v=<codec> without"),
+        ("k=scalar:b=4,frame=other;v=raw", "scalar:frame is 'other', expected one of balanced, centered"),
+        ("k=scalar:b=4,frame=centered;v=raw", "frame=centered is for keys less their mean: add mean=<tokens>, such as mean=128, or write"),
+        ("k=klt:bits=2,frame=balanced;v=raw", "codec klt takes no side-cars of this kind, found balanced"),
+        ("k=raw:frame=balanced;v=raw", "codec raw takes no side-cars, found balanced"),
+        ("k=scalar:b=4,frame=balanced,basis=12;v=raw", "scalar:basis is '12', expected the 64 hexadecimal digits of a SHA-256"),
+        (f"k=scalar:b=4,basis={digest};v=raw", "codec scalar has no option 'basis'"),
+    ):
+        with pytest.raises(InvalidParameter, match=message):
+            kvpack.Recipe(text)
+    with pytest.raises(InvalidParameter, match="names the basis 00"):
+        kvpack.Recipe(f"k=scalar:b=4,frame=balanced,basis={'00' * 32};v=raw", BASIS)
+
+
+def test_what_the_basis_lacks() -> None:
+    with pytest.raises(MissingBasis, match=r"needs a basis: give basis=.* kvpack calibrate makes one"):
+        kvpack.pack(pairs(40), RECIPE)
+    without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
+    with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames of the keys of layer 0: kvpack calibrate makes them"):
+        kvpack.pack(pairs(40), RECIPE, basis=without)
+    with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
+        kvpack.pack(pairs(40, dim=32), RECIPE, basis=BASIS)
+    with pytest.raises(InvalidParameter, match=r"balanced frames of the keys of layer 0 .*: frames of 2 heads, and the values have 4"):
+        kvpack.pack(pairs(40, heads=4), RECIPE, basis=BASIS)
+    with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 4"):
+        kvpack.pack(pairs(40) * 2, RECIPE, basis=BASIS)
+    with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', and that of the cache is 'y'"):
+        kvpack.pack(pairs(40), RECIPE, basis=BASIS, model={"name": "y"})
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        (torch.zeros(HEADS, DIM, DIM), "a balanced frame of the basis has no inverse"),
+        (torch.ones(HEADS, DIM, DIM) + 1e-6 * torch.eye(DIM), "has no inverse, or only one that changes values"),
+        (torch.diag(torch.tensor([1.0] * 15 + [2.0**-11])).expand(HEADS, -1, -1), "head 0 is badly conditioned: .* 2048 times as large"),
+        (2.0**11 * torch.eye(DIM).expand(HEADS, -1, -1), "is badly conditioned: .* 2048 times as large, the limit is 1024"),
+        (1e30 * torch.eye(DIM).expand(HEADS, -1, -1), "is badly conditioned"),
+    ],
+    ids=["zero", "singular", "uneven", "large", "huge"],
+)
+def test_badly_conditioned_frames_do_not_encode(frames: torch.Tensor, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        kvpack.pack(pairs(40)[:1], RECIPE, basis=basis_of(frames.contiguous()))
+
+
+def test_the_bound_of_condition_itself_encodes() -> None:
+    frames = torch.diag(torch.tensor([1.0] * (DIM - 1) + [1 / MAX_GROWTH])).expand(HEADS, -1, -1).contiguous()
+    cache = kvpack.pack(pairs(40)[:1], RECIPE, basis=basis_of(frames))
+    decoded = cache[0].unpack(torch.float32)[0]
+    assert decoded is not None
+    assert decoded.isfinite().all()
+
+
+def test_caches_by_two_bases_are_not_joined() -> None:
+    other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2, "fp32"))
+    first, next_ = (kvpack.pack(pairs(9), RECIPE, basis=one, start=start) for one, start in ((BASIS, 0), (other, 9)))
+    with pytest.raises(InvalidParameter, match="convert one first"):
+        kvpack.concat([first, next_])
+
+
+def test_frames_stay_on_their_device() -> None:
+    frames = BalancedFrames(random_balanced(HEADS, DIM, "x"))
+    assert frames.on(torch.device("cpu")) is frames
+    elsewhere = frames.on(torch.device("meta"))
+    assert elsewhere is frames.on(torch.device("meta"))
+    assert elsewhere.matrices.device.type == "meta"
+
+
+def test_headers_that_no_writer_makes() -> None:
+    for digest, layer, frame in (
+        (bytes(31), 0, "balanced"),
+        (bytes(32), -1, "balanced"),
+        (bytes(32), 4096, "balanced"),
+        (bytes(32), 0, "x"),
+    ):
+        with pytest.raises(InvalidParameter, match="side-car balanced: "):
+            Balanced(DIM, digest, layer, frame)

@@ -38,7 +38,8 @@ class Opened:
         self.faults: list[tuple[str, BaseException]] = []
         self.counters = Counters(tell=lambda operation, error: self.faults.append((operation, error)))
         form = Form(self.max_entry_bytes, None if self.cipher is None else self.cipher.key_ids)
-        self.backend = open_existing(arguments.store, self.counters, form, LocationOptions(**options), looking=looking)
+        given = LocationOptions(trusted_group=getattr(arguments, "trusted_group", None), **options)
+        self.backend = open_existing(arguments.store, self.counters, form, given, looking=looking)
 
     @property
     def name(self) -> str:

@@ -90,9 +90,16 @@ def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
             metavar="N",
             help="do not read entries of more than N bytes (default: 512 MiB)",
         )
+        parser.add_argument(
+            "--trusted-group", type=_group, metavar="GROUP", help="trust the members of this group, by number or name, to write the folder"
+        )
         parser.add_argument("--tenant", default="", metavar="NAME", help="the tenant that the entries belong to (default: none, shared)")
     parser.set_defaults(run=run)
     return parser
+
+
+def _group(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -412,6 +419,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
     largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
     options: dict[str, Any] = {"chunk": chunk, "encryption": keys, "max_entry_bytes": largest, "basis": exported.basis}
+    options["trusted_group"] = arguments.trusted_group
     with Store(arguments.store, exported.identity, **options) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()

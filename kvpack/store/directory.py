@@ -54,8 +54,8 @@ class Directory(OneTier):
 
     No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. ``ttl`` are the
     seconds after which an entry that this store has put or used, and nobody since, expires. With ``looking`` opening sweeps nothing.
-    Files of this user are mapped; files of another user are copied and not ``private``. Raises InvalidParameter when other users may
-    write to the folder, or when the path cannot be a folder.
+    Files of this user are mapped; files of another user, or with a ``trusted_group``, are copied and not ``private``. Raises
+    InvalidParameter when users who are not trusted may write to the folder, or when the path cannot be a folder.
     """
 
 
@@ -69,9 +69,10 @@ class Directory(OneTier):
         min_free: int = 0,
         durable: bool = False,
         ttl: int | None = None,
+        trusted_group: int | str | None = None,
         looking: bool = False,
     ) -> None:
-        self._folder = Folder(root, counters, durable=durable)
+        self._folder = Folder(root, counters, durable=durable, trusted_group=trusted_group)
         self._counters, self._form = counters, form
         self._pins = Pins(self._folder, counters)
         self._sizes = Sizes(self._folder)
@@ -180,6 +181,7 @@ class Directory(OneTier):
         if not self.trust.may_write:
             return
         # From the first entry on, so that at every moment an ancestor's time is later than its descendants'.
+        denied = False
         for depth, key in enumerate(chain):
             path, used = self._folder.path(key), now_ns - depth
             try:
@@ -188,8 +190,26 @@ class Directory(OneTier):
                     os.utime(path, ns=file_times(used, self._ttl), follow_symlinks=False)
             except FileNotFoundError:
                 continue
+            except PermissionError as error:
+                if self.trust.trusted is None:
+                    self._counters.fault("touch", error)
+                    return
+                denied = True
             except OSError as error:
                 # A read-only folder still serves reads.
+                self._counters.fault("touch", error)
+                return
+        if denied:
+            self._touch_others(chain)
+
+    def _touch_others(self, chain: Sequence[bytes]) -> None:
+        """Note that a chain is in use whose files belong to others of the trusted group, too: these get the system's time, and no end."""
+        for key in reversed(chain):
+            try:
+                os.utime(self._folder.path(key), follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
                 self._counters.fault("touch", error)
                 return
 

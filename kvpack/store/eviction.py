@@ -276,4 +276,6 @@ class Evictor:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._counters.fault("sweep", error)
+                # Another user's that is not the group's yet has only just been made.
+                if self.folder.trust.trusted is None or not isinstance(error, PermissionError):
+                    self._counters.fault("sweep", error)

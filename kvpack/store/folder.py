@@ -39,10 +39,12 @@ _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 class Folder:
     """The files below ``root``. ``durable`` forces new folders to the disk. Raises InvalidParameter as ``Trust`` does."""
 
-    def __init__(self, root: str | os.PathLike[str], counters: Counters, *, durable: bool) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], counters: Counters, *, durable: bool, trusted_group: int | str | None = None
+    ) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
         self.durable = durable
-        self.trust = Trust(self.root)
+        self.trust = Trust(self.root, trusted_group)
         self.unfinished_folder = os.path.join(self.root, UNFINISHED)
         self.pins_folder = os.path.join(self.root, "pins")
         self.holds_folder = os.path.join(self.root, "holds")

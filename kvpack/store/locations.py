@@ -112,7 +112,7 @@ KINDS = [
 ]
 """The kinds of location other than a folder; any other text names a folder."""
 
-FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable", "ttl"}, (_FILE,), lambda location: True, _open_folder)
+FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, _open_folder)
 
 
 def _kind(location: Any) -> Kind:

@@ -225,14 +225,14 @@ class ObjectStore(OneTier):
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
         """The pins in effect, None where the store does not answer; ``sweep`` removes those that have ended."""
-        listed = [self._names("pinned", folder) for folder in (_PINS, _HOLDS)]
         found = []
-        for names, read in zip(listed, (lambda name, data: endless_pin(data), read_hold), strict=True):
+        for folder in (_PINS, _HOLDS):
+            names = self._names("pinned", folder)
             if names is None:
                 return None
             for (name, _, _), data in zip(names, self._read_all(names), strict=True):
                 try:
-                    pin = read(name, bytes(data)) if data else None
+                    pin = None if not data else endless_pin(bytes(data)) if folder == _PINS else read_hold(name, bytes(data))
                 except InvalidHeader as error:
                     self._counters.fault("pinned", error)
                     continue

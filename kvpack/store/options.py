@@ -26,6 +26,8 @@ class LocationOptions:
     """The bytes that stay free on a folder's disk."""
     durable: bool | None = None
     """Whether an entry is on a folder's disk before its put returns."""
+    trusted_group: int | str | None = None
+    """The number or the name of a group whose members may write to a folder."""
     ttl: int | None = None
     """The seconds after which an unused entry expires."""
     timeout: float | None = None
@@ -68,6 +70,7 @@ class StoreKeywords(TypedDict, total=False):
     max_bytes: int | None
     min_free: int | None
     durable: bool | None
+    trusted_group: int | str | None
     ttl: int | None
     timeout: float | None
     storage_options: Mapping[str, Any] | None

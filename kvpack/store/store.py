@@ -60,7 +60,8 @@ class Store:
     Of a folder it counts blocks and folders, as the disk does. While a larger budget than this one is in use in a folder, this store
     evicts nothing, and what does not fit its own is not stored.
 
-    - A folder of another user is only read, as copies; a folder that others may write to is refused (spec/store.md, Trust).
+    - A folder of another user is only read, as copies; a folder that others may write to is refused (spec/store.md, Trust), unless
+      ``trusted_group`` is the number or the name of its group, whose members are then trusted with the tokens that models produce.
     - ``ttl`` are the seconds after which an entry expires that was saved or loaded by this store, and by nobody since; the last user
       decides. Pinned entries stay. Expired entries of folders and object stores are removed by ``save`` of such stores, and ``collect``.
     - A folder also takes ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk

@@ -1,24 +1,29 @@
 """Checks that only a folder's owner, this user or another, can have written its files (spec/store.md, Trust).
 
-Folders and files of any other user, or writable by group or others, are not used. Files of an owner who is another user
-are read as copies, which cannot change between their check and their use.
+Folders and files of any other user, or writable by group or others, are not used, unless the caller trusts the members of a group.
+Files that another user may change are read as copies, which cannot change between their check and their use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpack.file.atomic import sync_folder
+from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660
+"""The modes of what is made for a trusted group; what is made in a folder of that mode belongs to its group."""
+_MAX_GROUP = 2**32 - 2
 
 _NEVER = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors for a path that can never be a store for this user, whatever the state of its disk."""
@@ -41,13 +46,17 @@ class NotAnEntry(OSError):
 class Trust:
     """The ``owner`` of the folder ``root``: this user if there is not a folder yet.
 
-    Raises InvalidParameter if ``root`` cannot be a store: others may write to it, it is not a folder, or it cannot be reached.
+    ``trusted_group`` is the number or the name of a group whose members may write there, and are trusted as the owner is. Raises
+    InvalidParameter if ``root`` cannot be a store: others may write to it, it is not a folder, or it cannot be reached; and if this
+    user is not in the trusted group.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, trusted_group: int | str | None = None) -> None:
         self._root = root
         self._user = os.geteuid()
         self.owner, self._group = self._user, os.getegid()
+        self.trusted = None if trusted_group is None else _group_number(trusted_group)
+        self._group_writes = self.trusted is not None
         self._folders: set[str] = set()
         try:
             status = os.stat(root)
@@ -58,11 +67,17 @@ class Trust:
             return
         if not stat.S_ISDIR(status.st_mode):
             raise InvalidParameter(f"{root}: is not a folder, expected the folder of a store")
-        if status.st_mode & OTHERS_WRITE:
+        if status.st_mode & self._refused(status):
+            mode, group = stat.S_IMODE(status.st_mode), status.st_gid
+            instead = ""
+            if not status.st_mode & stat.S_IWOTH:
+                known = "" if self.trusted is None else f", and trusted_group is {self.trusted}"
+                instead = f". Its group is {group}{known}: trusted_group={group} trusts the members of this group to do so"
             raise InvalidParameter(
-                f"{root}: has the mode {stat.S_IMODE(status.st_mode):04o}, expected a folder that neither group nor others may write: "
-                "anyone who can write entries decides what models read"
+                f"{root}: has the mode {mode:04o}, expected a folder that neither group nor others may write: "
+                f"anyone who can write entries decides what models read{instead}"
             )
+        self._group_writes = self.trusted is not None and bool(status.st_mode & stat.S_IWGRP)
         if not os.access(root, os.X_OK, effective_ids=True):
             raise InvalidParameter(f"{root}: cannot be a store: {os.strerror(errno.EACCES)}")
         self.owner, self._group = status.st_uid, status.st_gid
@@ -70,12 +85,12 @@ class Trust:
     @property
     def private(self) -> bool:
         """Whether this user owns the folder, so that nobody else changes its files."""
-        return self.owner == self._user
+        return self.owner == self._user and self.trusted is None
 
     @property
     def may_write(self) -> bool:
-        """Whether files that this user writes belong to the folder's owner: root gives them away."""
-        return self._user in (self.owner, 0)
+        """Whether files that this user writes belong to the folder's owner, for root gives them away, or to the trusted group."""
+        return self._user in (self.owner, 0) or self._group_writes
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
@@ -106,7 +121,7 @@ class Trust:
         return os.open(path, flags)
 
     def check_folder(self, folder: str) -> None:
-        """Raise Untrusted unless a folder below the root, and every folder between, is writable by its owner alone. Raises OSError."""
+        """Raise Untrusted unless only those who are trusted may write a folder below the root, and every folder between. Raises OSError."""
         # A checked folder can be replaced only by the owner of the folder above it.
         while folder != self._root and folder not in self._folders:
             status = os.stat(folder)
@@ -117,14 +132,23 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def own(self, descriptor: int) -> None:
-        """Give a file or folder that this user has just made to the store's owner. Raises Untrusted if it belongs to another user."""
-        if self._user != 0 or self.owner == 0:
+        """Give a file or folder that this user has just made to the store's owner, and to the trusted group if there is one.
+
+        Raises Untrusted if it belongs to somebody who is not trusted, and OSError.
+        """
+        if self.trusted is None and (self._user != 0 or self.owner == 0):
             return
         status = os.fstat(descriptor)
-        if status.st_uid == 0 and (stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)):
-            os.fchown(descriptor, self.owner, self._group)
-        else:
+        folder = stat.S_ISDIR(status.st_mode)
+        if status.st_uid != self._user or not (folder or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)):
             self._check("what was made", status)
+            return
+        group = self._group if self.trusted is None else self.trusted
+        owner = self.owner if self._user == 0 else -1
+        if status.st_gid != group or owner not in (-1, 0):
+            os.fchown(descriptor, owner, group)
+        if self.trusted is not None:
+            os.fchmod(descriptor, _GROUP_FOLDER if folder else _GROUP_FILE)
 
     def make_folder(self, folder: str, *, durable: bool) -> None:
         """Make a folder and those above it if they are missing. Raises OSError, and Untrusted as ``check_folder``."""
@@ -141,7 +165,7 @@ class Trust:
             self.check_folder(folder)
 
     def _own_folder(self, folder: str) -> None:
-        if self._user == 0 != self.owner:
+        if self.trusted is not None or self._user == 0 != self.owner:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 self.own(descriptor)
@@ -149,7 +173,30 @@ class Trust:
                 os.close(descriptor)
 
     def _check(self, path: str, status: os.stat_result) -> None:
-        if status.st_uid != self.owner:
-            raise Untrusted(f"{path} is owned by user {status.st_uid}, the store by user {self.owner}")
-        if status.st_mode & OTHERS_WRITE:
+        # Root may write everything, and only a member of the group can have put a file of the group into the folder.
+        member = self.trusted is not None and (status.st_gid == self.trusted or status.st_uid in (0, self._user))
+        if status.st_uid != self.owner and not member:
+            instead = "" if self.trusted is None else f", and is not of the group {self.trusted}"
+            raise Untrusted(f"{path} is owned by user {status.st_uid}, the store by user {self.owner}{instead}")
+        if status.st_mode & self._refused(status):
             raise Untrusted(f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: users other than its owner may write it")
+
+    def _refused(self, status: os.stat_result) -> int:
+        """The bits of a mode that let somebody write who is not trusted."""
+        return stat.S_IWOTH if self.trusted is not None and status.st_gid == self.trusted else OTHERS_WRITE
+
+
+def _group_number(group: int | str) -> int:
+    """The number of a group that this process is in. Raises InvalidParameter."""
+    number: Any = group
+    if isinstance(group, str):
+        try:
+            number = grp.getgrnam(group).gr_gid
+        except (KeyError, ValueError):
+            raise InvalidParameter(f"trusted_group is {group!r:.80}, which this system does not know: give the group's number") from None
+    if type(number) is not int or not 0 <= number <= _MAX_GROUP:
+        raise InvalidParameter(f"trusted_group is {shown(group)}, expected the number or the name of a group")
+    if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):
+        user = os.geteuid()
+        raise InvalidParameter(f"trusted_group is {group!r:.80}, of which user {user} is no member: nobody there could read its entries")
+    return number

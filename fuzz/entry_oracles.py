@@ -122,8 +122,8 @@ def _assert_same(one: Cache, other: Cache) -> None:
         assert layer.sides.keys() == like.sides.keys()
         for name, side in layer.sides.items():
             # An entry may have several runs, which no seed has.
-            assert len(side.pages) == len(like.sides[name].pages)
-            for page, same in zip(side.pages, like.sides[name].pages, strict=True):
+            assert len(side.runs) == len(like.sides[name].runs)
+            for page, same in zip(side.runs, like.sides[name].runs, strict=True):
                 assert page.tokens == same.tokens
                 for stream, tensor in page.streams.items():
                     assert tensor.dtype == same.streams[stream].dtype

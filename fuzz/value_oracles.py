@@ -21,7 +21,7 @@ from support.second_decoder import decoder, decompress
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpack.cache.pages import Page
+    from kvpack.cache.packed_runs import PackedRun
 
 BASES = bases()
 _LOADED = [Basis.of_bytes(data) for data in BASES]
@@ -80,17 +80,17 @@ def compare_values(data: bytes) -> None:
 
 def _stored_bytes(cache: Cache) -> int:
     sides = [side for layer in cache for side in layer.sides.values()]
-    return sum(stream.nbytes for side in sides for page in side.pages for stream in page.streams.values())
+    return sum(stream.nbytes for side in sides for page in side.runs for stream in page.streams.values())
 
 
 def _check_finite(cache: Cache) -> None:
     """Values of a lossy codec are finite if no stored value, and no value computed from one, is near a limit."""
     for layer in cache:
         for name, side in layer.sides.items():
-            floats = [stream for page in side.pages for stream in _numbers(page)]
+            floats = [stream for page in side.runs for stream in _numbers(page)]
             if side.codec.exact_dtype is not None or any(not (stream.abs() < _MODERATE).all() for stream in floats if stream.numel()):
                 continue
-            for page in side.pages:
+            for page in side.runs:
                 values = page.codec.decode(page.streams)
                 finite = torch.isfinite(values)
                 # Exponents of a logarithmic norm leave binary32 from moderate numbers as well, and then for whole tokens.
@@ -98,7 +98,7 @@ def _check_finite(cache: Cache) -> None:
                 assert tokens.all(), f"{name}: a value is not finite, and no stored number is {_MODERATE:g} or more"
 
 
-def _numbers(page: Page) -> Iterator[torch.Tensor]:
+def _numbers(page: PackedRun) -> Iterator[torch.Tensor]:
     """The numbers that a page stores: streams of floats, and powers of two of which it stores the exponents (e8m0)."""
     for name, stream in page.streams.items():
         if stream.is_floating_point():

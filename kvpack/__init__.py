@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .cache.layer import Layer
     from .cache.minifloats import Minifloats
     from .cache.packing import pack
-    from .cache.pages import Page
     from .cache.side import Side
     from .coding.bases import Basis
     from .coding.dispatch import backends
@@ -65,7 +64,6 @@ _HOMES = {
     "Layer": "cache.layer",
     "LiveCache": "live.cache",
     "Minifloats": "cache.minifloats",
-    "Page": "cache.pages",
     "PageBuffer": "pages.buffer",
     "PageCodec": "pages.codec",
     "PageGeometry": "pages.geometry",
@@ -109,7 +107,6 @@ __all__ = [
     "MissingPackage",
     "NotKvpack",
     "OutOfBounds",
-    "Page",
     "PageBuffer",
     "PageCodec",
     "PageGeometry",

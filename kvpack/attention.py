@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvpack.kernels.cpu.attend import Prepared
 
-    from .cache.pages import Page
+    from .cache.packed_runs import PackedRun
     from .cache.side import Side
 
 QUERIES_AT_A_TIME = 1024
@@ -130,7 +130,7 @@ def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.
     return prepared
 
 
-def know(layers: Iterable[tuple[Sequence[Page], Sequence[Page]]], device: torch.device) -> None:
+def know(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
     """Look at the pages of keys and values of all ``layers`` of a model, which long queries on ``device`` will attend, at once."""
     if dispatch.uses_triton(device):
         from kvpack.kernels.attend import alike
@@ -173,7 +173,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     """
     if not dispatch.uses_triton(q.device) or q.requires_grad:
         return None
-    if any(len(side.pages) > MOST_PAGES for side in layer.sides.values()):
+    if any(len(side.runs) > MOST_PAGES for side in layer.sides.values()):
         return None
     from kvpack.kernels.attend import attention
 

@@ -21,7 +21,7 @@ from . import segments
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from kvpack.kernels.tiles.layers import Layer, Page, Side
+    from kvpack.kernels.tiles.layers import Layer, PackedRun, Side
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
@@ -48,17 +48,17 @@ class _Pages(NamedTuple):
     addresses: tuple[int, ...]
 
 
-_known: WeakKeyDictionary[Sequence[Page], _Pages | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Sequence[PackedRun], _Pages | None] = WeakKeyDictionary()
 """Of pages that were looked at; None for those that are not compared."""
 
 _kinds: dict[tuple[Hashable, ...], int] = {}
 _numbers = count()
 
-_together: WeakKeyDictionary[Sequence[Page], list[tuple[ref[Sequence[Page]], ref[Sequence[Page]]]]] = WeakKeyDictionary()
+_together: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[PackedRun]], ref[Sequence[PackedRun]]]]] = WeakKeyDictionary()
 """Of the pages of keys, those of the keys and of the values of all layers of their model."""
 
 
-def know(layers: Iterable[tuple[Sequence[Page], Sequence[Page]]]) -> None:
+def know(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
     """Look at the pages of keys and values of all ``layers`` of a model at once: in less time than at each between other things."""
     all_of_them = []
     for k, v in layers:
@@ -68,13 +68,13 @@ def know(layers: Iterable[tuple[Sequence[Page], Sequence[Page]]]) -> None:
         _together[k] = all_of_them
 
 
-def _known_pages(pages: Sequence[Page]) -> _Pages | None:
+def _known_pages(pages: Sequence[PackedRun]) -> _Pages | None:
     if pages not in _known:
         _known[pages] = _looked_at(pages)
     return _known[pages]
 
 
-def _looked_at(pages: Sequence[Page]) -> _Pages | None:
+def _looked_at(pages: Sequence[PackedRun]) -> _Pages | None:
     if not 0 < len(pages) <= MOST_PAGES:
         return None
     kind: list[Hashable] = [len(pages)]
@@ -100,7 +100,7 @@ def kind_of(layer: Layer) -> Hashable | None:
     kind: list[Hashable] = []
     for side in (layer.k, layer.v):
         assert side is not None
-        if (pages := _known_pages(side.pages)) is None:
+        if (pages := _known_pages(side.runs)) is None:
             return None
         tail = side.tail
         kind += [pages.kind, tail.shape, tail.dtype, tail.device]
@@ -115,21 +115,21 @@ class Tables:
         assert layer.v is not None
         self._ends, self._streams, first = [], [], 0
         for side in (layer.k, layer.v):
-            loader, numbers = tiles.loader_of(side.pages[0].codec), []
-            for page in side.pages:
+            loader, numbers = tiles.loader_of(side.runs[0].codec), []
+            for page in side.runs:
                 # Each page may have its streams in an order of its own.
                 places = {name: first + place for place, name in enumerate(page.streams)}
                 numbers.append([] if loader is None else [places[stream.name] for stream in loader.streams])
                 first += len(places)
-            self._ends.append(numpy.cumsum([page.tokens for page in side.pages]))
+            self._ends.append(numpy.cumsum([page.tokens for page in side.runs]))
             # The numbers of the streams that the loader reads, among all of a layer: ``[page, stream]``.
             self._streams.append(numpy.array(numbers, numpy.int64))
-        self._own = _addresses(layer.k.pages, layer.v.pages)
+        self._own = _addresses(layer.k.runs, layer.v.runs)
         self._rows = numpy.zeros(0, numpy.int64)
         """All tables, without the addresses of streams."""
         self._places = self._sources = self._rows
         """Of each address in these the place, and the number of the stream among all of a layer."""
-        self._made: WeakKeyDictionary[Sequence[Page], tuple[ref[Sequence[Page]], torch.Tensor, int]] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Sequence[PackedRun], tuple[ref[Sequence[PackedRun]], torch.Tensor, int]] = WeakKeyDictionary()
 
     def add(self, values: bool, rows: Integers, tokens: Integers) -> int:
         """Add the table ``rows`` of the layer's keys or ``values``; ``tokens`` are the first of each row. Returns where it begins."""
@@ -149,7 +149,7 @@ class Tables:
         """The tables for ``layer``: int64 ``[integer]`` on ``device``, and where they begin; made for all alike that are known with it."""
         assert layer.k is not None
         assert layer.v is not None
-        k, v = layer.k.pages, layer.v.pages
+        k, v = layer.k.runs, layer.v.runs
         found = self._made.get(k)
         if found is None or found[0]() is not v:
             kinds = _kinds_of(k, v)
@@ -164,13 +164,13 @@ class Tables:
         return found[1:]
 
 
-def _kinds_of(k: Sequence[Page], v: Sequence[Page]) -> tuple[int, int] | None:
+def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
     """The kinds of the pages of a layer; None if they are not compared."""
     known = _known_pages(k), _known_pages(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
-def _addresses(k: Sequence[Page], v: Sequence[Page]) -> Integers:
+def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
     """The addresses of all streams of the pages of a layer that is compared: of the keys, then of the values."""
     known = _known_pages(k), _known_pages(v)
     assert known[0] is not None

@@ -17,7 +17,7 @@ from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, entri
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpack.kernels.tiles.layers import Page
+    from kvpack.kernels.tiles.layers import PackedRun
 
 DECODED_VALUES = 1 << 22
 """Values decoded at a time."""
@@ -28,10 +28,10 @@ MOST_IN_PLACE = 2.0
 LEAST_NORM = 2.0**-20
 """Smallest norm of a token that is not zero: weights of outliers and of other values share a power of two (``softmax``)."""
 
-_entries: WeakKeyDictionary[Page, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
 
 
-def of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+def of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     """The streams of ``loaders.outliers`` except its columns, for tokens ``[start, stop)``; kept with the page.
 
     There are none where no chunk is flagged. None where they would be inexact: no writer makes that.
@@ -42,7 +42,7 @@ def of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | N
     return kept[start, stop]
 
 
-def _of_page(page: Page, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+def _of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     codec = page.codec
     assert isinstance(codec, WithSideCars)
     side_car = codec.side_car(Outliers)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.tiles.layers import Page, Side
+    from kvpack.kernels.tiles.layers import PackedRun, Side
 
     Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,7 +38,7 @@ class Frame(NamedTuple):
     """What a side is decoded to: the original frame, or the coded one of ``codec`` after the maps of values of ``page``, if it has any."""
 
     codec: Codec | None = None
-    page: Page | None = None
+    page: PackedRun | None = None
 
     @property
     def is_original(self) -> bool:
@@ -100,13 +100,13 @@ def _dense_channels(q: torch.Tensor) -> torch.Tensor:
     return q if q.stride(3) == 1 else q.contiguous()
 
 
-def _page_queries(codec: Codec, page: Page, heads: int, q: torch.Tensor) -> torch.Tensor:
+def _page_queries(codec: Codec, page: PackedRun, heads: int, q: torch.Tensor) -> torch.Tensor:
     grouped = q.reshape(q.shape[0], heads, -1, q.shape[3]).to(torch.float32)
     turned = torch.nn.functional.pad(page.codec.query(grouped, page.streams), (0, 1))
     return turned.index_select(3, _column_channels(codec, str(q.device))).to(q.dtype).view(*q.shape[:3], -1)
 
 
-def _page_originals(codec: Codec, page: Page, heads: int, dtype: torch.dtype, sums: torch.Tensor) -> torch.Tensor:
+def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtype, sums: torch.Tensor) -> torch.Tensor:
     columns = _column_channels(codec, str(sums.device))
     coded = sums.new_zeros(*sums.shape[:3], codec.dim + 1).index_copy_(3, columns, sums)[..., : codec.dim]
     grouped = coded.reshape(sums.shape[0], heads, -1, codec.dim)
@@ -242,7 +242,7 @@ def _work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:
 def _group_start(side: Side, token: int) -> int:
     """The first token of the group of tokens that holds ``token``."""
     first = 0
-    for page in side.pages:
+    for page in side.runs:
         if first <= token < first + page.tokens:
             return token - (token - first) % page.codec.token_group
         first += page.tokens
@@ -253,7 +253,7 @@ def _left(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.T
     """Tokens ``[start, stop)`` that no fused kernel decodes, part by part: first, end, and values."""
     first = 0
     most = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
-    for page in side.pages:
+    for page in side.runs:
         # Whole groups of tokens, which are decoded together.
         step = max(page.codec.token_group, most // page.codec.token_group * page.codec.token_group)
         last = min(stop, first + page.tokens)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.tiles.layers import Page, Side
+    from kvpack.kernels.tiles.layers import PackedRun, Side
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -41,7 +41,7 @@ HALF_ERROR = 2**-11
 """Relative error of binary16 values in the 2-norm, if none overflows or underflows."""
 
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
-_parts: WeakKeyDictionary[Page, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
+_parts: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
 
 
 class SideSegment(NamedTuple):
@@ -51,11 +51,11 @@ class SideSegment(NamedTuple):
     first: int
     tokens: int
     streams: Mapping[str, torch.Tensor]
-    framed_by: Page | None = None
+    framed_by: PackedRun | None = None
     """The page of ``frame``."""
     exact: bool = True
     """Whether the segment's loader, if it has one, is exact enough."""
-    page: Page | None = None
+    page: PackedRun | None = None
     """The page that its tokens are of, from ``start`` on; None for the raw tail."""
     start: int = 0
     raw: bool = False
@@ -82,7 +82,7 @@ class Frame(NamedTuple):
     """A codec's coded frame; ``page`` where pages have channel scales or an order of their own: the page that these are of."""
 
     codec: Codec
-    page: Page | None
+    page: PackedRun | None
 
 
 class Segment(NamedTuple):
@@ -98,8 +98,8 @@ def of_side(side: Side) -> SideSegments:
     """The segments of the pages of ``side``, and its tail as one of raw values; kept with the side."""
     if side not in _side_segments:
         found, first = [], 0
-        for page in side.pages:
-            found += _segments_of(page, first, side.tail.dtype, side.pages[0])
+        for page in side.runs:
+            found += _segments_of(page, first, side.tail.dtype, side.runs[0])
             first += page.tokens
         if side.tail.shape[2]:
             found.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
@@ -109,7 +109,7 @@ def of_side(side: Side) -> SideSegments:
     return _side_segments[side]
 
 
-def _segments_of(page: Page, first: int, dtype: torch.dtype, first_page: Page) -> list[SideSegment]:
+def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
     """One segment, or with raw tokens several: those that hold such tokens are ``raw``, in the frame of the others.
 
     Pages whose maps do not depend on the run are in the frame of the side's ``first_page``. Of a basis they are in the original frame, in
@@ -142,7 +142,7 @@ def _segments_of(page: Page, first: int, dtype: torch.dtype, first_page: Page) -
     return [found[start] for start in edges[:-1]]
 
 
-def _decoded_part(page: Page, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+def _decoded_part(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Tokens ``[start, stop)`` of a page in the original frame; kept with the page, which a cache that grows keeps."""
     kept = _parts.setdefault(page, {})
     if (start, stop, dtype) not in kept:
@@ -150,7 +150,7 @@ def _decoded_part(page: Page, start: int, stop: int, dtype: torch.dtype) -> torc
     return kept[start, stop, dtype]
 
 
-def _part(page: Page, first: int, start: int, stop: int, frame: Page | None) -> SideSegment:
+def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
     """Tokens ``[start, stop)`` of a page with side-cars: loaders take means, outliers and signs, and the others are of queries and sums."""
     assert isinstance(page.codec, WithSideCars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
@@ -193,7 +193,7 @@ def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
     return _whole_page(page.codec, segment.first + start, part, part.streams, None)
 
 
-def _whole_page(codec: Codec, first: int, page: Page, streams: Mapping[str, torch.Tensor], frame: Page | None) -> SideSegment:
+def _whole_page(codec: Codec, first: int, page: PackedRun, streams: Mapping[str, torch.Tensor], frame: PackedRun | None) -> SideSegment:
     if type(codec) is Group:
         # Scales of 8 bits are few: they are looked up once.
         codec, streams = codec.with_pairs(streams)

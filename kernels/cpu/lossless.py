@@ -30,7 +30,7 @@ VALUES_AT_ONCE = 1 << 22
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
     """Whether C unpacks ``side``: values of bf16 to bf16, whose signs and fractions are the bytes of one plane."""
-    return _takes(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.pages)
+    return _takes(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 
 def encodes(codec: Codec, x: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     batch, heads, _, dim = out.shape
     at_once = max(1, VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
     first = 0
-    for page in side.pages:
+    for page in side.runs:
         for start in range(0, page.tokens, at_once):
             stop = min(start + at_once, page.tokens)
             _join(codec, page.rows(start, stop), out[:, :, first + start : first + stop], threads, level)

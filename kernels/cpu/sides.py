@@ -69,7 +69,7 @@ class Side(Protocol):
     @property
     def codec(self) -> Codec: ...
     @property
-    def pages(self) -> Any: ...
+    def runs(self) -> Any: ...
     @property
     def tail(self) -> torch.Tensor: ...
     @property
@@ -133,11 +133,11 @@ def _packed(side: Side) -> list[Part] | None:
     codec = side.codec
     framed = _framed(codec)
     described = codecs.described(codec)
-    if described is None or (framed and len(side.pages) > MOST_FRAMES):
+    if described is None or (framed and len(side.runs) > MOST_FRAMES):
         return None
     tables = []
     first = 0
-    for stretch in side.pages.stretches:
+    for stretch in side.runs.stretches:
         if stretch not in _stretches:
             _stretches[stretch] = _segments(stretch, described, side.tail.shape[0], side.heads)
         found = _stretches[stretch]
@@ -150,10 +150,10 @@ def _packed(side: Side) -> list[Part] | None:
     segments = numpy.concatenate(tables)
     segments = segments[segments[:, 1] > 0]
     if not framed:
-        return [Part(0, side.packed_tokens, codec, segments, segments.ctypes.data, None if _keeps_frame(codec) else side.pages[0])]
+        return [Part(0, side.packed_tokens, codec, segments, segments.ctypes.data, None if _keeps_frame(codec) else side.runs[0])]
     edges = [0, *numpy.cumsum(segments[:, 1]).tolist()]
     parts = []
-    for number, page in enumerate(page for page in side.pages if page.tokens):
+    for number, page in enumerate(page for page in side.runs if page.tokens):
         own = segments[number : number + 1]
         parts.append(Part(edges[number], edges[number + 1], codec, own, own.ctypes.data, page))
     return parts

@@ -101,7 +101,7 @@ def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
 def _put_raw(side: Side, tokens: KeptTokens, out: torch.Tensor) -> None:
     """Write raw tokens to their places: in the coded frame, where C reads them, they were rotated."""
     start = 0
-    for stretch in side.pages.stretches:
+    for stretch in side.runs.stretches:
         stop = start + int(stretch.ends[-1])
         out[:, :, start:stop].permute(2, 0, 1, 3)[tokens.places(stretch.streams)] = tokens.kept(stretch.streams).to(out.dtype)
         start = stop

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.tiles.layers import Page, Side
+    from kvpack.kernels.tiles.layers import PackedRun, Side
 
     from .rows import Prepared
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Part(NamedTuple):
     """Tokens ``[start, stop)`` of a page, and the token of the side at which the page begins."""
 
-    page: Page
+    page: PackedRun
     first: int
     start: int
     stop: int
@@ -160,7 +160,7 @@ def _current_stream(device: torch.device) -> int:
 
 def _parts(side: Side, start: int, stop: int) -> list[Part]:
     found, first = [], 0
-    for page in side.pages:
+    for page in side.runs:
         begin, end = max(0, start - first), min(page.tokens, stop - first)
         if begin < end:
             found.append(Part(page, first, begin, end))

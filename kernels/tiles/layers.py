@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 
-class Page(Protocol):
+class PackedRun(Protocol):
     """``tokens`` packed tokens: the streams of ``codec``, ``[batch, kv_head, token, ...]``."""
 
     @property
@@ -25,7 +25,7 @@ class Page(Protocol):
     def rows(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
         """The streams of tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
 
-    def slice(self, start: int, stop: int) -> Page:
+    def slice(self, start: int, stop: int) -> PackedRun:
         """Tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Side(Protocol):
     """The keys or the values of a layer: pages, then a raw tail ``[batch, kv_head, token, dim]``."""
 
     @property
-    def pages(self) -> Sequence[Page]: ...
+    def runs(self) -> Sequence[PackedRun]: ...
     @property
     def tail(self) -> torch.Tensor: ...
     @property

@@ -92,7 +92,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
     for recipe in recipes:
         with rounding_is_shown():
             layer = kvpack.pack([(k, v)], recipe)[0]
-        streams = [stream for side in layer.sides.values() for page in side.pages for stream in page.streams.values()]
+        streams = [stream for side in layer.sides.values() for page in side.runs for stream in page.streams.values()]
         tails = sum(side.tail.nbytes for side in layer.sides.values())
         size = sum(stream.nbytes for stream in streams) + tails
         ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_attention(q, layer) is not None))

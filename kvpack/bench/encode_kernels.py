@@ -110,7 +110,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
     named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
     layer = kvpack.pack([pair], named, basis=basis)[0]
     size = inputs[0].nbytes
-    stored = sum(stream.nbytes for page in layer.sides[side].pages for stream in page.streams.values())
+    stored = sum(stream.nbytes for page in layer.sides[side].runs for stream in page.streams.values())
     unpacked = median_seconds(lambda: layer.unpack(torch.bfloat16))
     return {
         "recipe": recipe, "side": side, "bytes": stored, "seconds": seconds,

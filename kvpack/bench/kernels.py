@@ -195,7 +195,7 @@ def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
 def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]:
     layer = synthetic_basis.pack(kv[0], kv[1], recipe)
     kernels = attention_kernels(q, layer)
-    size = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
+    size = sum(stream.nbytes for side in layer.sides.values() for page in side.runs for stream in page.streams.values())
     if kernels is None:
         # Torch operations, which a graph cannot hold.
         seconds = whole = eager = median_seconds(lambda: kvpack.attend(q, layer))
@@ -226,8 +226,8 @@ def _copies(size: int) -> int:
 def _copied(layer: Layer) -> Layer:
     sides = []
     for side in layer.sides.values():
-        pages = [replace(page, streams={name: stream.clone() for name, stream in page.streams.items()}) for page in side.pages]
-        sides.append(replace(side, pages=tuple(pages)))
+        pages = [replace(page, streams={name: stream.clone() for name, stream in page.streams.items()}) for page in side.runs]
+        sides.append(replace(side, runs=tuple(pages)))
     return kvpack.Layer(*sides)
 
 

@@ -63,7 +63,7 @@ def _row(pair: list[torch.Tensor], recipe: str) -> dict[str, Any]:
         row[f"{name}_seconds"] = repeated_seconds(partial(side.unpack, torch.bfloat16))
     row["seconds"] = repeated_seconds(partial(layer.unpack, torch.bfloat16))
     row["device_seconds"] = queued_seconds(partial(layer.unpack, torch.bfloat16))
-    row["bytes"] = sum(stream.nbytes for side in layer.sides.values() for page in side.pages for stream in page.streams.values())
+    row["bytes"] = sum(stream.nbytes for side in layer.sides.values() for page in side.runs for stream in page.streams.values())
     return row
 
 

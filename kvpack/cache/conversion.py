@@ -16,7 +16,7 @@ from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import PAGE, RawPositions
 from kvpack.runtime.modes import own_modes
 
-from .pages import Page
+from .packed_runs import PackedRun
 from .side import Side, packed_side
 
 if TYPE_CHECKING:
@@ -96,17 +96,17 @@ def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norm
             starts = [start for start in range(0, packed, step) if not start or packed - start >= PAGE]
             for start, stop in pairwise([*starts, packed]):
                 part, of_part = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, start:stop]
-                parts.append(Page(codec, stop - start, encode(codec, part, where, position=first + start, norms=of_part)))
+                parts.append(PackedRun(codec, stop - start, encode(codec, part, where, position=first + start, norms=of_part)))
         except OutOfRange:
             return packed_side(side.unpack(dtype), codec, window, where, first, norms)
         tail = side.slice(packed, tokens).unpack(dtype)
-    return Side(codec, (Page.joined(parts),), tail, window)
+    return Side(codec, (PackedRun.joined(parts),), tail, window)
 
 
 def _exact_dtype(side: Side) -> str:
     """The narrowest raw dtype that holds every decoded value of a side exactly."""
-    dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.pages else set()
-    if side.pages:
+    dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.runs else set()
+    if side.runs:
         dtypes.add(side.codec.exact_dtype or "fp32")
     return next(name for name in HOLDS if dtypes <= set(HOLDS[name]))
 
@@ -126,8 +126,8 @@ def _with_window(side: Side, window: int, where: str, first: int, norms: Callabl
     if not ready:
         return replace(side, window=window)
     with own_modes(side.device):
-        before = side.pages[-1].streams if side.pages else None
+        before = side.runs[-1].streams if side.runs else None
         packed, of_keys = side.packed_tokens, norms(side.codec)
         of_tail = None if of_keys is None else of_keys[:, packed : packed + ready]
-        page = Page(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + packed, of_tail))
+        page = PackedRun(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + packed, of_tail))
         return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)

@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
 from kvpack.runtime.modes import own_modes
 
-from .pages import Page
+from .packed_runs import PackedRun
 from .side import Side
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Minifloats:
         """The packed side, which holds every bit of the elements and scales; tokens that are appended wait for ``window`` of them."""
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
-        return Side(self.codec, (Page(self.codec, tokens, self.streams),), tail, window)
+        return Side(self.codec, (PackedRun(self.codec, tokens, self.streams),), tail, window)
 
     @classmethod
     def of(cls, side: Side) -> Self:
@@ -231,12 +231,12 @@ class Minifloats:
                 f"the side is stored by the codec {found}, expected minifloat without side-cars, such as raw tokens: convert the cache "
                 "first, for example to 'fp8;raw=0'"
             )
-        if side.tail.shape[2] or not side.pages:
+        if side.tail.shape[2] or not side.runs:
             raise InvalidParameter(
                 f"the side has {side.packed_tokens} packed tokens and a raw tail of {side.tail.shape[2]}: take a prefix of packed ones"
             )
         with own_modes(side.device):
-            pages = side.merged().pages
+            pages = side.merged().runs
             if len(pages) > 1:
                 raise InvalidParameter(
                     f"the side has {len(pages)} runs of different scales, the first of {pages[0].tokens} tokens: take slices"

@@ -205,7 +205,7 @@ def _pack_side(
             )
         return x.side(recipe.window)
     packed = packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
-    for page in packed.pages:
+    for page in packed.runs:
         if TOKEN_SCALE in page.streams:
             _warn_of_outliers(x, page.streams[TOKEN_SCALE], where)
     return packed

@@ -1,7 +1,7 @@
-"""Side: the keys or the values of one layer, as packed pages and a raw tail.
+"""Side: the keys or the values of one layer, as packed runs and a raw tail.
 
 A side is immutable: slice, append and concat return a new side that shares the packed bytes. A page is one run of packed tokens.
-Its streams are plain arrays ``[batch, kv_head, rows, ...]``, so cutting and joining pages never touches a code.
+Its streams are plain arrays ``[batch, kv_head, rows, ...]``, so cutting and joining runs never touches a code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import own_modes
 
 from .arguments import check_floating, checked_device, integer
-from .pages import Page, Pages
+from .packed_runs import PackedRun, PackedRuns
 from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
@@ -44,22 +44,22 @@ GROUP_VALUES = 1 << 24
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Side:
-    """The keys or the values of one layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``.
+    """The keys or the values of one layer: packed runs, then a raw tail ``[batch, kv_head, token, dim]``.
 
     The tail is encoded when it reaches ``window`` tokens (0: as soon as the codec has a whole group).
     """
 
     codec: Codec
-    pages: Sequence[Page]
+    runs: Sequence[PackedRun]
     tail: torch.Tensor
     window: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pages", Pages.of(self.pages))
+        object.__setattr__(self, "runs", PackedRuns.of(self.runs))
 
     def __repr__(self) -> str:
         shape = f"{self.batch} x {self.heads} x {self.tokens} x {self.dim}"
-        return f"Side({self.codec.id}, {shape}, {len(self.pages)} pages and a raw tail of {self.tail.shape[2]} tokens)"
+        return f"Side({self.codec.id}, {shape}, {len(self.runs)} runs and a raw tail of {self.tail.shape[2]} tokens)"
 
     @property
     def batch(self) -> int:
@@ -79,37 +79,37 @@ class Side:
 
     @cached_property
     def packed_tokens(self) -> int:
-        """The number of tokens in pages."""
-        return self._pages.tokens
+        """The number of tokens in runs."""
+        return self._runs.tokens
 
     @property
-    def _pages(self) -> Pages:
-        assert isinstance(self.pages, Pages)
-        return self.pages
+    def _runs(self) -> PackedRuns:
+        assert isinstance(self.runs, PackedRuns)
+        return self.runs
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in pages and tail."""
+        """The number of tokens in runs and tail."""
         return self.packed_tokens + self.tail.shape[2]
 
     @cached_property
     def boundaries(self) -> list[int]:
         """Token positions where a page or the tail starts or ends, ascending."""
-        return [0, *self._pages.ends.tolist(), self.tokens]
+        return [0, *self._runs.ends.tolist(), self.tokens]
 
-    def place(self, start: int, stop: int) -> tuple[Page | None, int]:
+    def place(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
         """The page that holds tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
         if start >= self.packed_tokens:
             return None, self.packed_tokens
-        number = bisect_right(self.boundaries, start, 0, len(self.pages)) - 1
-        page, first = self.pages[number], self.boundaries[number]
+        number = bisect_right(self.boundaries, start, 0, len(self.runs)) - 1
+        page, first = self.runs[number], self.boundaries[number]
         if not first <= start <= stop <= first + page.tokens:
             raise OutOfBounds(
                 f"tokens {start} to {stop} are not inside one page: the first token's page ends at token {first + page.tokens}"
             )
         return page, first
 
-    def frame(self, start: int, stop: int) -> tuple[torch.Tensor, Page | None]:
+    def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
         """Tokens ``[start, stop)``, inside one page or the tail, as float32, and the page whose coded frame they are in."""
         page, first = self.place(start, stop)
         if page is None:
@@ -126,7 +126,7 @@ class Side:
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame.
 
-        Where kernels decode pages in one pass, those of one codec are one launch; all else is decoded tile by tile. Such a kernel
+        Where kernels decode runs in one pass, those of one codec are one launch; all else is decoded tile by tile. Such a kernel
         rotates back in binary16 products if ``dtype`` has 16 bits, with an error below 2^-11 of each token's norm. C kernels, on the CPU,
         do so in binary32.
         Raises InvalidType unless ``dtype`` is a floating-point one.
@@ -202,11 +202,11 @@ class Side:
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a side that holds {self.tokens}")
         try:
-            pages = self._pages.slice(start, stop)
+            runs = self._runs.slice(start, stop)
         except OutOfBounds as error:
             raise OutOfBounds(f"a slice from token {start} {error}") from None
         tail_start, tail_stop = (max(0, position - self.packed_tokens) for position in (start, stop))
-        return replace(self, pages=pages, tail=self.tail[:, :, tail_start:tail_stop])
+        return replace(self, runs=runs, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
         """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
@@ -219,8 +219,8 @@ class Side:
             return self
         with own_modes(self.device):
             chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)
-            pages = self._pages.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
-            return replace(self, pages=pages, tail=self.tail.index_select(0, chosen))
+            runs = self._runs.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
+            return replace(self, runs=runs, tail=self.tail.index_select(0, chosen))
 
     def append(
         self,
@@ -253,16 +253,16 @@ class Side:
             ready = tail.shape[2] // unit * unit
             if not ready:
                 return replace(self, tail=tail)
-            before = self.pages[-1].streams if self.pages else None
+            before = self.runs[-1].streams if self.runs else None
             position = None if first is None else first + self.packed_tokens
             given = norms(self.packed_tokens, self.packed_tokens + ready)
             streams = encode(self.codec, tail[:, :, :ready], where, before, position, given)
-            return replace(self, pages=self._pages.added(Page(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
+            return replace(self, runs=self._runs.added(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
         """The tail, then ``x``, exactly: in the tail's dtype if that holds ``x``, otherwise in a dtype that holds both.
 
-        Raises InvalidType if the pages have kept every value so far, but would round values of ``x``.
+        Raises InvalidType if the runs have kept every value so far, but would round values of ``x``.
         """
         narrow = x.to(self.tail.dtype)
         if not is_rounded(x, narrow):
@@ -294,28 +294,28 @@ class Side:
                     "append the tokens instead, or pack it with tail=0"
                 )
         sides = (self, *others)
-        return replace(sides[-1], pages=Pages(stretch for side in sides for stretch in side._pages.stretches))
+        return replace(sides[-1], runs=PackedRuns(stretch for side in sides for stretch in side._runs.stretches))
 
     def merged(self) -> Side:
-        """The same tokens in the fewest pages, with one array per stream, as a file stores them."""
-        merged = self._pages.merged()
-        return self if merged is self._pages else replace(self, pages=merged)
+        """The same tokens in the fewest runs, with one array per stream, as a file stores them."""
+        merged = self._runs.merged()
+        return self if merged is self._runs else replace(self, runs=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
         """The tokens of each page of ``merged()``."""
-        return self._pages.merged_runs()
+        return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """The streams of all pages, in arrays that hold the rows of consecutive pages; a ``merged()`` side has one of each."""
-        return [stretch.streams for stretch in self._pages.stretches]
+        """The streams of all runs, in arrays that hold the rows of consecutive runs; a ``merged()`` side has one of each."""
+        return [stretch.streams for stretch in self._runs.stretches]
 
     def repacked(self, codec: Codec) -> Side:
         """The side with the same codes in the packing of ``codec``."""
-        return replace(self, codec=codec, pages=self._pages.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
+        return replace(self, codec=codec, runs=self._runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
-    def followed_by(self, page: Page, tail: torch.Tensor) -> Side:
+    def followed_by(self, page: PackedRun, tail: torch.Tensor) -> Side:
         """The side with one more page and with ``tail`` as its tail."""
-        return replace(self, pages=Pages([*self._pages.stretches, page.stretch]), tail=tail)
+        return replace(self, runs=PackedRuns([*self._runs.stretches, page.stretch]), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
         """The side with every buffer on ``device``. Raises InvalidParameter for an invalid device."""
@@ -324,8 +324,8 @@ class Side:
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Side:
         """The side with ``move`` applied to every buffer."""
-        pages = self._pages.mapped(self.codec, lambda streams: {name: move(stream) for name, stream in streams.items()})
-        return replace(self, pages=pages, tail=move(self.tail))
+        runs = self._runs.mapped(self.codec, lambda streams: {name: move(stream) for name, stream in streams.items()})
+        return replace(self, runs=runs, tail=move(self.tail))
 
 
 def _where_apart(codec: Codec, other: Codec) -> str:
@@ -376,5 +376,5 @@ def packed_side(
         if codec.exact_dtype is None and packed < tokens:
             check_finite(x[:, :, packed:], packed, where)
         of_packed = None if norms is None else norms[:, :packed]
-        pages = (Page(codec, packed, encode(codec, x[:, :, :packed], where, position=first, norms=of_packed)),) if packed else ()
-        return Side(codec, pages, x[:, :, packed:].clone(), window)
+        runs = (PackedRun(codec, packed, encode(codec, x[:, :, :packed], where, position=first, norms=of_packed)),) if packed else ()
+        return Side(codec, runs, x[:, :, packed:].clone(), window)

@@ -16,7 +16,7 @@ from kvpack.formats.raw import DTYPES
 
 from .cache import Cache
 from .layer import Layer
-from .pages import Pages, Stretch
+from .packed_runs import PackedRuns, Stretch
 from .side import Side
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def stored_streams(side: Side) -> dict[str, torch.Tensor]:
     """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
     names = side.codec.layout(side.batch, side.heads, 0)
-    if not side.pages:
+    if not side.runs:
         # Without a run, a stream with one row per run has no rows.
         shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
         streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
@@ -44,7 +44,7 @@ def side_of(header: Header, entry: SideEntry, tensors: dict[str, torch.Tensor], 
     tail = tensors.pop("tail", None)
     if tail is None:
         tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device=device)
-    return Side(codec, Pages([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)
+    return Side(codec, PackedRuns([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)
 
 
 def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:

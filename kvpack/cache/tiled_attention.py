@@ -114,7 +114,7 @@ def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
 
 def _in_few_pages(side: Side, per_tile: int) -> Side:
     """``side`` with its pages merged, if most are smaller than half a tile: tiles end where pages do, and short ones take as long."""
-    return side.merged() if 2 * side.packed_tokens < per_tile * len(side.pages) else side
+    return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
 
 def _attend_tiles(

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _takes_more_bits(cache: Cache, converted: Cache) -> bool:
     """Whether any rounded values were encoded again with more bits."""
     return any(
-        old.pages and old.codec.exact_dtype is None and new.codec.nominal_bits > old.codec.nominal_bits
+        old.runs and old.codec.exact_dtype is None and new.codec.nominal_bits > old.codec.nominal_bits
         for before, after in zip(cache, converted, strict=True)
         for old, new in zip(before.sides.values(), after.sides.values(), strict=True)
     )

@@ -257,7 +257,7 @@ class LiveCache:
         if not self._known:
             self._known = True
             both = (each.sides for each in self._chosen(None) if len(each.sides) == len(SIDES))
-            know([(sides["k"].pages, sides["v"].pages) for sides in both], own.device)
+            know([(sides["k"].runs, sides["v"].runs) for sides in both], own.device)
         found = own.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )

@@ -1,4 +1,4 @@
-"""One side of a live layer: packed pages, the last of which is filled in place, and a raw tail in a buffer of its own."""
+"""One side of a live layer: packed runs, the last of which is filled in place, and a raw tail in a buffer of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvpack.cache.pages import Page, Pages
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.runtime.modes import own_modes
@@ -49,11 +49,11 @@ class OpenPage:
         self.filled += tokens
 
     @property
-    def page(self) -> Page:
+    def page(self) -> PackedRun:
         """The tokens that are there, in views that later tokens do not change."""
         layout = self.codec.layout(1, 1, 0)
         rows = {name: -(-self.filled // entry.tokens_per_row) for name, entry in layout.items()}
-        return Page(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
+        return PackedRun(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
 
 
 @lru_cache(maxsize=256)
@@ -64,16 +64,16 @@ def _has_rows_of_tokens(codec: Codec) -> bool:
 class SideState(NamedTuple):
     """Pages and buffers of a side at one moment, and how many tokens of each open page were filled."""
 
-    pages: Pages
+    runs: PackedRuns
     unfinished: torch.Tensor
     open: tuple[OpenPage, ...]
     filled: tuple[int, ...]
-    joined: Pages | None
+    joined: PackedRuns | None
     tail: torch.Tensor
 
 
 class LiveSide:
-    """The keys or the values of a live layer, from an immutable ``side`` on, whose pages it shares.
+    """The keys or the values of a live layer, from an immutable ``side`` on, whose runs it shares.
 
     The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; how many of its
     tokens are there is known to the layer. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens
@@ -82,8 +82,8 @@ class LiveSide:
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
         self.codec, self.window = side.codec, window
-        assert isinstance(side.pages, Pages)
-        self._pages: Pages = side.pages
+        assert isinstance(side.runs, PackedRuns)
+        self._runs: PackedRuns = side.runs
         self._given_window = side.window
         older = side.tail.shape[2] - raw_tokens
         self.unit = window if side.window else self.codec.token_group
@@ -94,12 +94,12 @@ class LiveSide:
             if raw_tokens:
                 self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
             self.unfinished = side.tail[:, :, :older].clone()
-        # Rows of entries, and of runs, are as many as the tokens' values ask for: such pages are joined, not filled.
+        # Rows of entries, and of runs, are as many as the tokens' values ask for: such runs are joined, not filled.
         self._in_place = in_place and _has_rows_of_tokens(side.codec)
         self._open: list[OpenPage] = []
-        self._joined: Pages | None = None
-        self.packed_tokens = self._pages.tokens
-        """The number of tokens in pages."""
+        self._joined: PackedRuns | None = None
+        self.packed_tokens = self._runs.tokens
+        """The number of tokens in runs."""
 
     @property
     def batch(self) -> int:
@@ -116,7 +116,7 @@ class LiveSide:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the side holds, with the room that is not filled."""
-        packed = sum(stream.nbytes for stretch in self._pages.stretches for stream in stretch.streams.values())
+        packed = sum(stream.nbytes for stretch in self._runs.stretches for stream in stretch.streams.values())
         filled = sum(stream.nbytes for page in self._open for stream in page.streams.values())
         return packed + filled + self.unfinished.nbytes + self.tail.nbytes
 
@@ -126,9 +126,9 @@ class LiveSide:
         return self.packed_tokens + self.unfinished.shape[2]
 
     @property
-    def pages(self) -> Pages:
+    def runs(self) -> PackedRuns:
         """The packed tokens."""
-        return self._all_pages()
+        return self._all_runs()
 
     def side(self, tokens: int) -> Side:
         """The side with the first ``tokens`` tokens of the tail, as views."""
@@ -136,7 +136,7 @@ class LiveSide:
 
     def with_tail(self, tail: torch.Tensor) -> Side:
         """The tokens of the side before its tail, and ``tail`` behind them."""
-        return Side(self.codec, self._all_pages(), self.with_unfinished(tail), self._given_window)
+        return Side(self.codec, self._all_runs(), self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
         """A side of the same codec for ``batch`` sequences, which holds no tokens."""
@@ -157,11 +157,11 @@ class LiveSide:
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
-        side = Side(self.codec, self._all_pages(), raw[:, :, whole:].clone(), self._given_window)
+        side = Side(self.codec, self._all_runs(), raw[:, :, whole:].clone(), self._given_window)
         if not whole:
             return side
         streams = self.encoded(raw[:, :, :whole], where, position, norms)
-        return replace(side, pages=self._all_pages().added(Page(self.codec, whole, streams)))
+        return replace(side, runs=self._all_runs().added(PackedRun(self.codec, whole, streams)))
 
     def encoded(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         """The streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
@@ -169,9 +169,9 @@ class LiveSide:
         ``position`` is that of the first token, and ``norms`` ``[batch, token]`` begins with those of the tokens' keys, if they are known.
         Raises InvalidParameter and OutOfRange, which name ``where``.
         """
-        pages = self._all_pages()
+        runs = self._all_runs()
         with own_modes(x.device):
-            before = pages[len(pages) - 1].streams if len(pages) else None
+            before = runs[len(runs) - 1].streams if len(runs) else None
             return encode(self.codec, x, where, before, position, None if norms is None else norms[:, : x.shape[2]])
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
@@ -180,7 +180,7 @@ class LiveSide:
         before = self.packed_tokens
         with own_modes(self.tail.device):
             if not self._in_place:
-                self._pages = self._pages.added(Page(self.codec, tokens, streams))
+                self._runs = self._runs.added(PackedRun(self.codec, tokens, streams))
                 self.packed_tokens = before + tokens
                 return
             start = 0
@@ -188,7 +188,7 @@ class LiveSide:
                 if not self._open or self._open[-1].filled == self._open[-1].capacity:
                     if not self._open and tokens - start > FEWEST_WINDOWS * self.window:
                         # The first tokens of a prompt: they are as many as they are.
-                        self._pages = self._pages.added(Page(self.codec, tokens, streams))
+                        self._runs = self._runs.added(PackedRun(self.codec, tokens, streams))
                         self.packed_tokens = before + tokens
                         return
                     self._open.append(OpenPage.of(self.codec, self.batch, self.heads, self._capacity(), self.tail.device))
@@ -202,22 +202,22 @@ class LiveSide:
     def state(self) -> SideState:
         """What ``restore`` goes back to, but for values that are written into the tail."""
         filled = tuple(page.filled for page in self._open)
-        return SideState(self._pages, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
+        return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
     def restore(self, state: SideState) -> None:
         """Go back to ``state``."""
-        self._pages, self._open, self._joined, self.tail = state.pages, list(state.open), state.joined, state.tail
+        self._runs, self._open, self._joined, self.tail = state.runs, list(state.open), state.joined, state.tail
         self.unfinished = state.unfinished
         for page, filled in zip(state.open, state.filled, strict=True):
             page.filled = filled
-        self.packed_tokens = state.pages.tokens + sum(state.filled)
+        self.packed_tokens = state.runs.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
         """Keep tokens ``[start, stop)`` of those before the tail; ``start`` is where a token group begins, or ``stop``."""
-        pages, packed = self._all_pages(), self.packed_tokens
+        runs, packed = self._all_runs(), self.packed_tokens
         self._open, self._joined = [], None
-        self._pages = pages.slice(min(start, packed), min(stop, packed))
-        self.packed_tokens = self._pages.tokens
+        self._runs = runs.slice(min(start, packed), min(stop, packed))
+        self.packed_tokens = self._runs.tokens
         self.unfinished = self.unfinished[:, :, max(0, start - packed) : max(0, stop - packed)]
 
     def take_unfinished(self, unfinished: torch.Tensor) -> None:
@@ -228,8 +228,8 @@ class LiveSide:
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64 on the side's device, in that order."""
         side = self.side(0).select(indices)
-        assert isinstance(side.pages, Pages)
-        self._pages, self._open, self._joined = side.pages, [], None
+        assert isinstance(side.runs, PackedRuns)
+        self._runs, self._open, self._joined = side.runs, [], None
         with own_modes(self.tail.device):
             rows = indices.to(self.tail.device)
             self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
@@ -245,8 +245,8 @@ class LiveSide:
         windows = max(FEWEST_WINDOWS, self.packed_tokens // (GROWTH * self.window))
         return windows * self.window
 
-    def _all_pages(self) -> Pages:
-        """All pages: the same object until they change, so that kernels find what they have kept with it."""
+    def _all_runs(self) -> PackedRuns:
+        """All runs: the same object until they change, so that kernels find what they have kept with it."""
         if self._joined is None:
-            self._joined = Pages([*self._pages.stretches, *(page.page.stretch for page in self._open if page.filled)])
+            self._joined = PackedRuns([*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)])
         return self._joined

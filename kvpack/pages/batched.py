@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.formats.balanced import Balanced
@@ -81,7 +81,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
-        found = Side(lane.plain, (Page(lane.plain, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
+        found = Side(lane.plain, (PackedRun(lane.plain, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
         if raw:
             found = put_slots(found, raw)
         if dtype.itemsize == 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES, encode
@@ -214,7 +214,7 @@ class _Ready:
             else:
                 empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
                 plain = {name: streams[name] for name in lane.plain.layout(1, 1, 0)}
-                side = Side(lane.plain, (Page(lane.plain, lane.geometry.tokens, plain),), empty, 0)
+                side = Side(lane.plain, (PackedRun(lane.plain, lane.geometry.tokens, plain),), empty, 0)
                 found = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
                 most = torch.finfo(target.dtype).max

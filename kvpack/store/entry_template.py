@@ -18,7 +18,7 @@ import xxhash
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.header_tensor import pack_header
@@ -52,7 +52,7 @@ class SidePlan:
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
         """The side of an entry, whose whole bytes ``arrays`` holds by dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
-        return Side(self.like.codec, (Page(self.like.codec, self.entry.runs[0], streams),), self.like.tail, self.like.window)
+        return Side(self.like.codec, (PackedRun(self.like.codec, self.entry.runs[0], streams),), self.like.tail, self.like.window)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Priced:
     def stream_bytes(self, place: Place, codec: str) -> int:
         """Bytes of one place's streams alone."""
         side = self.packed[place][codec]
-        return side.tail.nbytes + sum(stream.nbytes for page in side.pages for stream in page.streams.values())
+        return side.tail.nbytes + sum(stream.nbytes for page in side.runs for stream in page.streams.values())
 
     def values(self) -> int:
         """Values of one window."""

@@ -64,7 +64,7 @@ def test_a_synthetic_basis_of_transform_takes_the_bits_that_its_name_gives(scope
     k, v = (torch.randn(1, 2, 512, dim, generator=torch.Generator().manual_seed(dim)) for dim in (128, 40))
     layer = synthetic_basis.pack(k, v, f"transform=0.6:{scope}")
     for side in layer.sides.values():
-        codec, streams = side.codec, side.pages[0].streams
+        codec, streams = side.codec, side.runs[0].streams
         assert isinstance(codec, Transform)
         assert codec.scope == scope
         assert 0.4 < 16 * streams["words"].numel() / (2 * 512 * side.dim) < 0.7

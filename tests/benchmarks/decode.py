@@ -96,7 +96,7 @@ def _products(side: Side) -> list[tuple[int, int, int]]:
     assert isinstance(codec, Transform)
     frames: Frames = codec.source_for(side.heads)
     found = []
-    for page in side.pages:
+    for page in side.runs:
         used = page.streams["columns"].to(torch.int64)
         for row, tokens in enumerate(page.streams["tokens"][0, 0].tolist()):
             if codec.scope == "layer":
@@ -108,7 +108,7 @@ def _products(side: Side) -> list[tuple[int, int, int]]:
 
 def _all_symbols(sides: Sequence[Side]) -> None:
     for side in sides:
-        for page in side.pages:
+        for page in side.runs:
             assert isinstance(side.codec.family, Transform)
             for _ in side.codec.family.symbols(page.streams):
                 pass

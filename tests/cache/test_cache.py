@@ -55,14 +55,14 @@ def test_a_slice_decodes_to_the_slice(recipe: str, tmp_path: Path) -> None:
     if not whole[0].k.tail.shape[2]:
         joined = kvpack.concat([whole[:, :64], whole[:, 64:128], whole[:, 128:]])
         assert all(torch.equal(a, b) for a, b in zip(dense(joined), dense(whole), strict=True))
-    stream = next(iter(whole[0].k.pages[0].streams.values()))
-    part = next(iter(whole[:, 64:96][0].k.pages[0].streams.values()))
+    stream = next(iter(whole[0].k.runs[0].streams.values()))
+    part = next(iter(whole[:, 64:96][0].k.runs[0].streams.values()))
     assert part.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr(), "a slice shares the bytes"
 
 
 def test_a_slice_begins_where_a_token_group_does() -> None:
     cache = kvpack.pack(random_pairs(2, 100), "kivi-2").append(random_pairs(2, 64))
-    assert [page.tokens for page in cache[0].k.pages] == [100, 64]
+    assert [page.tokens for page in cache[0].k.runs] == [100, 64]
     assert cache[:, 100:164].tokens == 64
     assert cache[:, 96:97].tokens == 1
     with pytest.raises(OutOfBounds, match=r"layers\[0\]: a slice from token 33 begins 33 tokens into a page .* 32 tokens together"):
@@ -88,7 +88,7 @@ def test_append_encodes_each_token_once(recipe: str) -> None:
     assert start == 300
     assert all(torch.equal(a, b) for a, b in zip(dense(cache[:, :64]), first, strict=True)), "packed tokens never change"
     assert relative_error(cache, pairs) <= BOUNDS[recipe]
-    assert len(cache[0].k.pages) <= 12
+    assert len(cache[0].k.runs) <= 12
 
 
 def test_append_grows_the_tail_raw_until_the_window() -> None:
@@ -111,7 +111,7 @@ def test_concat_of_consecutive_pages(recipe: str) -> None:
     assert (joined.start, joined.tokens) == (0, 160)
     for whole, pieces in zip(dense(joined), zip(*map(dense, parts), strict=True), strict=True):
         assert torch.equal(whole, torch.cat(pieces, 2))
-    assert len(joined[0].k.merged().pages) == (2 if recipe == "kivi-2" else 1)
+    assert len(joined[0].k.merged().runs) == (2 if recipe == "kivi-2" else 1)
     assert torch.equal(joined[0].k.merged().unpack(), joined[0].k.unpack())
 
 
@@ -160,7 +160,7 @@ def test_caches_compare_by_identity_and_copy_as_themselves() -> None:
     assert copy.deepcopy(cache) is cache
     assert (copy.copy(cache), copy.copy(cache[0])) == (cache, cache[0])
     assert (cache == other, cache in [other, cache], len({cache, other})) == (False, True, 2)
-    assert (cache[0] == other[0], cache[0].k == other[0].k, cache[0].k.pages == other[0].k.pages) == (False,) * 3
+    assert (cache[0] == other[0], cache[0].k == other[0].k, cache[0].k.runs == other[0].k.runs) == (False,) * 3
 
 
 def test_a_tail_holds_no_value_beyond_its_dtype() -> None:
@@ -184,8 +184,8 @@ def test_convert_in_parts_makes_the_same_streams(before: str, recipe: str, monke
     parts = cache.convert(recipe)
     for side, other in zip(parts[0].sides.values(), whole[0].sides.values(), strict=True):
         assert torch.equal(side.tail, other.tail)
-        assert [page.tokens for page in side.pages] == [page.tokens for page in other.pages]
-        for page, expected in zip(side.pages, other.pages, strict=True):
+        assert [page.tokens for page in side.runs] == [page.tokens for page in other.runs]
+        for page, expected in zip(side.runs, other.runs, strict=True):
             assert list(page.streams) == list(expected.streams)
             for name, stream in expected.streams.items():
                 assert torch.equal(page.streams[name].view(torch.uint8), stream.view(torch.uint8)), name
@@ -206,7 +206,7 @@ def test_convert_to_another_window_leaves_the_tail_that_pack_leaves(codec: str) 
 def test_convert_keeps_what_already_fits() -> None:
     cache = kvpack.pack(random_pairs(2, 96), "kivi-2")
     same = cache.convert("kivi-2;layers=1:k=group:b=4")
-    assert same[0].k.pages[0].streams["codes.0"].data_ptr() == cache[0].k.pages[0].streams["codes.0"].data_ptr()
+    assert same[0].k.runs[0].streams["codes.0"].data_ptr() == cache[0].k.runs[0].streams["codes.0"].data_ptr()
     assert same[1].k.codec.params()["bits"] == 4
     exact = kvpack.pack(random_pairs(2, 96), "bf16").convert("kivi-2")
     assert all(torch.equal(a, b) for a, b in zip(dense(exact), dense(cache), strict=True)), "bf16 loses nothing on the way"
@@ -223,8 +223,8 @@ def test_convert_to_another_arrangement_loses_nothing(codec: str) -> None:
     assert direct.nbytes >= dense_cache.nbytes
     assert all(torch.equal(a, b) for a, b in zip(dense(direct), dense(dense_cache), strict=True))
     back = direct.convert(f"kv={codec}")
-    for name, stream in dense_cache[0].k.pages[0].streams.items():
-        assert torch.equal(back[0].k.pages[0].streams[name], stream), name
+    for name, stream in dense_cache[0].k.runs[0].streams.items():
+        assert torch.equal(back[0].k.runs[0].streams[name], stream), name
 
 
 def test_codecs_that_differ_in_more_than_packing_are_encoded_anew() -> None:
@@ -337,10 +337,10 @@ def test_non_finite_values_never_reach_a_raw_tail() -> None:
 def test_objects_describe_themselves_in_a_line() -> None:
     cache = kvpack.pack(random_pairs(2, 70), "octopus-3;tail=64", model={"name": "m"}, start=3)
     assert repr(cache) == "Cache('k=octahedral:b=3;v=group:b=3;raw=4,0.6,4;tail=64', 2 layers, tokens 3 to 73, model {'name': 'm'})"
-    side = "Side(octahedral, 1 x 2 x 70 x 64, 1 pages and a raw tail of 6 tokens)"
+    side = "Side(octahedral, 1 x 2 x 70 x 64, 1 runs and a raw tail of 6 tokens)"
     assert repr(cache[0].k) == side
     assert side in repr(cache[0])
-    assert repr(cache[0].k.pages) == "(Page(octahedral, 64 tokens),)"
+    assert repr(cache[0].k.runs) == "(PackedRun(octahedral, 64 tokens),)"
 
 
 def test_a_norm_beyond_its_width_is_refused() -> None:

@@ -145,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _boundaries(self) -> list[int]:
         """The tokens at which every side may be cut: the beginnings of pages, and the end."""
         sides = [side for layer in self.cache for side in layer.sides.values()]
-        starts = [{sum(page.tokens for page in side.pages[:n]) for n in range(len(side.pages) + 1)} for side in sides]
+        starts = [{sum(page.tokens for page in side.runs[:n]) for n in range(len(side.runs) + 1)} for side in sides]
         packed_ends = {0, *set.intersection(*starts)}
         return sorted(at for at in packed_ends if at <= self._packed)
 

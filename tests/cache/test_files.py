@@ -47,7 +47,7 @@ def test_the_official_library_opens_every_file(recipe: str, tmp_path: Path) -> N
     cache = kvpack.pack(random_pairs(2, 70), recipe)
     kvpack.save(cache, tmp_path / "a.kvpack")
     tensors = safetensors.torch.load_file(tmp_path / "a.kvpack")
-    streams = cache[1].v.pages[0].streams
+    streams = cache[1].v.runs[0].streams
     for name, stream in streams.items():
         assert torch.equal(tensors[f"1.v.{name}"].view(torch.uint8), stream.view(torch.uint8)), name
 

@@ -130,7 +130,7 @@ def test_the_recipes_hold_every_codec_and_every_stream_without_a_batch_axis() ->
             assert (layout.shape[0] == 5) == (layout.batch_axis == 0), name
             if layout.batch_axis is None:
                 assert layout.per == "entry"
-                assert any(page.streams[name].shape[2] for page in side.pages)
+                assert any(page.streams[name].shape[2] for page in side.runs)
                 without.add(name)
     assert without == {"outliers", "raw_tokens", "raw_positions", "raw_values", "words"}
 
@@ -139,10 +139,10 @@ def test_the_recipes_hold_every_codec_and_every_stream_without_a_batch_axis() ->
 def test_entries_keep_the_order_of_the_format(name: str) -> None:
     """Taking one sequence at a time and all at once stores the same bytes: a file has one order of entries."""
     whole = packed(name)
-    counts = [count for page in whole[0].k.pages for count in page.codec.entries(page.streams).values()]
+    counts = [count for page in whole[0].k.runs for count in page.codec.entries(page.streams).values()]
     assert any((count[:, 0] != count[:, 1]).any() for count in counts)
     twice = whole.select([2, 0, 1]).select([1, 2, 0])
-    for page, other in zip(whole[0].k.pages, twice[0].k.pages, strict=True):
+    for page, other in zip(whole[0].k.runs, twice[0].k.runs, strict=True):
         assert page.streams.keys() == other.streams.keys()
         assert all(torch.equal(page.streams[stream], other.streams[stream]) for stream in page.streams)
     assert same(whole.select([0]), [x[:1] for x in values(whole)])
@@ -178,7 +178,7 @@ def test_a_slice_of_a_page_is_selected() -> None:
 def test_under_inference_mode_and_autocast() -> None:
     with torch.inference_mode(), torch.autocast("cpu"):
         chosen = packed("all").select([1, 0])
-    assert not any(stream.is_inference() for page in chosen[0].k.pages for stream in page.streams.values())
+    assert not any(stream.is_inference() for page in chosen[0].k.runs for stream in page.streams.values())
     assert same(chosen, [x[[1, 0]] for x in values(packed("all"))])
 
 

@@ -102,7 +102,7 @@ def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.Monke
     with torch.inference_mode():
         found = kvpack.pack([(k + 0, v + 0) for k, v in first], recipe).append(second)
         assert all(torch.equal(a, b) for a, b in zip(dense(found), dense(expected), strict=True))
-    tensors = [x for side in found[0].sides.values() for page in side.pages for x in (*page.streams.values(), side.tail)]
+    tensors = [x for side in found[0].sides.values() for page in side.runs for x in (*page.streams.values(), side.tail)]
     assert not any(tensor.is_inference() for tensor in tensors)
     q = torch.randn(1, 2, 1, 64, requires_grad=True)
     kvpack.attend(q, found[0]).sum().backward()
@@ -115,7 +115,7 @@ def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(1, tokens)]
     cache = kvpack.pack(pairs, recipe).append(pairs)
-    tensors = [x for side in cache[0].sides.values() for page in side.pages for x in (*page.streams.values(), side.tail)]
+    tensors = [x for side in cache[0].sides.values() for page in side.runs for x in (*page.streams.values(), side.tail)]
     assert not any(tensor.requires_grad for tensor in [*tensors, *dense(cache)])
 
 
@@ -129,8 +129,8 @@ def test_blocks_and_threads_change_no_code(recipe: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     parts = kvpack.pack(pairs, recipe)
     for side, cut in zip(whole[0].sides.values(), parts[0].sides.values(), strict=True):
-        for name, stream in side.pages[0].streams.items():
-            assert torch.equal(stream.view(torch.uint8), cut.pages[0].streams[name].view(torch.uint8)), name
+        for name, stream in side.runs[0].streams.items():
+            assert torch.equal(stream.view(torch.uint8), cut.runs[0].streams[name].view(torch.uint8)), name
     assert all(torch.equal(a, b) for a, b in zip(dense(whole), dense(parts), strict=True))
 
 

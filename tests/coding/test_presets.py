@@ -82,7 +82,7 @@ def test_keys_of_group_presets(name: str, params: dict[str, Any], window: int) -
 def test_symmetric_presets_have_centres_of_zero() -> None:
     pairs = random_pairs(1, 40)
     for side in kvpack.pack(pairs, "turboquant-sym3-g4")[0].sides.values():
-        assert not side.pages[0].streams["scales"][..., 1].any()
+        assert not side.runs[0].streams["scales"][..., 1].any()
 
 
 @pytest.mark.parametrize("recipe", ["oscar-2;boundary-1;tail=32", "mixedkv-tinyllama-1.1b;layers=4-21:kv=raw"])

@@ -151,7 +151,7 @@ def test_runs_cost_bytes_and_not_objects() -> None:
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(cache[0].k.pages) == 2**15  # type: ignore[union-attr]
+    assert len(cache[0].k.runs) == 2**15  # type: ignore[union-attr]
     assert kept < 64 * 2 * 2**15, "a run takes more than 64 bytes"
 
 

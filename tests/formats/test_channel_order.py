@@ -114,7 +114,7 @@ def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
         cache = cache.append([(x[:, :, token : token + 1], None)])
     assert cache[0].k.merged_runs() == (130,)
     other = cache.convert("k=group:b=2,axis=channel,block_rotation=32;v=raw")
-    assert "channel_order" not in other[0].k.pages[0].streams
+    assert "channel_order" not in other[0].k.runs[0].streams
 
 
 @pytest.mark.parametrize(

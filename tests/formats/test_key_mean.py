@@ -30,7 +30,7 @@ def layer(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def same_streams(found: kvpack.Side, expected: kvpack.Side) -> bool:
     assert found.codec == expected.codec
     for name in found.codec.layout(1, 1, 0):
-        first, second = (torch.cat([page.streams[name].view(torch.uint8) for page in side.pages], 2) for side in (found, expected))
+        first, second = (torch.cat([page.streams[name].view(torch.uint8) for page in side.runs], 2) for side in (found, expected))
         if not torch.equal(first, second):
             return False
     return True
@@ -147,7 +147,7 @@ def test_a_live_cache_packs_whole_pages(tmp_path: Path) -> None:
     frozen = live.freeze()
     side = frozen[0].k
     assert side.packed_tokens in (64, 128)
-    assert all(page.tokens % 32 == 0 for page in side.pages)
+    assert all(page.tokens % 32 == 0 for page in side.runs)
     assert relative_error(live.attend(0, q), attention(q, side.unpack(torch.float32), frozen[0].v.unpack(torch.float32))) < 1e-5
     kvpack.save(frozen, tmp_path / "frozen")
     loaded = kvpack.load(tmp_path / "frozen")
@@ -157,7 +157,7 @@ def test_a_live_cache_packs_whole_pages(tmp_path: Path) -> None:
 
 
 def test_a_recipes_window_holds_whole_pages() -> None:
-    with pytest.raises(kvpack.InvalidRecipe, match="not a multiple of 32"):
+    with pytest.raises(kvpack.InvalidParameter, match="not a multiple of 32"):
         kvpack.Recipe(f"{RECIPE};tail=48")
 
 

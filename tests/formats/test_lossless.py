@@ -100,10 +100,10 @@ def test_caches_that_are_cut_joined_and_grown_keep_every_bit(dim: int, dtype: st
 def test_runs_of_like_values_are_joined() -> None:
     x = torch.randn(1, 2, 2048, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache = kvpack.pack([(x[:, :, :1024], None)], "lossless").append([(x[:, :, 1024:], None)])
-    assert [page.tokens for page in cache[0].k.pages] == [2048]
+    assert [page.tokens for page in cache[0].k.runs] == [2048]
     assert same_bits(cache[0].unpack()[0], x)
     grown = cache.append([(x * 2.0**40, None)])
-    assert [page.tokens for page in grown[0].k.pages] == [2048, 2048]
+    assert [page.tokens for page in grown[0].k.runs] == [2048, 2048]
     assert same_bits(grown[0].unpack()[0], torch.cat([x, x * 2.0**40], 2))
 
 

@@ -146,13 +146,13 @@ def test_appended_runs_keep_a_scale_that_fits(recipe: str) -> None:
     cache = kvpack.pack([(x, x)], recipe)
     for factor in (1.0, 0.5, 0.1):
         cache = cache.append([(factor * x, x)])
-    assert len(cache[0].k.merged().pages) == 1
+    assert len(cache[0].k.merged().runs) == 1
     larger = cache.append([(8 * x, x)])
-    assert len(larger[0].k.merged().pages) == 2
+    assert len(larger[0].k.merged().runs) == 2
     # A scale that was too small is left with room to grow.
-    assert len(larger.append([(12 * x, x)])[0].k.merged().pages) == 2
+    assert len(larger.append([(12 * x, x)])[0].k.merged().runs) == 2
     smaller = cache.append([(x / 100, x)])
-    assert len(smaller[0].k.merged().pages) == 2
+    assert len(smaller[0].k.merged().runs) == 2
     decoded = smaller.unpack(torch.float32)[0][0][:, :, -32:]
     assert ((decoded - x / 100).norm() / (x / 100).norm()) < 0.15
 

@@ -93,7 +93,7 @@ def test_their_bytes_are_checked(registered: None, tmp_path: Path) -> None:
     side = cache[0].k
     assert side is not None
     for stream in ("largest", "token_mean"):
-        (page,) = side.pages
+        (page,) = side.runs
         kept = page.streams[stream].clone()
         page.streams[stream][0, 1, 3] = torch.inf
         kvpack.save(cache, tmp_path / "bad.kvpack")

@@ -47,7 +47,7 @@ def raw_of(side: Side) -> list[list[int]]:
     found: list[list[int]] = [[], []]
     raw, first = side.codec.side_car(RawPositions), 0
     assert raw is not None
-    for page in side.pages:
+    for page in side.runs:
         for token, sequence in zip(*(places.tolist() for places in raw.places(page.streams)), strict=True):
             found[sequence].append(first + token)
         first += page.tokens

@@ -191,6 +191,6 @@ def test_the_command_line_knows_them(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_another_recipe_of_the_same_codec_keeps_what_is_packed() -> None:
     x = values(1, 2, 80, DIM)
     cache = kvpack.pack([(x, x)], "kv=scalar:b=2,outliers=3")
-    assert cache.convert("kv=scalar:b=2,outliers=9")[0].k.pages[0] is cache[0].k.pages[0]
+    assert cache.convert("kv=scalar:b=2,outliers=9")[0].k.runs[0] is cache[0].k.runs[0]
     with pytest.raises(KvpackError, match="head dim that is a multiple of 4"):
         kvpack.pack([(x[..., :62], None)], "kv=scalar:b=2,rotation=none,outliers=3")

@@ -220,7 +220,7 @@ def test_raw_tokens_are_exact_and_spoil_no_group() -> None:
     # Appended tokens are no sinks.
     side = kvpack.pack([(x, None)], "k=group:b=2,sinks=2;v=raw")[0].k.append(x)
     assert isinstance(side, Side)
-    assert sum(int(page.streams["raw_token_flags"].sum()) for page in side.pages) == 4
+    assert sum(int(page.streams["raw_token_flags"].sum()) for page in side.runs) == 4
 
 
 def test_raw_tokens_keep_nan_only_where_a_writer_put_it() -> None:

@@ -116,7 +116,7 @@ def test_caches_keep_their_values_in_files_and_parts(basis: Basis, tmp_path: Pat
 def test_positions_are_those_of_the_tokens(basis: Basis) -> None:
     def first(cache: kvpack.Cache) -> list[int]:
         assert cache[0].k is not None
-        return [int(row) for page in cache[0].k.pages for row in page.streams["positions"][0, 0, :, 0].to(torch.int64)]
+        return [int(row) for page in cache[0].k.runs for row in page.streams["positions"][0, 0, :, 0].to(torch.int64)]
 
     cache = kvpack.pack(pairs(32), RECIPE, basis=basis, start=1000)
     assert first(cache) == [1000, 1016]
@@ -128,7 +128,7 @@ def test_positions_are_those_of_the_tokens(basis: Basis) -> None:
     # Without the position of the cache, tokens follow those that are there.
     layer = cache[0].append(*pairs(16)[0])
     assert layer.k is not None
-    assert layer.k.pages[-1].streams["positions"].flatten().tolist() == [1032, 0]
+    assert layer.k.runs[-1].streams["positions"].flatten().tolist() == [1032, 0]
 
 
 def test_any_position_decodes_to_the_same_values(basis: Basis) -> None:
@@ -209,7 +209,7 @@ def test_what_no_encoder_makes_is_refused_where_the_basis_is_there(basis: Basis,
     cache = kvpack.pack(pairs(20), RECIPE, basis=basis)
     side = cache[0].k
     assert side is not None
-    streams = {name: stream.numpy().copy() for name, stream in side.pages[0].streams.items()}
+    streams = {name: stream.numpy().copy() for name, stream in side.runs[0].streams.items()}
     streams["words"][0, 0, 3] ^= 1
     unbound = replace(side.codec, source=None)
     unbound.check(streams, "x")
@@ -343,7 +343,7 @@ def test_a_bounded_number_of_symbols_is_decoded_at_once(basis: Basis, tmp_path: 
 
 def test_a_wrong_chunk_is_named_in_any_piece(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = many(basis, 5)
-    page = cache[0].k.pages[0]
+    page = cache[0].k.runs[0]
     page.streams["states"][3, 1, 0, 0] ^= 1
     kvpack.save(cache, tmp_path / "x.kvpack")
     messages = set()

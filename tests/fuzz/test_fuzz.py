@@ -284,7 +284,7 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
     cache = kvpack.pack([(x, x)], "mxfp8;raw=0")
     for layer in cache:
         for found in layer.sides.values():
-            for page in found.pages:
+            for page in found.runs:
                 page.streams["block_scales"].fill_(254)
     data = container.to_bytes(*files.stored(cache))
     loaded = value_oracles.loaded(data)

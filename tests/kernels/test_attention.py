@@ -14,7 +14,7 @@ import torch
 import kvpack
 from kvpack.attention import attention_kernels
 from kvpack.cache.layer import Layer
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.group import Group
@@ -147,14 +147,14 @@ def test_powers_of_two_that_tiles_do_not_hold_are_left_to_torch(element: str, sp
 
     codec, _ = codecs(f"minifloat:element={element},scales=e8m0", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (20,), 0, 1)
-    scales = side.pages[0].streams["block_scales"]
+    scales = side.runs[0].streams["block_scales"]
     scales[..., 0], scales[..., 1] = 127, 127 - spread
     layer = Layer(side.to(DEVICE), side.to(DEVICE))
     assert attention.supports(torch.zeros(1, 1, 1, 64, device=DEVICE), layer) == fused
     # Blocks of zeros lose nothing, whatever their scale.
-    codes = codec.digits(side.pages[0].streams)[0]
+    codes = codec.digits(side.runs[0].streams)[0]
     codes[..., 32:] = 0
-    zeros = Side(codec, [Page(codec, 20, {**side.pages[0].streams, **codec.pack_digits(codes)})], side.tail)
+    zeros = Side(codec, [PackedRun(codec, 20, {**side.runs[0].streams, **codec.pack_digits(codes)})], side.tail)
     check(Layer(zeros, zeros), 1)
 
 
@@ -166,7 +166,7 @@ def test_keys_of_a_block_per_step(words: str, values: str) -> None:
     """Products of a step take the power of two of its block: small ones, large ones, with two tokens per row of values, and with signs."""
     k_codec, v_codec = codecs(f"minifloat:element=e2m1,scales=e8m0{words}", values, (128, 64))
     side = random_side(k_codec, 1, (70,), 0, 1)
-    scales = side.pages[0].streams["block_scales"]
+    scales = side.runs[0].streams["block_scales"]
     scales[:, :, 3] = torch.tensor([0, 1, 0, 5], dtype=torch.uint8)
     scales[:, :, 40] = torch.tensor([130, 118, 128, 125], dtype=torch.uint8)
     check(Layer(side, random_side(v_codec, 1, (70,), 0, 2)), 2)
@@ -451,7 +451,7 @@ def test_norms_of_any_size() -> None:
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     assert layer.k is not None
     assert layer.v is not None
-    k_norm, v_norm = (side.pages[0].streams["norm"] for side in layer.sides.values())
+    k_norm, v_norm = (side.runs[0].streams["norm"] for side in layer.sides.values())
     k_norm *= 1e-30
     for factor in (1e-25, 1e25):
         # They are then small, and large.
@@ -471,7 +471,7 @@ def test_scales_of_keys_of_any_size(dim: int) -> None:
     assert layer.k is not None
     done = 0
     for power in (-8, 14):
-        for page in layer.k.pages:
+        for page in layer.k.runs:
             page.streams["scales"].mul_(2.0 ** (power - done))
         done = power
         check(layer, 2, scale=2.0**-power * dim**-0.5)
@@ -483,13 +483,13 @@ def test_streams_of_any_strides() -> None:
     layer = Layer(random_side(k_codec, 2, (65,), 0, 1), random_side(v_codec, 2, (65,), 0, 2))
     expected = exact(q := torch.randn(1, 2, 1, 64), layer)
     for side in layer.sides.values():
-        streams = side.pages[0].streams
+        streams = side.runs[0].streams
         assert isinstance(streams, dict)
         with torch.device(DEVICE):
             streams |= {name: poisoned(stream) for name, stream in streams.items()}
     from kvpack.kernels.attend import attention
 
-    there = Layer(*(Side(side.codec, side.pages, side.tail.to(DEVICE)) for side in layer.sides.values()))
+    there = Layer(*(Side(side.codec, side.runs, side.tail.to(DEVICE)) for side in layer.sides.values()))
     found = attention.attend(q.to(DEVICE), there, 64**-0.5, True, None, None).cpu()
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
@@ -502,7 +502,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
 
     codec, _ = codecs(KEYS[family], "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (64,), 0, 1)
-    for name, stream in side.pages[0].streams.items():
+    for name, stream in side.runs[0].streams.items():
         if stream.dtype == torch.uint16 and name != "outlier_flags.0":
             stream.copy_(torch.randint(0, 1 << 16, stream.shape, generator=torch.Generator().manual_seed(3)).to(torch.uint16))
         else:

@@ -278,7 +278,7 @@ def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
     assert attention.cpu_attention(q, layer) is not None
     generator = torch.Generator().manual_seed(0)
     for side in layer.sides.values():
-        for page in side.pages:
+        for page in side.runs:
             for name, stream in page.streams.items():
                 if name.partition(".")[0] in side.codec.packings():
                     stream.view(torch.int16).random_(generator=generator)
@@ -305,7 +305,7 @@ def test_scores_thousands_of_thousands_apart(recipe: str) -> None:
 def test_counts_of_words_that_are_not_there_read_nothing_outside() -> None:
     layer = kvpack.pack(random_pairs(1, 600), "lossless")[0]
     for side in layer.sides.values():
-        side.pages[0].streams["word_counts"].view(torch.int16).fill_(-1)
+        side.runs[0].streams["word_counts"].view(torch.int16).fill_(-1)
     q = torch.randn(1, 2, 1, 64)
     assert attention.cpu_attention(q, layer) is not None
     assert kvpack.attend(q, layer).shape == q.shape
@@ -326,7 +326,7 @@ def test_flags_that_change_later_read_nothing_outside() -> None:
     q, layer = torch.randn(1, 2, 1, 64), kvpack.pack(random_pairs(1, 300), "int-4-med3")[0]
     expected = kvpack.attend(q, layer)
     for side in layer.sides.values():
-        for name, stream in side.pages[0].streams.items():
+        for name, stream in side.runs[0].streams.items():
             if name.startswith("outlier_flags"):
                 stream.view(torch.int16).fill_(-1)
     assert torch.equal(kvpack.attend(q, layer), expected)
@@ -387,9 +387,9 @@ def test_what_c_does_not_take_is_left_to_torch() -> None:
     assert attention.cpu_attention(q.requires_grad_(), kvpack.pack(pairs, "kivi-2")[0]) is None
     transposed = kvpack.pack([(k, v) for k, v in pairs], "bf16")[0]
     assert transposed.k is not None
-    page = transposed.k.pages[0]
+    page = transposed.k.runs[0]
     turned = {"values": page.streams["values"].transpose(2, 3).contiguous().transpose(2, 3)}
-    layer = Layer(replace(transposed.k, pages=(replace(page, streams=turned),)), transposed.v)
+    layer = Layer(replace(transposed.k, runs=(replace(page, streams=turned),)), transposed.v)
     q = q.detach()
     assert attention.cpu_attention(q, layer) is None
     torch.testing.assert_close(kvpack.attend(q, layer), kvpack.attend(q, transposed), rtol=TOLERANCE, atol=TOLERANCE)

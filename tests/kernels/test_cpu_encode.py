@@ -296,9 +296,9 @@ def test_packed_caches_are_those_of_torch(recipe: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(dispatch.VARIABLE, "torch")
     expected = kvpack.pack(pairs, recipe)
     for side, other in zip(found[0].sides.values(), expected[0].sides.values(), strict=True):
-        assert list(side.pages[0].streams) == list(other.pages[0].streams)
-        for name, stream in side.pages[0].streams.items():
-            assert torch.equal(stream.view(torch.uint8), other.pages[0].streams[name].view(torch.uint8))
+        assert list(side.runs[0].streams) == list(other.runs[0].streams)
+        for name, stream in side.runs[0].streams.items():
+            assert torch.equal(stream.view(torch.uint8), other.runs[0].streams[name].view(torch.uint8))
 
 
 @pytest.mark.parametrize("recipe", ["channel scale", "qjl", "outliers", "block rotation"])

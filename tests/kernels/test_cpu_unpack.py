@@ -58,7 +58,7 @@ def by_torch(side: Side, dtype: torch.dtype) -> torch.Tensor:
 def _klt_bound(side: Side) -> torch.Tensor:
     """Twice the error that the spec allows (klt-8), for each of both: ``[batch, kv_head, token, dim]``."""
     bounds = []
-    for page in side.pages:
+    for page in side.runs:
         # Raw tokens beside it are exact.
         codec = page.codec.family
         assert isinstance(codec, Klt)
@@ -86,7 +86,7 @@ def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
         return
     norm = by_torch(side, torch.float32).double().norm(dim=-1, keepdim=True)
     # Scales multiply what a rotation rounded.
-    norm *= max([1.0, *(float(page.streams[STREAM].max()) for page in side.pages if STREAM in page.streams and page.tokens)])
+    norm *= max([1.0, *(float(page.streams[STREAM].max()) for page in side.runs if STREAM in page.streams and page.tokens)])
     assert ((found.double() - expected.double()).abs() <= 2.0**-18 * norm + step * expected.double().abs() + 2.0**-24).all()
 
 
@@ -147,7 +147,7 @@ def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> Non
     else:
         assert isinstance(side.codec, WithSideCars)
         odd = [one for one in side.codec.side_cars if not isinstance(one, ChannelScale | KeptTokens | Outliers | Qjl)]
-        assert odd or len(side.codec.kept_tokens) > 1 or len(side.pages) > 1
+        assert odd or len(side.codec.kept_tokens) > 1 or len(side.runs) > 1
 
 
 @pytest.mark.parametrize(

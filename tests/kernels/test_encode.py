@@ -297,7 +297,7 @@ def test_values_whose_squares_leave_binary32_are_left_to_the_format(recipe: str,
     found = []
     for backend in dispatch.BACKENDS:
         monkeypatch.setenv(dispatch.VARIABLE, backend)
-        (page,) = kvpack.pack([(x, None)], recipe)[0].sides["k"].pages
+        (page,) = kvpack.pack([(x, None)], recipe)[0].sides["k"].runs
         found.append(page.streams)
     for name, stream in found[0].items():
         assert torch.equal(bits(found[1][name]), bits(stream)), name
@@ -392,7 +392,7 @@ def test_a_run_keeps_the_scales_of_the_run_before(recipe: str, monkeypatch: pyte
         cache = kvpack.pack([(x, x)], recipe)
         for factor in (0.5, 8.0, 0.01):
             cache = cache.append([(factor * x, x)])
-        found[backend] = [page.streams for page in cache[0].k.merged().pages]
+        found[backend] = [page.streams for page in cache[0].k.merged().runs]
     assert len(found["torch"]) == len(found["triton"]) > 1
     for one, other in zip(found["torch"], found["triton"], strict=True):
         assert all(torch.equal(bits(one[name]), bits(other[name])) for name in one)

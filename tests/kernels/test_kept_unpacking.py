@@ -111,10 +111,10 @@ def test_copies_of_streams_are_not_kept(codec: str) -> None:
 
     side = a_side(codec, (128,))
     expected = unpacked(side)
-    page = side.pages[0]
+    page = side.runs[0]
     # Rows of every second place in memory.
     apart = {name: torch.stack([stream, stream], 3)[:, :, :, 0] for name, stream in page.streams.items()}
-    side = replace(side, pages=(replace(page, streams=apart),))
+    side = replace(side, runs=(replace(page, streams=apart),))
     assert torch.equal(unpacked(side), expected)
     assert side not in sides._kept
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpack.cache.layer import Layer
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.formats.basis import BasisRows, rows_of
 from kvpack.formats.errors import MissingBasis
@@ -87,7 +87,7 @@ def test_widths_of_heads_by_rows_in_the_cache() -> None:
     layer = []
     for name, codec in zip("kv", of_heads("a head without codes"), strict=True):
         side = random_side(replace(codec, source=None, rows="fp16"), 2, (40, 35), 5, 4, 2)
-        for number, page in enumerate(side.pages):
+        for number, page in enumerate(side.runs):
             stored = torch.stack([random_rows(2, 32, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
             page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
         layer.append(side)
@@ -102,12 +102,12 @@ def test_raw_tokens(tail: int) -> None:
         kept = WithSideCars(codec, (RawPositions(codec.dim, "bf16"),))
         side = random_side(codec, 2, (150, 83), tail, number, 2)
         pages = []
-        for page in side.pages:
+        for page in side.runs:
             chosen = torch.zeros(2, page.tokens, dtype=torch.bool)
             chosen[0, [0, 3]] = chosen[1, 70:72] = True
             x = torch.randn(2, 2, page.tokens, codec.dim, generator=torch.Generator().manual_seed(number))
             _, own = kept.side_cars[0].encode(x, chosen, 1)  # type: ignore[attr-defined]
-            pages.append(Page(kept, page.tokens, {**page.streams, **own}))
+            pages.append(PackedRun(kept, page.tokens, {**page.streams, **own}))
         layer.append(Side(kept, pages, side.tail))
     check(Layer(*layer), 4)
     check(Layer(*layer), 2, q_len=3)
@@ -159,7 +159,7 @@ def test_rows_in_the_cache(widths: bytes, rows: str) -> None:
     for name in "kv":
         codec = klt(32, widths, name, rows=rows)
         side = random_side(replace(codec, source=None), 2, (40, 35), 5, 4, 2)
-        for number, page in enumerate(side.pages):
+        for number, page in enumerate(side.runs):
             stored = torch.stack([random_rows(2, 32, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
             assert stored.shape[3] == rows_of(32)
             page.streams["rows"].copy_(stored)  # type: ignore[union-attr]

@@ -263,7 +263,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
     def pages(of: Layer) -> tuple[Any, Any]:
         assert of.k is not None
         assert of.v is not None
-        return of.k.pages, of.v.pages
+        return of.k.runs, of.v.runs
 
     tables: list[tuple[torch.Tensor, int]] = []
     of = alike.Tables.of
@@ -299,9 +299,9 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
         both = cache.append([(k[:, :, 96:], v[:, :, 96:])]).to(DEVICE)[0]
         sides = []
         for side in both.sides.values():
-            first, second = side.pages
+            first, second = side.runs
             assert len(second.streams) > 1
-            sides.append(replace(side, pages=(first, replace(second, streams=dict(reversed(second.streams.items()))))))
+            sides.append(replace(side, runs=(first, replace(second, streams=dict(reversed(second.streams.items()))))))
         return Layer(*sides)
 
     q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import kvpack
-from kvpack import Layer, Page, Side
+from kvpack import Layer, Side
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.coding import triton_version
 from kvpack.formats.minifloat import ELEMENTS
 from support.interpreter import DEVICE, needs_loaded_bounds
@@ -130,7 +131,7 @@ def every_product(dim: int, run_scale: float) -> Side:
     codes = (torch.arange(dim) + token) % 16
     scales = (31 * torch.arange(dim // 16) + token) % 127
     streams = {**codec.pack("codes", codes[None, None]), "block_scales": scales.to(torch.uint8)[None, None]}
-    page = Page(codec, 127, {**streams, "global_scale": torch.full((1, 1, 1), run_scale)})
+    page = PackedRun(codec, 127, {**streams, "global_scale": torch.full((1, 1, 1), run_scale)})
     return Side(codec, [page], torch.zeros(1, 1, 0, dim, dtype=torch.bfloat16))
 
 
@@ -150,7 +151,7 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
     memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)
     block.decode(there, None, memory, 0)
     found = block.tokens(memory, 0, 0, side.tokens).cpu().float()
-    expected = side.pages[0].frame(0, side.tokens)[..., scratch._channels(frame.codec)]
+    expected = side.runs[0].frame(0, side.tokens)[..., scratch._channels(frame.codec)]
     assert torch.equal(found, expected)
 
 
@@ -162,11 +163,11 @@ def test_zeros_of_the_largest_scale_are_zeros(words: str) -> None:
     """Powers of two that elements lack join the scale, and do not make it infinite."""
     codec, _ = codecs(f"minifloat:element=e2m1,{words}", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (20,), 0, 1)
-    (page,) = side.pages
+    (page,) = side.runs
     given = {name: torch.zeros_like(page.streams[name]) for name in page.streams if name.startswith(("codes", "qjl_norm"))}
     name = "global_scale" if "e4m3" in words else "scale"
     given[name] = torch.full_like(page.streams[name], 3e38)
-    zeros = replace(side, pages=(replace(page, streams={**page.streams, **given}),))
+    zeros = replace(side, runs=(replace(page, streams={**page.streams, **given}),))
     # Scores of zero: the values' mean.
     check(Layer(zeros, random_side(codec, 1, (20,), 0, 2)), 1)
     attended = kvpack.attend(torch.ones(1, 1, 1, 64, device=DEVICE), Layer(random_side(codec, 1, (20,), 0, 2), zeros).to(DEVICE))
@@ -180,6 +181,6 @@ def test_scales_of_runs_of_any_size(run_scale: float) -> None:
     """Values of two runs, one of them far larger."""
     codec, raw = codecs("minifloat:element=e2m1,scales=e4m3", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (40, 33), 0, 1)
-    last = side.pages[-1]
+    last = side.runs[-1]
     scaled = replace(last, streams={**last.streams, "global_scale": last.streams["global_scale"] * run_scale})
-    check(Layer(random_side(raw, 1, (40, 33), 0, 2), replace(side, pages=(*side.pages[:-1], scaled))), 1)
+    check(Layer(random_side(raw, 1, (40, 33), 0, 2), replace(side, runs=(*side.runs[:-1], scaled))), 1)

@@ -7,7 +7,7 @@ import torch
 
 import kvpack
 from kvpack.cache.layer import Layer
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch, triton_version
 from kvpack.formats.channel_scale import STREAM
@@ -110,7 +110,7 @@ def test_factors_of_any_size() -> None:
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,qjl=fp32" for _ in "kv"), (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     assert layer.v is not None
-    streams = layer.v.pages[0].streams
+    streams = layer.v.runs[0].streams
     norms, qjl_norms = streams["norm"].clone(), streams["qjl_norm"].clone()
     for norm, qjl_norm in ((1e-25, 1.0), (1e20, 1e-20), (1e10, 1e20), (0.0, 1.0), (1.0, 0.0), (0.0, 1e-25)):
         torch.mul(norms, norm, out=streams["norm"])
@@ -157,7 +157,7 @@ def test_outliers_of_any_size_beside_their_token(norm: float) -> None:
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,outliers=3" for _ in "kv"), (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     for side in layer.sides.values():
-        streams = side.pages[0].streams
+        streams = side.runs[0].streams
         streams["norm"].mul_(norm)
         streams["outliers"][:, :, ::2] *= 1e-3
         if norm > 1:
@@ -176,7 +176,7 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
     q = torch.randn(1, 1, 1, 64, device=DEVICE)
     for size in (0, 1000):
         side = random_side(codec, 1, (80,), 0, 1)
-        streams = side.pages[0].streams
+        streams = side.runs[0].streams
         streams["scales"][..., 1] += size * outliers.flags(streams)
         layer = Layer(there := side.to(DEVICE), there)
         assert attention.supports(q, layer) == (size == 0)
@@ -244,7 +244,7 @@ def test_more_outliers_than_a_thread_holds() -> None:
         assert outliers is not None
         generator = torch.Generator().manual_seed(seed)
         (side,) = (random_side(codec, 2, runs, 0, seed) for runs in [(83, 77) if seed else (70, 90)])
-        for page in side.pages:
+        for page in side.runs:
             flags = torch.rand(1, 2, page.tokens, 16, generator=generator) < torch.linspace(-0.5, 0.9, page.tokens)[:, None]
             planes = outliers.packing.pack([flags.to(torch.int32)])
             page.streams.update({f"outlier_flags.{plane}": words for plane, words in enumerate(planes)})
@@ -284,7 +284,7 @@ def test_pages_of_channel_scales_beside_a_raw_tail() -> None:
     scaled = kvpack.Recipe("k=scalar:b=3,channel_scale=fp16;v=raw").codec(0, 1, "k", 64)
     plain = random_side(codec, 2, (64, 32), 9, 1)
     pages = tuple(
-        Page(scaled, page.tokens, {**page.streams, STREAM: torch.full((1, 2, 1, 64), factor, dtype=torch.float16)})
-        for page, factor in zip(plain.pages, (8.0, 0.25), strict=True)
+        PackedRun(scaled, page.tokens, {**page.streams, STREAM: torch.full((1, 2, 1, 64), factor, dtype=torch.float16)})
+        for page, factor in zip(plain.runs, (8.0, 0.25), strict=True)
     )
     check(Layer(Side(scaled, pages, plain.tail), random_side(v_codec, 2, (64, 32), 9, 2)), 4, q_len=3)

@@ -54,7 +54,7 @@ def test_every_bit_of_any_pages(dtype: str, dim: int, chunk: int) -> None:
     x[:, :, 64:96] *= 512
     side = cache.append([(x[:, :, 64:96], None)]).append([(x[:, :, 96:], None)])[0].k
     assert side is not None
-    assert len(side.pages) > 1
+    assert len(side.runs) > 1
     # The last chunk is left with some of its tokens.
     side = side.slice(0, side.packed_tokens - 5)
     expected = x[:, :, : side.packed_tokens]

@@ -92,7 +92,7 @@ def test_the_coded_frame(codec: str) -> None:
     from kvpack.kernels.decode import decode
 
     made, _ = codecs(CODECS[codec], CODECS[codec], (64, 64))
-    for page in random_side(made, 1, (128, 33), 0, 2).pages:
+    for page in random_side(made, 1, (128, 33), 0, 2).runs:
         there = {name: stream.to(DEVICE) for name, stream in page.streams.items()}
         torch.testing.assert_close(decode.decode_frame(made, there).cpu(), page.frame(0, page.tokens), rtol=1e-6, atol=1e-6)
 

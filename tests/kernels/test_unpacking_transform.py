@@ -74,7 +74,7 @@ def test_pages_of_any_length_are_decoded_together(basis: Basis, dtype: torch.dty
     cache = cache.append([pair(5, 2)])
     for side in cache[0].sides.values():
         whole = side.slice(0, side.packed_tokens)
-        assert len(whole.pages) > 1
+        assert len(whole.runs) > 1
         assert near(unpacked(whole, dtype), whole.unpack(torch.float32))
         # The last chunk is coded again, with the tokens that are left.
         assert near(unpacked(whole.prefix(35), dtype), whole.unpack(torch.float32)[:, :, :35])

@@ -34,7 +34,7 @@ from support.strategies import create
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvpack.cache.pages import Page
+    from kvpack.cache.packed_runs import PackedRun
 
 PAGE = SPEC / "side-cars.md"
 BATCH, HEADS, TOKENS, DIM = 2, 3, 7, 128
@@ -190,11 +190,11 @@ def numbers_of(text: str) -> list[float]:
     return list(map(float, text.split()))
 
 
-def first_page(data: bytes, path: Any) -> Page:
+def first_page(data: bytes, path: Any) -> PackedRun:
     path.write_bytes(data)
     cache = kvpack.load(path)
     assert cache[0].k is not None
-    return cache[0].k.pages[0]
+    return cache[0].k.runs[0]
 
 
 def test_the_worked_example(example: bytes, tmp_path: Any) -> None:

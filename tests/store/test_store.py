@@ -100,11 +100,11 @@ def test_pages_are_views_of_the_mapped_files(tmp_path: Path) -> None:
     assert not any(path.startswith(str(tmp_path)) for path in descriptors), "a long prefix has more files than a process may open"
     for layer in found:
         for side in layer.sides.values():
-            assert len(side.pages) == 3
-            for page in side.pages:
+            assert len(side.runs) == 3
+            for page in side.runs:
                 for stream in page.streams.values():
                     assert not stream.numel() or any(begin <= stream.data_ptr() < end for begin, end in maps.values())
-    found[0].k.pages[0].streams["codes.0"].zero_()
+    found[0].k.runs[0].streams["codes.0"].zero_()
     assert not torch.equal(dense(store.load(ids)[1])[0], dense(found)[0]), "what is written to a tensor stays out of the file"
 
 

@@ -66,7 +66,7 @@ def test_what_a_slower_tier_has_goes_to_the_faster_ones(tmp_path: Path) -> None:
     n, found = store.load(ids)
     assert n == 4 * CHUNK
     assert same(found, whole)
-    found[0].k.pages[0].streams["codes.0"].zero_()
+    found[0].k.runs[0].streams["codes.0"].zero_()
     assert same(store.load(ids)[1], whole), "what is written to a tensor stays out of the tier"
 
 

@@ -204,7 +204,7 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
         compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode.encode(side.codec, x))
         if dispatch.checks_values(side.codec, out.device):
-            streams = side.pages[0].streams
+            streams = side.runs[0].streams
             compiled.attempt(
                 f"{recipe}: {name}'s rules", lambda side=side, streams=streams: dispatch.check_values([(side.codec, streams, "x")])()
             )
@@ -215,7 +215,7 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
 def check(side: Side) -> None:
     # No chunk ends well that was not decoded.
     with contextlib.suppress(InvalidPayload):
-        dispatch.check_chunks(side.codec, side.pages[0].streams, "x")
+        dispatch.check_chunks(side.codec, side.runs[0].streams, "x")
 
 
 def main(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ import zstandard
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.formats.klt import Klt
@@ -122,15 +122,17 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
     ]
 
 
-def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: random.Random) -> tuple[Page, dict[str, list[torch.Tensor]]]:
+def random_page(
+    codec: Codec, batch: int, heads: int, tokens: int, source: random.Random
+) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
     """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
     if raw := codec.side_car(RawPositions):
         page, digits = random_page(codec.without_raw, batch, heads, tokens, source)
-        return Page(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
+        return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
     if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
-        return Page(codec, tokens, coded), {name: codec.unpack(name, coded) for name in codec.packings()}
+        return PackedRun(codec, tokens, coded), {name: codec.unpack(name, coded) for name in codec.packings()}
     if (coded := transform_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
-        return Page(codec, tokens, coded), {}
+        return PackedRun(codec, tokens, coded), {}
     streams, digits = {}, {}
     for name, packing in codec.packings().items():
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
@@ -163,7 +165,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, source: rando
             elif name == "raw_tokens" and source.random() < 0.2:
                 numbers[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
             streams[name] = numbers.view(shape).to(TORCH_DTYPES[layout.dtype])
-    return Page(codec, tokens, {name: streams[name] for name in layouts}), digits
+    return PackedRun(codec, tokens, {name: streams[name] for name in layouts}), digits
 
 
 def _random_raw(raw: RawPositions, batch: int, heads: int, tokens: int, source: random.Random) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     if not parts:
         reject()
     pages = [
-        replace(page, streams={name: spread(stream) for name, stream in page.streams.items()}) for part in parts for page in part.pages
+        replace(page, streams={name: spread(stream) for name, stream in page.streams.items()}) for part in parts for page in part.runs
     ]
     dtype = draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
-    return replace(parts[0], pages=tuple(pages), tail=poisoned(x[:, :, edges[-1] :].to(dtype)))
+    return replace(parts[0], runs=tuple(pages), tail=poisoned(x[:, :, edges[-1] :].to(dtype)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.cache.layer import Layer
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import parse_recipe
@@ -34,7 +34,7 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
     return recipe.codec(0, 1, "k", dims[0]), recipe.codec(0, 1, "v", dims[1])
 
 
-def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> Page:
+def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> PackedRun:
     """A page of random digits, with norms and scales of ordinary size; some norms are zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(codec, WithSideCars):
@@ -73,7 +73,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
         if name in ("scale", "global_scale"):
             values = values * (1 / largest(codec) if codec.id == "minifloat" else 1)
         streams[name] = values.to(TORCH_DTYPES[layout.dtype])
-    return Page(codec, tokens, streams)
+    return PackedRun(codec, tokens, streams)
 
 
 def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:

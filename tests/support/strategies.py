@@ -13,7 +13,7 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.formats import CODECS, codec_from_params, create_codec
 from kvpack.formats import SIDE_CARS as ORDER
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
@@ -331,7 +331,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
 def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
     """The first rows of every stream decode to the first tokens, except for the rounding of the last elements of an array."""
     kept = tokens // 2
-    found = codec.decode_frame(Page(codec, tokens, streams).rows(0, kept))[:, :, :kept]
+    found = codec.decode_frame(PackedRun(codec, tokens, streams).rows(0, kept))[:, :, :kept]
     whole = codec.decode_frame(streams)[:, :, :kept]
     # A rotation rounds every value of a head by a fraction of its norm.
     rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSideCars) else 0.0

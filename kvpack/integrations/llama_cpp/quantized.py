@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.cache.pages import Page
+from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.formats.columns import default_fields
 from kvpack.formats.errors import InvalidParameter, OutOfRange
@@ -77,13 +77,13 @@ class Quantized:
             "token_scale": torch.full((1, 1, tokens), _HALF, dtype=torch.float16, device="cpu"),
         }
         tail = torch.empty(1, heads, 0, dim, dtype=torch.float32, device="cpu")
-        return Side(self.codec, (Page(self.codec, tokens, streams),), tail, window)
+        return Side(self.codec, (PackedRun(self.codec, tokens, streams),), tail, window)
 
 
 def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
     """The blocks of a side of ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter for another side."""
     found = QUANTIZED[kind]
-    codec, pages = side.codec, side.merged().pages
+    codec, pages = side.codec, side.merged().runs
     if isinstance(codec, Group) and len(pages) == 1 and not side.tail.shape[2]:
         streams = {name: stream.cpu() for name, stream in pages[0].streams.items()}
         same = (codec.bits, codec.axis, codec.size, codec.rotation_kind, codec.token_scale, codec.scale_dtype)

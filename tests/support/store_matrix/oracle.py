@@ -71,7 +71,7 @@ def chunk_bytes(whole: kvpack.Cache, number: int) -> bytes:
     for layer in whole.slice(number * CHUNK, (number + 1) * CHUNK):
         for name, side in layer.sides.items():
             parts.append(f"{name} {side.codec} {side.tokens} {side.tail.shape[2]}".encode())
-            for page in side.pages:
+            for page in side.runs:
                 for stream, x in page.streams.items():
                     parts.append(f"{stream} {x.dtype} {list(x.shape)}".encode())
                     parts.append(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())

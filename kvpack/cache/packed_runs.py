@@ -1,4 +1,4 @@
-"""The packed tokens of a side: runs (tokens encoded together), stored one after another, and pages (one run each).
+"""The packed tokens of a side: runs (tokens encoded together), stored one after another, and runs (one run each).
 
 A file may have one run per token. A stretch holds consecutive runs as the file stores them, one array per stream, and creates a
 page only on request, so that a run costs a few bytes.
@@ -33,7 +33,7 @@ _TOKENS_COUNTED = 1 << 12
 
 
 _SHOWN = 4
-"""The most pages that a repr lists."""
+"""The most runs that a repr lists."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -140,20 +140,20 @@ class Stretch:
                 streams = self.codec.cut(streams, part)
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
-    def page(self, number: int) -> Page:
+    def page(self, number: int) -> PackedRun:
         """One run as a page; a stretch of one run always returns the same object."""
         if len(self.ends) == 1:
             return self._only_page
         start, stop = self.run(number)
-        return Page(self.codec, stop - start, self.rows(start, stop))
+        return PackedRun(self.codec, stop - start, self.rows(start, stop))
 
     @cached_property
-    def _only_page(self) -> Page:
-        return Page(self.codec, self.tokens, self.streams)
+    def _only_page(self) -> PackedRun:
+        return PackedRun(self.codec, self.tokens, self.streams)
 
     @cached_property
     def continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Whether each run after the first can be joined to the one before (``Page.continued_by``)."""
+        """Whether each run after the first can be joined to the one before (``PackedRun.continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -167,7 +167,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Page:
+class PackedRun:
     """One run of ``tokens`` packed tokens: the codec's streams, laid out by ``Codec.layout``."""
 
     codec: Codec
@@ -175,7 +175,7 @@ class Page:
     streams: Mapping[str, torch.Tensor]
 
     def __repr__(self) -> str:
-        return f"Page({self.codec.id}, {self.tokens} tokens)"
+        return f"PackedRun({self.codec.id}, {self.tokens} tokens)"
 
     @cached_property
     def _layout(self) -> dict[str, Layout]:
@@ -196,7 +196,7 @@ class Page:
         # Of a group that is coded together, more tokens than those of the rows may be decoded.
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
-    def slice(self, start: int, stop: int) -> Page:
+    def slice(self, start: int, stop: int) -> PackedRun:
         """Tokens ``[start, stop)``, at least one; ``start`` is a multiple of the codec's token group."""
         return self.stretch.slice(start, stop).page(0)
 
@@ -214,29 +214,29 @@ class Page:
         """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
         return self.codec.original(sums, self.streams)
 
-    def continued_by(self, other: Page) -> bool:
+    def continued_by(self, other: PackedRun) -> bool:
         """Whether ``other`` can be joined on: the last token group is whole, and the streams with one row per run are equal."""
         if self.tokens % self.codec.token_group:
             return False
         return all(torch.equal(self.streams[name], other.streams[name]) for name, layout in self._layout.items() if layout.per == "run")
 
-    def select(self, indices: torch.Tensor) -> Page:
+    def select(self, indices: torch.Tensor) -> PackedRun:
         """The sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
         return replace(self, streams=select(self.codec, self.streams, indices))
 
     @staticmethod
-    def joined(pages: Sequence[Page]) -> Page:
-        """Join consecutive pages, each ``continued_by`` the next; more than one page means a copy."""
-        first = pages[0]
-        if len(pages) == 1:
+    def joined(runs: Sequence[PackedRun]) -> PackedRun:
+        """Join consecutive runs, each ``continued_by`` the next; more than one page means a copy."""
+        first = runs[0]
+        if len(runs) == 1:
             return first
         with own_modes(next(iter(first.streams.values())).device):
-            parts = _in_order(first.codec, [(page.tokens, page.streams) for page in pages])
+            parts = _in_order(first.codec, [(page.tokens, page.streams) for page in runs])
             streams = {
                 name: first.streams[name] if layout.per == "run" else torch.cat([part[name] for part in parts], 2)
                 for name, layout in first._layout.items()
             }
-        return Page(first.codec, sum(page.tokens for page in pages), streams)
+        return PackedRun(first.codec, sum(page.tokens for page in runs), streams)
 
 
 def _in_order(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
@@ -245,17 +245,17 @@ def _in_order(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Stream
     return [{**streams, **codec.shifted(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
 
-class Pages(Sequence[Page]):
-    """The pages of a side, in order. Pages of a stretch of many runs are created on request and not kept."""
+class PackedRuns(Sequence[PackedRun]):
+    """The runs of a side, in order. Runs of a stretch of many runs are created on request and not kept."""
 
     def __init__(self, stretches: Iterable[Stretch] = ()) -> None:
         self.stretches = tuple(stretches)
-        self._last: tuple[int, Page] | None = None
+        self._last: tuple[int, PackedRun] | None = None
 
     @staticmethod
-    def of(pages: Iterable[Page]) -> Pages:
-        """Make ``Pages`` with one stretch per page; return an argument that is ``Pages`` unchanged."""
-        return pages if isinstance(pages, Pages) else Pages(page.stretch for page in pages)
+    def of(runs: Iterable[PackedRun]) -> PackedRuns:
+        """Make ``PackedRuns`` with one stretch per page; return an argument that is ``PackedRuns`` unchanged."""
+        return runs if isinstance(runs, PackedRuns) else PackedRuns(page.stretch for page in runs)
 
     def __repr__(self) -> str:
         shown = repr(self[:_SHOWN])
@@ -269,10 +269,10 @@ class Pages(Sequence[Page]):
         return sum(len(stretch.ends) for stretch in self.stretches)
 
     @overload
-    def __getitem__(self, index: int) -> Page: ...
+    def __getitem__(self, index: int) -> PackedRun: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Page, ...]: ...
-    def __getitem__(self, index: int | slice) -> Page | tuple[Page, ...]:
+    def __getitem__(self, index: slice) -> tuple[PackedRun, ...]: ...
+    def __getitem__(self, index: int | slice) -> PackedRun | tuple[PackedRun, ...]:
         if isinstance(index, slice):
             return tuple(self[number] for number in range(*index.indices(len(self))))
         number = range(len(self))[index]
@@ -285,7 +285,7 @@ class Pages(Sequence[Page]):
             self._last = last = number, self.stretches[part].page(number - int(self._first_pages[part]))
         return last[1]
 
-    def __iter__(self) -> Iterator[Page]:
+    def __iter__(self) -> Iterator[PackedRun]:
         return (stretch.page(number) for stretch in self.stretches for number in range(len(stretch.ends)))
 
     @cached_property
@@ -308,22 +308,22 @@ class Pages(Sequence[Page]):
         parts = [stretch.ends + first for stretch, first in zip(self.stretches, self._first_tokens, strict=False)]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
-    def slice(self, start: int, stop: int) -> Pages:
+    def slice(self, start: int, stop: int) -> PackedRuns:
         """Tokens ``[start, stop)``; streams are shared. Raises OutOfBounds when ``start`` is inside a token group."""
         found = []
         for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
             if begin < end:
                 found.append(stretch.slice(begin, end))
-        return Pages(found)
+        return PackedRuns(found)
 
-    def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> Pages:
-        """The pages with ``change`` applied to the streams of each stretch; the result has ``codec``."""
-        return Pages(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
+    def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
+        """The runs with ``change`` applied to the streams of each stretch; the result has ``codec``."""
+        return PackedRuns(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
 
     @cached_property
     def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Whether each page after the first can be joined to the one before (``Page.continued_by``)."""
+        """Whether each page after the first can be joined to the one before (``PackedRun.continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         parts = [stretch.continues for stretch in self.stretches[:1]]
@@ -338,8 +338,8 @@ class Pages(Sequence[Page]):
         last = numpy.append(~self._continues, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
-    def merged(self) -> Pages:
-        """The same tokens in the fewest pages and one stretch; several stretches are copied."""
+    def merged(self) -> PackedRuns:
+        """The same tokens in the fewest runs and one stretch; several stretches are copied."""
         if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._continues.any())):
             return self
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
@@ -351,12 +351,12 @@ class Pages(Sequence[Page]):
                 parts = [own[name] for own in of_stretches]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
                 streams[name] = rows_of(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
-        return Pages([Stretch(one.codec, self.ends[last], streams)])
+        return PackedRuns([Stretch(one.codec, self.ends[last], streams)])
 
-    def added(self, page: Page) -> Pages:
-        """These pages and ``page``, joined with the last pages as long as those are no longer than it.
+    def added(self, page: PackedRun) -> PackedRuns:
+        """These runs and ``page``, joined with the last runs as long as those are no longer than it.
 
-        So n additions cost n log n copies and leave log n pages.
+        So n additions cost n log n copies and leave log n runs.
         """
         number, tokens, after = len(self), page.tokens, page
         while number:
@@ -366,5 +366,9 @@ class Pages(Sequence[Page]):
             number, tokens, after = number - 1, tokens + before.tokens, before
         start = int(self.ends[number - 1]) if number else 0
         kept = self.slice(0, start) if number < len(self) else self
-        joined = Pages([*self.slice(start, self.tokens).stretches, page.stretch]).merged() if number < len(self) else Pages([page.stretch])
-        return Pages([*kept.stretches, *joined.stretches])
+        joined = (
+            PackedRuns([*self.slice(start, self.tokens).stretches, page.stretch]).merged()
+            if number < len(self)
+            else PackedRuns([page.stretch])
+        )
+        return PackedRuns([*kept.stretches, *joined.stretches])

@@ -552,7 +552,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | o
         raise InvalidType(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)
     if named is None:
-        return Recipe(str(recipe))
+        return _parsed(str(recipe))
     path, added = named
     clauses = read_clauses(path)
     try:
@@ -562,3 +562,9 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | o
         raise InvalidParameter(f"{path}{line}: {error.reason}{pointer(error.clause, error.word)}") from None
     except InvalidParameter as error:
         raise InvalidParameter(f"{path}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Recipe:
+    """The recipe of a text. Caches of one recipe are often packed one after another, and share its codecs."""
+    return Recipe(text)

@@ -28,6 +28,9 @@ _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if fiel
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
 """The fewest bytes per array or map in a valid header, apart from the top-level keys and layers without sides."""
+_MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
+_codecs: dict[bytes, Codec] = {}
+"""Codecs by their packed maps: files of one recipe have the same ones, which are checked once and whose tables are made once."""
 
 
 def pack_header(header: Header) -> bytes:
@@ -189,6 +192,22 @@ def check_header_size(size: int) -> None:
 
 def _codec(where: str, params: Any) -> Codec:
     check_type(where, params, dict)
+    try:
+        key = msgpack.packb(params)
+    except ValueError:
+        # It is nested more deeply than any codec.
+        return _new_codec(where, params)
+    codec = _codecs.get(key)
+    if codec is None:
+        codec = _new_codec(where, params)
+        if len(key) <= _MAX_KEPT_BYTES:
+            if len(_codecs) >= _MAX_KEPT:
+                _codecs.clear()
+            _codecs[key] = codec
+    return codec
+
+
+def _new_codec(where: str, params: dict[Any, Any]) -> Codec:
     for name in params:
         check_string(f"a key of {where}", name)
     check_string(f"{where}.id", params.get("id"))

@@ -159,3 +159,11 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
     except KvpackError:
         return
     assert recipe.codec(0, 1, "k", 64).dim == 64
+
+
+def test_caches_of_one_recipe_share_its_codecs() -> None:
+    first, second = (parse_recipe("octopus-3;tail=64").codec(0, 2, "k", 64) for _ in range(2))
+    assert first is second
+    for _ in range(2):
+        with pytest.raises(InvalidParameter, match="octopus-0"):
+            parse_recipe("octopus-0")

@@ -534,3 +534,24 @@ def test_a_header_is_a_value() -> None:
     assert header == copy.deepcopy(header)
     with pytest.raises(AttributeError):
         header.start = 8  # type: ignore[misc]
+
+
+def test_headers_share_codecs_and_none_that_is_refused() -> None:
+    good = header_map()
+    first, second = (parse_header(msgpack.packb(good)).codecs for _ in range(2))
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    name = next(name for name, value in good["codecs"][0].items() if value == 1 and type(value) is int)
+    bad = copy.deepcopy(good)
+    # Python's True equals 1; a header's does not.
+    bad["codecs"][0][name] = True
+    for _ in range(2):
+        with pytest.raises(InvalidHeader, match=rf"^codecs\[0\]: .*{name} is of type bool"):
+            parse_header(msgpack.packb(bad))
+
+
+def test_a_codec_nested_more_deeply_than_msgpack_packs_is_refused() -> None:
+    header = header_map()
+    header["codecs"][0]["fields"] = "nested"
+    nested = msgpack.packb(header).replace(msgpack.packb("nested"), b"\x91" * 800 + b"\x90")
+    with pytest.raises(InvalidHeader, match=r"^codecs\[0\]: .*fields is"):
+        parse_header(nested)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from kvpack.commands.recipes import rates
 from support.markdown_examples import blocks, run_examples
 
 ROOT = Path(__file__).resolve().parents[1]
+needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 FOLDER = ROOT / "kvpack" / "guides"
 GUIDES = (
     "resume-a-chat",
     "save-and-continue",
     "share-prefixes",
+    "prefix-cache-for-workers",
     "pick-a-recipe",
     "write-a-reader",
     "write-a-codec",
@@ -43,10 +47,54 @@ def test_the_index_names_every_guide() -> None:
 
 RECIPES, COMMANDS = ((FOLDER / f"{guide}.md").read_text(encoding="utf-8") for guide in ("codecs-and-recipes", "command-line"))
 EXAMPLES = [guide for guide in GUIDES if "\n```python" in (FOLDER / f"{guide}.md").read_text(encoding="utf-8")]
+MARKS = {"prefix-cache-for-workers": [pytest.mark.scenario, needs_redis]}
+COMPOSE: dict[str, Any] = {
+    "name": str,
+    "services": {
+        "redis": {
+            "image": str,
+            "command": [str],
+            "healthcheck": {"test": [str], "interval": "[0-9]+s", "timeout": "[0-9]+s", "retries": int},
+        },
+        "worker": {
+            "image": str,
+            "command": [str],
+            "environment": {"KVPACK_STORE": str},
+            "volumes": ["[^:]+:[^:]+:ro"],
+            "deploy": {"replicas": int},
+            "depends_on": {"redis": {"condition": "service_healthy"}},
+        },
+    },
+}
+"""The keys of the compose file, which are all in the schema of the Compose Specification, and what that says of their values."""
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Whether a value has exactly the keys of ``form``, and its types and patterns."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and value.keys() == form.keys() and all(fits(value[key], form[key]) for key in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and bool(value) and all(fits(one, form[0]) for one in value)
+    if isinstance(form, type):
+        return type(value) is form
+    return isinstance(value, str) and re.fullmatch(form, value) is not None
+
+
+def test_the_compose_file_starts_what_the_guide_does() -> None:
+    yaml = pytest.importorskip("yaml")
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
+    assert fits(compose, COMPOSE)
+    assert not fits({**compose, "version": "3"}, COMPOSE)
+    guide = (FOLDER / "prefix-cache-for-workers.md").read_text(encoding="utf-8")
+    redis, worker = compose["services"]["redis"], compose["services"]["worker"]
+    assert " ".join(redis["command"][3:]) in guide
+    assert worker["deploy"]["replicas"] == len(re.findall(r"for number in ([\d ]+);", guide)[0].split())
+    assert worker["volumes"] == ["./worker.py:/app/worker.py:ro"]
+    assert worker["environment"]["KVPACK_STORE"].startswith("redis://redis:")
 
 
 @pytest.mark.usefixtures("chat_model")
-@pytest.mark.parametrize("guide", EXAMPLES)
+@pytest.mark.parametrize("guide", [pytest.param(guide, marks=MARKS.get(guide, ())) for guide in EXAMPLES])
 def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A guide that reads the conformance vectors finds them as in a clone of the repository.
     (tmp_path / "spec").symlink_to(ROOT / "spec")

@@ -16,7 +16,9 @@ from sphinx.cmd.build import main
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LINKED = ("formats", "kernels", "kvpack", "spec")
-"""What the pages are, and what they link to."""
+"""Folders of pages, and what these link to."""
+PAGES = ("CHANGELOG.md", "README.md")
+"""Pages at the top of the repository: the index shows parts of the README."""
 
 
 def build(out: str) -> int:
@@ -24,6 +26,8 @@ def build(out: str) -> int:
         shutil.copytree(HERE, folder, dirs_exist_ok=True)
         for name in LINKED:
             shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+        for page in PAGES:
+            shutil.copy(ROOT / page, folder)
         return main(["-q", "-W", "--keep-going", "-E", "-b", "html", folder, out])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pygments.lexers.special import TextLexer
 
@@ -23,6 +23,7 @@ smartquotes = False
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 include_patterns = [
     "index.md",
+    "CHANGELOG.md",
     "reference/*.rst",
     "kvpack/guides/*.md",
     "spec/*.md",
@@ -42,6 +43,22 @@ autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
 
 
+ACCESSIBLE = {
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    "<pre>": '<pre tabindex="0">',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+}
+"""What screen readers and keyboards need and Sphinx leaves out: levels of headings, and code and tables that scroll without a mouse."""
+
+
+def make_accessible(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Complete the HTML of a page and of its navigation."""
+    for part in ("body", "furo_navigation_tree"):
+        for written, complete in ACCESSIBLE.items():
+            context[part] = context.get(part, "").replace(written, complete)
+
+
 def setup(app: Sphinx) -> None:
-    """Blocks of the specification that tests parse have a language of their own."""
+    """Register the language of the blocks of the specification that tests parse, and complete pages after the theme."""
     app.add_lexer("example", TextLexer)
+    app.connect("html-page-context", make_accessible, priority=900)

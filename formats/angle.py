@@ -16,7 +16,7 @@ from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
-from .rotation import KINDS, Rotation, rotation_of
+from .rotation import KINDS
 from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
@@ -92,10 +92,6 @@ class Angle(CodecFamily):
     def nominal_bits(self) -> float:
         norms = 16.0 if self.norm == "fp32" else self.norm_bits / 2 + 64 / self.dim
         return log2(self.bins) / 2 + norms
-
-    @property
-    def rotation(self) -> Rotation:
-        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def directions(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -143,10 +143,10 @@ class Codec(ABC):
         """``family`` with the side-cars of this codec."""
         return family
 
-    @property
+    @cached_property
     def rotation(self) -> Rotation:
-        """The rotation between the original and the coded frame."""
-        return rotation_of("none", self.dim)
+        """The rotation between the original and the coded frame: by ``rotation_kind`` and ``seed``, none for a codec without them."""
+        return rotation_of(getattr(self, "rotation_kind", "none"), self.dim, getattr(self, "seed", 0))
 
     @property
     def exact_dtype(self) -> str | None:

@@ -16,7 +16,7 @@ from .columns import Columns, default_fields
 from .family import OPTIONAL, SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
-from .rotation import KINDS, Rotation, rotation_of
+from .rotation import KINDS
 from .tables import TABLES_KEPT
 
 if TYPE_CHECKING:
@@ -99,10 +99,6 @@ class Group(CodecFamily):
     def scale_per_head(self) -> bool:
         """Whether every head has its own token scales."""
         return self.token_scale.endswith(PER_HEAD)
-
-    @property
-    def rotation(self) -> Rotation:
-        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def token_group(self) -> int:

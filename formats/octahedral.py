@@ -20,7 +20,7 @@ from .lloyd_max import direction_table, triplet_norm_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .products import product
-from .rotation import KINDS, Rotation, rotation_of
+from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
 from .value_blocks import first_place, in_memory, row_blocks
 
@@ -104,10 +104,6 @@ class Octahedral(CodecFamily):
         if self.b_dir - self.b_norm == 2:
             return (self.b_dir + self.b_norm) / 2
         return (2 * self.b_dir + self.b_norm) / 3
-
-    @property
-    def rotation(self) -> Rotation:
-        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def triplets(self) -> int:

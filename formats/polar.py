@@ -20,7 +20,7 @@ from .lazy import functional, torch
 from .lloyd_max import polar_angle_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
-from .rotation import KINDS, Rotation, rotation_of
+from .rotation import KINDS
 from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
@@ -99,10 +99,6 @@ class Polar(CodecFamily):
         if len(angle_bits) == 1 and self.radii == 1:
             return float(angle_bits.pop())
         return (sum(level.bits * level.angles for level in self.levels) + 16 * self.radii) / self.dim
-
-    @property
-    def rotation(self) -> Rotation:
-        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, encoded_in_blocks, stored_norm
@@ -88,7 +88,7 @@ class Quaternion(CodecFamily):
     def nominal_bits(self) -> float:
         return (math.log2(UNITS * self.secondary) + self.radius_bits) / 4 + 16 / self.dim
 
-    @property
+    @cached_property
     def rotation(self) -> Rotation:
         return rotation_of(self.rotation_kind, self.dim, self.rotation_seed)
 

@@ -19,7 +19,7 @@ from .lazy import torch
 from .lloyd_max import coordinate_table
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
 from .octahedral_search import midpoints, nearest_level
-from .rotation import KINDS, Rotation, rotation_of
+from .rotation import KINDS
 from .tables import TABLES_KEPT, kept_on_device
 
 if TYPE_CHECKING:
@@ -102,10 +102,6 @@ class Scalar(CodecFamily):
     @property
     def nominal_bits(self) -> float:
         return sum(part.bits * len(part.channels) for part in self.parts) / self.dim
-
-    @property
-    def rotation(self) -> Rotation:
-        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     @property
     def parts(self) -> tuple[Part, ...]:

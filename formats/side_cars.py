@@ -117,7 +117,7 @@ class WithSideCars(Codec):
         """The codec with ``side_car`` in place of its own one of the same class."""
         return replace(self, side_cars=tuple(side_car if type(one) is type(side_car) else one for one in self.side_cars))
 
-    @property
+    @cached_property
     def rotation(self) -> Rotation:
         return self.codec.rotation
 

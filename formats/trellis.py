@@ -20,7 +20,7 @@ from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
-from .rotation import KINDS, Rotation, rotation_of
+from .rotation import KINDS
 from .tables import kept_on_device
 
 if TYPE_CHECKING:
@@ -83,10 +83,6 @@ class Trellis(CodecFamily):
     @property
     def nominal_bits(self) -> float:
         return self.bits
-
-    @property
-    def rotation(self) -> Rotation:
-        return rotation_of(self.rotation_kind, self.dim, self.seed)
 
     def packings(self) -> dict[str, Columns]:
         # A word is a symbol: any word is valid.

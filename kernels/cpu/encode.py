@@ -77,8 +77,8 @@ def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int
     streams = {name: empty(layout.shape, _STORED[layout.dtype], x.device) for name, layout in layouts.items()}
     threads = min(checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES)
     call, names, _kept = call_of(codec, (batch, heads, tokens), x.dtype)
-    call.x = _stream(x)
-    call.streams = (library.Stream * len(names))(*(_stream(streams[name]) for name in names))
+    call.x = library.Stream.of(x)
+    call.streams = (library.Stream * len(names))(*(library.Stream.of(streams[name]) for name in names))
     call.threads, call.level = threads, level
     return streams if run(call) else None
 
@@ -156,7 +156,3 @@ def _per_length(magnitudes: torch.Tensor) -> torch.Tensor:
 def _padded(values: list[float], padding: float) -> torch.Tensor:
     entries = max(codecs.LEAST_ENTRIES, next_power_of_two(len(values)))
     return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")
-
-
-def _stream(x: torch.Tensor) -> library.Stream:
-    return library.Stream(x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))

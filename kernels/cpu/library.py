@@ -10,8 +10,12 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from kvpack.runtime.reader import Read, declare
+
+if TYPE_CHECKING:
+    import torch
 
 INTERFACE = 26
 """The number of interface.h that the structures below mirror."""
@@ -86,6 +90,13 @@ class Attend(Structure):
 
 class Stream(Structure):
     _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "head", "row")))
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Self:
+        """The address of ``x`` ``[batch, kv_head, row, ...]``, and its strides in bytes."""
+        batch, head, row, *_ = x.stride()
+        size = x.element_size()
+        return cls(x.data_ptr(), batch * size, head * size, row * size)
 
 
 class Unpack(Structure):

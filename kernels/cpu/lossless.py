@@ -54,7 +54,7 @@ def encode(
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
-    call = library.Split(None, library.Stream(), _stream(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
+    call = library.Split(None, library.Stream(), library.Stream.of(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
     call.threads, call.level = min(checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES), level
     _split(call)
     tables = codec.tables_for(counts, before)
@@ -67,7 +67,7 @@ def encode(
         call.longest = min(codec.chunk, call.tokens) * dim
         exponents = numpy.empty((rows * batch * heads, call.longest), numpy.uint8)
         call.exponents, call.counts = exponents.ctypes.data, None
-        call.x, call.plane = _stream(x[:, :, start:]), _stream(plane[:, :, start:])
+        call.x, call.plane = library.Stream.of(x[:, :, start:]), library.Stream.of(plane[:, :, start:])
         _split(call)
         lengths = numpy.full(rows, codec.chunk * dim)
         lengths[-1] = (call.tokens - (rows - 1) * codec.chunk) * dim
@@ -112,8 +112,8 @@ def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, 
     threads = min(checked_threads(threads, torch.get_num_threads()), 1 + out.numel() // FEWEST_VALUES)
     call = library.Join(
         exponents.ctypes.data,
-        _stream(plane),
-        _stream(out),
+        library.Stream.of(plane),
+        library.Stream.of(out),
         batch,
         heads,
         tokens,
@@ -125,7 +125,3 @@ def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, 
     )
     if compiled.kvpack_join(ctypes.byref(call)):
         raise MemoryError("there is not enough memory for the threads of unpacking")
-
-
-def _stream(x: torch.Tensor) -> library.Stream:
-    return library.Stream(x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))

@@ -56,7 +56,7 @@ def norms(x: torch.Tensor) -> torch.Tensor:
     batch, heads, tokens, dim = x.shape
     found, left_out = torch.zeros(batch, tokens, dtype=torch.float32, device="cpu"), numpy.zeros(batch, numpy.int64)
     if x.numel():
-        values = library.Stream(x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))
+        values = library.Stream.of(x)
         sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE}
         pointers = {"norms": found.data_ptr(), "left_out": left_out.ctypes.data}
         _run(library.RawSlots(x=values, dtype=encode.DTYPES.index(x.dtype), threads=1, **pointers, **sizes))

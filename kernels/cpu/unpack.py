@@ -77,18 +77,13 @@ def _unpack_parts(side: Side, parts: list[Part], out: torch.Tensor, threads: int
         described = part.described()
         rotation = rotations.NONE if part.frame is None else rotations.described(side.codec.rotation)
         scales = None if part.frame is None else _channel_scales(side.codec, part.frame)
-        start, *steps = _stream(out)
         call = library.Unpack(
             batch, heads, part.start, part.stop, part.struct(described), DTYPES.index(out.dtype), rotation.struct,
-            library.Stream() if scales is None else library.Stream(*_stream(scales)),
-            library.Stream(start + part.start * steps[2], *steps), out.nbytes >= MANY_BYTES, threads, level,
+            library.Stream() if scales is None else library.Stream.of(scales),
+            library.Stream.of(out[:, :, part.start :]), out.nbytes >= MANY_BYTES, threads, level,
         )  # fmt: skip
         if compiled.kvpack_unpack(ctypes.byref(call)):
             raise MemoryError("there is not enough memory for the buffers of unpacking")
-
-
-def _stream(x: torch.Tensor) -> tuple[int, ...]:
-    return x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3])
 
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:

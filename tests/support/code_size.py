@@ -123,7 +123,7 @@ def operations(folder: Path) -> dict[str, Callable[[], object]]:
     cache = kvpack.pack([pair], "octopus-4")
     path = folder / "cache.kvpack"
     kvpack.save(cache, path)
-    loaded = kvpack.load(path)
+    layer = kvpack.load(path)[0]
     query = tensor(1, 8, 1, 64)
     model = small_llama(num_hidden_layers=4)
     past = KvpackCache(model, "octopus-4")
@@ -138,7 +138,7 @@ def operations(folder: Path) -> dict[str, Callable[[], object]]:
         "pack": lambda: kvpack.pack([pair], "octopus-4"),
         "save": lambda: kvpack.save(cache, path),
         "load": lambda: kvpack.load(path),
-        "attend": lambda: kvpack.attend(query, loaded[0]),
+        "attend": lambda: kvpack.attend(query, layer),
         "decode step": step,
     }
 

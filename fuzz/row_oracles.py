@@ -10,8 +10,8 @@ import torch
 
 from fuzz.byte_mutator import mutated_bytes, mutated_numbers
 from fuzz.header_mutator import mutated_header
-from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.file.row import FRAME_BYTES, MAGIC, write_checksum
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from support.second_decoder import decoder
 
 if TYPE_CHECKING:

@@ -10,16 +10,18 @@ k, v = cache[layer].unpack()
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import errors as errors
+    from . import pages as pages
     from .attention import attend
-    from .bench.evaluate import Evaluation, evaluate
+    from .bench.evaluate import evaluate
     from .cache.cache import Cache, concat
     from .cache.files import load, save
     from .cache.layer import Layer
-    from .cache.minifloats import Minifloats
     from .cache.packing import pack
     from .cache.side import Side
     from .coding.bases import Basis
     from .coding.dispatch import backends
+    from .coding.inspection import inspect, verify
     from .coding.recipes import PRESETS, Recipe
     from .errors import (
         DigestMismatch,
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
         MissingPackage,
         NotKvpack,
         OutOfBounds,
-        RoundedWarning,
         Truncated,
         Undecryptable,
         UnknownCodec,
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
     from .file.inputs import Inputs
     from .integrations.transformers.prefill import prefill
     from .live.cache import LiveCache
-    from .pages.buffer import PageBuffer
-    from .pages.codec import PageCodec
-    from .pages.geometry import PageGeometry
-    from .pages.layout import PageLayout
     from .store import Identity, Store, Tier
     from .store.page_store import PageStore
 
@@ -56,24 +53,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "attend": "attention",
-    "Evaluation": "bench.evaluate",
     "evaluate": "bench.evaluate",
     "backends": "coding.dispatch",
     "Basis": "coding.bases",
     "Cache": "cache.cache",
     "Layer": "cache.layer",
     "LiveCache": "live.cache",
-    "Minifloats": "cache.minifloats",
-    "PageBuffer": "pages.buffer",
-    "PageCodec": "pages.codec",
-    "PageGeometry": "pages.geometry",
-    "PageLayout": "pages.layout",
     "Side": "cache.side",
     "concat": "cache.cache",
     "Inputs": "file.inputs",
     "load": "cache.files",
     "save": "cache.files",
     "pack": "cache.packing",
+    "inspect": "coding.inspection",
+    "verify": "coding.inspection",
     "prefill": "integrations.transformers.prefill",
     "PRESETS": "coding.recipes",
     "Recipe": "coding.recipes",
@@ -84,12 +77,14 @@ _HOMES = {
 }
 """The modules of the public names but the errors, which are all in ``errors``."""
 
+_MODULES = ("errors", "pages")
+"""Modules that are public, too."""
+
 __all__ = [
     "PRESETS",
     "Basis",
     "Cache",
     "DigestMismatch",
-    "Evaluation",
     "Identity",
     "Inputs",
     "InvalidHeader",
@@ -101,19 +96,13 @@ __all__ = [
     "Layer",
     "LimitExceeded",
     "LiveCache",
-    "Minifloats",
     "MissingBasis",
     "MissingFile",
     "MissingPackage",
     "NotKvpack",
     "OutOfBounds",
-    "PageBuffer",
-    "PageCodec",
-    "PageGeometry",
-    "PageLayout",
     "PageStore",
     "Recipe",
-    "RoundedWarning",
     "Side",
     "Store",
     "Tier",
@@ -126,10 +115,12 @@ __all__ = [
     "backends",
     "concat",
     "evaluate",
+    "inspect",
     "load",
     "pack",
     "prefill",
     "save",
+    "verify",
 ]
 
 
@@ -138,16 +129,16 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Import public names on first use: most need torch, and errors need the codecs."""
-        if name not in __all__ and name != "errors":
+        if name not in __all__ and name not in _MODULES:
             raise AttributeError(f"module 'kvpack' has no attribute {name!r}")
         from importlib import import_module
 
-        home = import_module(f".{_HOMES.get(name, 'errors')}", __name__)
-        value = home if name == "errors" else getattr(home, name)
+        home = import_module(f".{name if name in _MODULES else _HOMES.get(name, 'errors')}", __name__)
+        value = home if name in _MODULES else getattr(home, name)
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
     """The names of the module, with the public ones that are not imported yet."""
-    return sorted({*globals(), *__all__, "errors"})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -11,7 +11,8 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from kvpack import KvpackError, RoundedWarning, __version__, backends
+from kvpack import KvpackError, __version__, backends
+from kvpack.errors import RoundedWarning
 
 from .commands import bench, cache, calibrate, convert, demo, dense, doctor, exchange, generate, inspect, recipes, store, tune, verify
 from .commands.parsing import Parser

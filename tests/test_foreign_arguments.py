@@ -50,12 +50,12 @@ def on_live(name: str, **given: Any) -> Any:
     return getattr(live(), name)(**given)
 
 
-def pages() -> kvpack.PageBuffer:
+def pages() -> kvpack.pages.PageBuffer:
     k = torch.zeros(4, 2, 1, 16, 64, dtype=torch.bfloat16)
-    return kvpack.PageBuffer(GEOMETRY, k, k.clone())
+    return kvpack.pages.PageBuffer(GEOMETRY, k, k.clone())
 
 
-def rows(codec: kvpack.PageCodec) -> list[bytearray]:
+def rows(codec: kvpack.pages.PageCodec) -> list[bytearray]:
     made = [bytearray(codec.nbytes) for _ in SLOTS]
     codec.encode_into(pages(), SLOTS, made)
     return made
@@ -77,7 +77,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
     def page_store() -> kvpack.PageStore:
         return kvpack.PageStore(folder / "pages", IDENTITY, GEOMETRY)
 
-    codec = kvpack.PageCodec("raw", GEOMETRY)
+    codec = kvpack.pages.PageCodec("raw", GEOMETRY)
     opened = store()
     opened.save(ids, wide)
     paged = page_store()
@@ -116,7 +116,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         assert v is not None
         page.copy_(torch.cat([k.flatten(), v.flatten()]))
 
-    layout = kvpack.PageLayout.certify(GEOMETRY, writer, page)
+    layout = kvpack.pages.PageLayout.certify(GEOMETRY, writer, page)
     identity_options = dict.fromkeys(("name", "weights", "adapter", "tenant", "extra"), "x")
     engine_options = dict.fromkeys(("rope", "adapter", "tenant", "extra"), "x")
     identity = dict.fromkeys(("model", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra"), "x")
@@ -155,11 +155,13 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
                 "progress": None,
             },
         ),
-        "Evaluation": (kvpack.Evaluation, {"report": {}}),
+        "Evaluation": (kvpack.bench.evaluate.Evaluation, {"report": {}}),
         "save": (
             kvpack.save,
             {"cache": CACHE, "path": folder / "b", "compress": False, "durable": False, "metadata": {"a": 1}, "progress": None},
         ),
+        "inspect": (kvpack.inspect, {"path": path}),
+        "verify": (kvpack.verify, {"path": path, "basis": None, "progress": None}),
         "load": (
             kvpack.load,
             {
@@ -204,7 +206,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "Side.concat": (side.concat, {}),
         "Side.to": (side.to, {"device": CPU}),
         "Minifloats": (
-            kvpack.Minifloats,
+            kvpack.pages.Minifloats,
             {"elements": torch.zeros(1, 2, 4, 64).to(torch.float8_e4m3fn), "scales": torch.ones(1, 2, 4, 1)},
         ),
         # Recipes, inputs and bases.
@@ -253,12 +255,12 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "Store.prometheus": (opened.prometheus, {"labels": {"model": "m"}}),
         "Store.delete": (opened.delete, {"token_ids": ids, "start": 256, "inputs": [b""]}),
         # Pages of engines.
-        "PageGeometry": (kvpack.PageGeometry, {"layers": 1, "heads": 1, "tokens": 16, "dim_k": 64, "dim_v": 64, "dtype": "bf16"}),
+        "PageGeometry": (kvpack.pages.PageGeometry, {"layers": 1, "heads": 1, "tokens": 16, "dim_k": 64, "dim_v": 64, "dtype": "bf16"}),
         "PageGeometry.contents": (GEOMETRY.contents, {"recipe": "raw"}),
-        "PageGeometry.of_bytes": (kvpack.PageGeometry.of_bytes, {"count": 4096, "layers": 1}),
-        "PageBuffer": (kvpack.PageBuffer, {"geometry": GEOMETRY, "k": pages().sides["k"], "v": pages().sides["v"]}),
+        "PageGeometry.of_bytes": (kvpack.pages.PageGeometry.of_bytes, {"count": 4096, "layers": 1}),
+        "PageBuffer": (kvpack.pages.PageBuffer, {"geometry": GEOMETRY, "k": pages().sides["k"], "v": pages().sides["v"]}),
         "PageBuffer.checked_slots": (pages().checked_slots, {"slots": SLOTS, "written": True}),
-        "PageCodec": (kvpack.PageCodec, {"recipe": "raw", "geometry": GEOMETRY, "threads": 1, "namespace": bytes(32), "basis": None}),
+        "PageCodec": (kvpack.pages.PageCodec, {"recipe": "raw", "geometry": GEOMETRY, "threads": 1, "namespace": bytes(32), "basis": None}),
         "PageCodec.encode_into": (codec.encode_into, {"pages": pages(), "slots": SLOTS, "rows": rows(codec), "keys": KEYS}),
         "PageCodec.decode_into": (
             codec.decode_into,
@@ -269,7 +271,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
             codec.start_decode,
             {"rows": rows(codec), "pages": pages(), "slots": SLOTS, "keys": KEYS, "values": True},
         ),
-        "PageLayout.certify": (kvpack.PageLayout.certify, {"geometry": GEOMETRY, "write": writer, "page": page}),
+        "PageLayout.certify": (kvpack.pages.PageLayout.certify, {"geometry": GEOMETRY, "write": writer, "page": page}),
         "PageLayout.buffer": (layout.buffer, {"pool": pool}),
         "PageLayout.staging": (layout.staging, {"slots": 2}),
         "PageLayout.gather": (layout.gather, {"pool": pool, "slots": SLOTS, "staging": layout.staging(2)}),
@@ -308,10 +310,10 @@ CLASSES = (
     kvpack.Inputs,
     kvpack.Layer,
     kvpack.LiveCache,
-    kvpack.PageBuffer,
-    kvpack.PageCodec,
-    kvpack.PageGeometry,
-    kvpack.PageLayout,
+    kvpack.pages.PageBuffer,
+    kvpack.pages.PageCodec,
+    kvpack.pages.PageGeometry,
+    kvpack.pages.PageLayout,
     kvpack.PageStore,
     kvpack.Recipe,
     kvpack.Side,

@@ -71,9 +71,9 @@ def _measured(place: str, options: dict[str, Any], count: int) -> dict[str, dict
         timed("Store", "load", lambda: store.load(ids)[0], len(ids))
         timed("Store", "save what is there", lambda: store.save(ids, cache), len(ids))
         store.delete(ids)
-    geometry = kvpack.PageGeometry(layers=2, heads=1, tokens=CHUNK, dim_k=DIM, dim_v=DIM)
+    geometry = kvpack.pages.PageGeometry(layers=2, heads=1, tokens=CHUNK, dim_k=DIM, dim_v=DIM)
     pool = torch.randn(count, 2, 1, 2, CHUNK, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
-    pages = kvpack.PageBuffer(geometry, pool[:, :, :, 0], pool[:, :, :, 1])
+    pages = kvpack.pages.PageBuffer(geometry, pool[:, :, :, 0], pool[:, :, :, 1])
     keys, slots, stored = [b"page %d" % number for number in range(count)], range(count), [True] * count
     with PageStore(place, identity, geometry, timeout=60.0, **options) as engine:
         engine.present(keys[:1])

@@ -244,7 +244,7 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
             continue
         if isinstance(x, torch.Tensor) and x.dtype in ELEMENT_DTYPES:
             raise InvalidType(
-                f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: give kvpack.Minifloats(elements, scales), "
+                f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: give kvpack.pages.Minifloats(elements, scales), "
                 "with scales of 1 where the engine has none"
             )
         check_tensor(x, f"{where}.{name}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from kvpack.coding.inspection import inspect
 from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES
 from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from kvpack.file.container import File
-    from kvpack.file.header import SideEntry
-    from kvpack.formats.base import Codec
 
 
 def add(commands: Any) -> None:
@@ -33,7 +30,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary of one file, or a row for each of several; return the worst exit code of those that are refused."""
     if len(arguments.files) == 1:
-        summary = _summary(arguments.files[0])
+        summary = inspect(arguments.files[0])
         if arguments.json:
             print_json(summary)
         else:
@@ -42,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     summaries, codes = [], []
     for path in arguments.files:
         try:
-            summaries.append(_summary(path))
+            summaries.append(inspect(path))
         except KvpackError as error:
             codes.append(error.exit_code)
             print(f"kvpack: {printable(str(error))}", file=sys.stderr)
@@ -67,94 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
             left=3,
         )
     return worst_exit_code(codes)
-
-
-def _summary(path: str) -> dict[str, Any]:
-    from kvpack.file.container import open_file
-
-    with open_file(path) as file:
-        summary = summarize(file)
-    if summary["is_basis"]:
-        # Needs numpy.
-        from kvpack.coding.bases import opened
-
-        with opened(path) as basis:
-            summary["sha256"] = basis.digest().hex()
-    return summary
-
-
-def summarize(file: File) -> dict[str, Any]:
-    """Everything that the header says, as JSON values (bytes stay bytes)."""
-    from kvpack.file.header import FORMAT
-    from kvpack.file.inputs import Inputs
-    from kvpack.file.metadata import FEATURE, from_bytes
-
-    header = file.header
-    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
-    stored: Counter[tuple[int, str]] = Counter()
-    streams: Counter[str] = Counter()
-    for tensor in header.tensors:
-        number, name, stream = tensor.name.split(".", 2)
-        stored[int(number), name] += tensor.stored_bytes
-        streams[f"{name}.{stream}"] += tensor.stored_bytes
-    layers = [
-        {name: _side(header.codecs[side.codec], side, header.starts[number], stored[number, name]) for name, side in layer.sides()}
-        for number, layer in enumerate(header.layers)
-    ]
-    sides = [side for layer in layers for side in layer.values()]
-    states = [
-        {"name": state.where, "dtype": state.dtype, "shape": list(state.shape), "stored_bytes": file.tensors[state.where].stored_bytes}
-        for state in header.states
-    ]
-    packed = sum(side["values"] for side in sides)
-    values = packed + sum(math.prod(state.shape) for state in header.states)
-    payload = sum(streams.values())
-    return {
-        "file": file.where,
-        "format": FORMAT,
-        "bytes": file.size,
-        "values": values,
-        "bits_per_value": 8 * file.size / values if values else 0.0,
-        "nominal_bits": sum(side["nominal_bits"] * side["values"] for side in sides) / packed if packed else 0.0,
-        "recipe": header.recipe,
-        "model": dict(header.model),
-        "start": header.start,
-        "stop": max((side["stop"] for side in sides), default=header.start),
-        "token_ids": 0 if inputs is None else inputs.tokens,
-        "undetermined": [] if inputs is None else list(inputs.undetermined),
-        "metadata": from_bytes(header.ignorable.get(FEATURE, b"")),
-        "is_basis": header.is_basis,
-        "bases": sorted(frozenset().union(*(codec.bases_needed for codec in header.codecs))),
-        "codecs": [codec.params() for codec in header.codecs],
-        "layers": layers,
-        "states": states,
-        "streams": {**streams, "header and padding": file.size - payload},
-        "tensors": [
-            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "filter": t.filter, "stored_bytes": t.stored_bytes, "xxh3_128": t.digest}
-            for t in header.tensors
-        ],
-    }
-
-
-def _side(codec: Codec, side: SideEntry, start: int, stored: int) -> dict[str, Any]:
-    values = side.batch * side.heads * side.tokens * codec.dim
-    return {
-        "codec": side.codec,
-        "batch": side.batch,
-        "heads": side.heads,
-        "start": start,
-        "stop": start + side.tokens,
-        "tokens": side.tokens,
-        "packed_tokens": side.packed,
-        "tail_tokens": side.tail,
-        "tail_dtype": side.tail_dtype,
-        "window": side.window,
-        "dim": codec.dim,
-        "values": values,
-        "stored_bytes": stored,
-        "bits_per_value": 8 * stored / values if values else 0.0,
-        "nominal_bits": codec.nominal_bits,
-    }
 
 
 def _print(summary: dict[str, Any]) -> None:

@@ -31,8 +31,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify all files, and return the worst exit code of those that are refused (``kvpack.errors``)."""
-    from kvpack.file.container import open_file
-    from kvpack.formats.transform import Transform
+    from kvpack.coding.inspection import verify
 
     codes: list[int] = []
     results: list[dict[str, Any]] = []
@@ -44,18 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
             if is_folder:
                 continue
         try:
-            with progress(path, arguments) as callback, open_file(path) as file:
-                if arguments.basis is not None:
-                    # Needs torch.
-                    from kvpack.coding.basis_sources import located
-
-                    file.header = located(file.where, file.header, arguments.basis)
-                file.verify(callback)
-                families = [codec.family for codec in file.header.codecs]
-                unchecked = any(isinstance(codec, Transform) and codec.source is None for codec in families)
-                results.append({"file": path, "ok": True, "bytes": file.size, "needs_basis": unchecked})
-                checked = "all checked but what needs the basis" if unchecked else "all checked"
-                line = f"{path}: {file.size:,} bytes, {len(file.header.layers)} layers, {checked}"
+            with progress(path, arguments) as callback:
+                found = verify(path, basis=arguments.basis, progress=callback)
+            results.append({"file": path, "ok": True, "bytes": found["bytes"], "needs_basis": found["needs_basis"]})
+            checked = "all checked but what needs the basis" if found["needs_basis"] else "all checked"
+            line = f"{path}: {found['bytes']:,} bytes, {found['layers']} layers, {checked}"
         except KvpackError as error:
             codes.append(error.exit_code)
             results.append({"file": path, "ok": False, "error": type(error).__name__, "message": str(error)})

@@ -1,1 +1,45 @@
-"""Pages of serving engines: their geometry, their layout in an engine's memory, and the codec between them and rows."""
+"""Pages of serving engines: their geometry, their layout in an engine's memory, and the codec between them and rows.
+
+``PageGeometry`` is the shape of a page, ``PageBuffer`` the engine's memory of pages, ``PageLayout`` the arrangement of keys and values
+in it, ``PageCodec`` what encodes pages to rows of one size, and ``Minifloats`` values that an engine keeps in 8 or 4 bits.
+``kvpack.PageStore`` keeps rows by the engine's own keys.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpack.cache.minifloats import Minifloats
+
+    from .buffer import PageBuffer
+    from .codec import PageCodec
+    from .geometry import PageGeometry
+    from .layout import PageLayout
+
+_HOMES = {
+    "Minifloats": "kvpack.cache.minifloats",
+    "PageBuffer": "kvpack.pages.buffer",
+    "PageCodec": "kvpack.pages.codec",
+    "PageGeometry": "kvpack.pages.geometry",
+    "PageLayout": "kvpack.pages.layout",
+}
+"""The modules of the public names."""
+
+__all__ = ["Minifloats", "PageBuffer", "PageCodec", "PageGeometry", "PageLayout"]
+
+# Type checkers see the imports above; a module's __getattr__ would hide misspelt names from them.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import public names on first use: they need torch."""
+        if name not in __all__:
+            raise AttributeError(f"module 'kvpack.pages' has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """The names of the module, with the public ones that are not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -24,7 +24,7 @@ class PageBuffer:
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
         if not isinstance(geometry, PageGeometry):
-            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
+            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.pages.PageGeometry")
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):

@@ -56,7 +56,7 @@ class PageCodec:
         basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(geometry, PageGeometry):
-            raise InvalidType(f"geometry is a {type(geometry).__name__}, expected a kvpack.PageGeometry")
+            raise InvalidType(f"geometry is a {type(geometry).__name__}, expected a kvpack.pages.PageGeometry")
         if type(threads) is not int or not 1 <= threads <= 256:
             raise InvalidParameter(f"threads is {shown(threads)}, expected an integer from 1 to 256")
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
@@ -152,7 +152,7 @@ class PageCodec:
         if self._closed:
             raise InvalidParameter("the codec is closed: make another PageCodec")
         if not isinstance(pages, PageBuffer):
-            raise InvalidType(f"pages are a {type(pages).__name__}, expected a kvpack.PageBuffer of an engine's memory")
+            raise InvalidType(f"pages are a {type(pages).__name__}, expected a kvpack.pages.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
             raise InvalidParameter(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
         slots = pages.checked_slots(slots, written)

@@ -39,7 +39,7 @@ class PageLayout:
         Raises InvalidParameter where the writer is no permutation: it loses, repeats, overlaps or changes values.
         """
         if not isinstance(geometry, PageGeometry):
-            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.PageGeometry")
+            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.pages.PageGeometry")
         if not callable(write):
             raise InvalidType(f"write is {shown(write)}, expected the engine's writer, a function of (k, v)")
         _check_tensor(page, "page")

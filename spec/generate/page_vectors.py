@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import torch
 
-import kvpack
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from support.second_decoder import decoder
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "spec" / "row-vectors"
 MANIFEST = FOLDER / "manifest.json"
 BASIS = "../vectors/valid/basis-frames-256-symbols.kvpack"
 KEY, NAMESPACE = b"an engine's key", bytes(range(32))
-SMALL = kvpack.PageGeometry(layers=2, heads=1, tokens=3, dim_k=8, dim_v=4)
+SMALL = PageGeometry(layers=2, heads=1, tokens=3, dim_k=8, dim_v=4)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Vector:
     """The file of the basis that a reader is given, from the folder of rows."""
 
 
-def row_of(recipe: str | Recipe, geometry: kvpack.PageGeometry) -> bytes:
+def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
     """The row of a page of random values."""
     source = torch.Generator().manual_seed(0)
 
@@ -50,9 +50,9 @@ def row_of(recipe: str | Recipe, geometry: kvpack.PageGeometry) -> bytes:
         return torch.randn(shape, generator=source).to(geometry.torch_dtype)
 
     # The vectors are from before recipes had a canonical text.
-    codec = kvpack.PageCodec(Recipe.recorded(recipe) if isinstance(recipe, str) else recipe, geometry, namespace=NAMESPACE)
+    codec = PageCodec(Recipe.recorded(recipe) if isinstance(recipe, str) else recipe, geometry, namespace=NAMESPACE)
     row = bytearray(codec.nbytes)
-    pages = kvpack.PageBuffer(geometry, *(values(dim) for dim in geometry.dims.values()))
+    pages = PageBuffer(geometry, *(values(dim) for dim in geometry.dims.values()))
     (refused,) = codec.encode_into(pages, [0], [row], keys=[KEY])
     assert refused is None, refused
     return bytes(row)
@@ -74,7 +74,7 @@ def changed(at: int, value: bytes) -> Callable[[], bytes]:
     return make
 
 
-def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: kvpack.PageGeometry = SMALL) -> Callable[[], bytes]:
+def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: PageGeometry = SMALL) -> Callable[[], bytes]:
     """A small row whose description has been changed: its streams are as long as that says, and nothing else is wrong."""
 
     def make() -> bytes:
@@ -107,7 +107,7 @@ def damaged() -> bytes:
 
 def vectors() -> dict[str, Vector]:
     """Every vector by its name."""
-    geometry = kvpack.PageGeometry
+    geometry = PageGeometry
     found = {
         "raw": Vector("two layers of keys and values, as they are", None, lambda: row_of("raw", SMALL)),
         "two-codecs": Vector("layers with different codecs", None, lambda: row_of("kv=group:b=4,g=4;layers=0:k=raw", SMALL)),
@@ -196,12 +196,12 @@ def vectors() -> dict[str, Vector]:
 
 def by_basis() -> bytes:
     basis = Basis.of_bytes((FOLDER / BASIS).read_bytes())
-    return row_of(Recipe.recorded(f"kv=klt:bits=4,basis={basis.digest.hex()}", basis), kvpack.PageGeometry(1, 1, 3, 4, None))
+    return row_of(Recipe.recorded(f"kv=klt:bits=4,basis={basis.digest.hex()}", basis), PageGeometry(1, 1, 3, 4, None))
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:
     """A row of bytes whose codec has other parameters."""
-    return described(lambda header: header["codecs"][0].update(parameters), geometry=kvpack.PageGeometry(1, 1, 2, 8, None, "u8"))
+    return described(lambda header: header["codecs"][0].update(parameters), geometry=PageGeometry(1, 1, 2, 8, None, "u8"))
 
 
 def both(**values: Any) -> Callable[[dict[str, Any]], Any]:

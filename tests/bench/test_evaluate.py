@@ -23,11 +23,11 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(model: Any) -> kvpack.Evaluation:
+def found(model: Any) -> kvpack.bench.evaluate.Evaluation:
     return kvpack.evaluate(model, None, TEXT, ["octopus-3", "kivi-2"], **SIZES)
 
 
-def test_results_are_those_of_bench_quality(found: kvpack.Evaluation) -> None:
+def test_results_are_those_of_bench_quality(found: kvpack.bench.evaluate.Evaluation) -> None:
     settings = quality.Settings(**SIZES, needles=0)
     expected = quality.run(None, None, ["octopus-3", "kivi-2"], settings, reference="fp8")
     for mine, theirs in zip(found.rows, expected["recipes"], strict=True):
@@ -52,7 +52,7 @@ class _Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_it_is_a_table_as_html_and_as_text(found: kvpack.Evaluation) -> None:
+def test_it_is_a_table_as_html_and_as_text(found: kvpack.bench.evaluate.Evaluation) -> None:
     cells = _Cells()
     cells.feed(found._repr_html_())
     head, *rows = cells.rows
@@ -63,7 +63,7 @@ def test_it_is_a_table_as_html_and_as_text(found: kvpack.Evaluation) -> None:
     assert title == "tinylm, float32 on cpu, 1 text: 2 windows of 96 tokens, the last 32 scored"
     assert f"{found.rows[1]['kl_divergence']:.5f}" in lines[3].split()
     assert lines[3].startswith("octopus-3 ")
-    odd = kvpack.Evaluation({**found.report, "model": "<script>"})
+    odd = kvpack.bench.evaluate.Evaluation({**found.report, "model": "<script>"})
     assert "<script>" not in odd._repr_html_()
 
 

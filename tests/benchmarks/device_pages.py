@@ -68,12 +68,12 @@ def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: P
     }
 
 
-def _pages(count: int, *, latents: bool) -> tuple[kvpack.PageGeometry, torch.Tensor, torch.Tensor]:
+def _pages(count: int, *, latents: bool) -> tuple[kvpack.pages.PageGeometry, torch.Tensor, torch.Tensor]:
     """Random pages, and room for as many: both sides are next to each other in every head and token, as vLLM keeps them."""
     if latents:
-        geometry = kvpack.PageGeometry(LATENT_LAYERS, 1, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM)
+        geometry = kvpack.pages.PageGeometry(LATENT_LAYERS, 1, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM)
     else:
-        geometry = kvpack.PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
+        geometry = kvpack.pages.PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
     shape = count, geometry.layers, geometry.heads, geometry.tokens, sum(geometry.dims.values())
     given = torch.randn(shape, device="cuda").to(torch.bfloat16)
     return geometry, given, torch.zeros_like(given)
@@ -82,8 +82,8 @@ def _pages(count: int, *, latents: bool) -> tuple[kvpack.PageGeometry, torch.Ten
 def _row(recipe: str, pages: int) -> dict[str, Any]:
     geometry, given, target = _pages(pages, latents=recipe.startswith(LATENTS))
     sides = list(geometry.dims.values())
-    source, sink = (kvpack.PageBuffer(geometry, *torch.split(pool, sides, 4)) for pool in (given, target))
-    size, codec = pages * geometry.raw_bytes, kvpack.PageCodec(recipe.removeprefix(LATENTS), geometry)
+    source, sink = (kvpack.pages.PageBuffer(geometry, *torch.split(pool, sides, 4)) for pool in (given, target))
+    size, codec = pages * geometry.raw_bytes, kvpack.pages.PageCodec(recipe.removeprefix(LATENTS), geometry)
     stored, slots = torch.zeros(pages, codec.nbytes, dtype=torch.uint8, device="cuda"), range(pages)
     jobs = [codec.start_encode(source, slots, stored), codec.start_decode(stored, sink, slots)]
     refused = [error for job in jobs for error in job.outcomes() if error]

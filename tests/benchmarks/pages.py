@@ -16,6 +16,7 @@ from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import encode, rounding_is_shown
 from kvpack.evaluation.sizes import check_size
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from kvpack.runtime.modes import one_thread
 
 if TYPE_CHECKING:
@@ -39,12 +40,12 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 
     """
     check_size("repeats", repeats, 1, 1000, "timings")
     check_size("pages", pages, 1, MOST_PAGES, "pages")
-    geometry = kvpack.PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
+    geometry = PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
     source = torch.Generator().manual_seed(0)
     # K and V are next to each other in every head and token, as vLLM keeps them.
     given = torch.randn(pages, LAYERS, HEADS, TOKENS, 2, DIM, generator=source).to(torch.bfloat16)
     target = torch.zeros_like(given)
-    buffers = [kvpack.PageBuffer(geometry, *pool.unbind(4)) for pool in (given, target)]
+    buffers = [PageBuffer(geometry, *pool.unbind(4)) for pool in (given, target)]
     with one_thread(), rounding_is_shown():
         rows = []
         for done, recipe in enumerate(recipes, 1):
@@ -62,8 +63,8 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 
     }
 
 
-def _row(recipe: str, geometry: kvpack.PageGeometry, buffers: list[kvpack.PageBuffer], given: torch.Tensor, repeats: int) -> dict[str, Any]:
-    codec = kvpack.PageCodec(recipe, geometry)
+def _row(recipe: str, geometry: PageGeometry, buffers: list[PageBuffer], given: torch.Tensor, repeats: int) -> dict[str, Any]:
+    codec = PageCodec(recipe, geometry)
     count = given.shape[0]
     stored, slots = torch.zeros(count, codec.nbytes, dtype=torch.uint8), range(count)
     by_kernels = [_Kernels(codec.contents.codecs[entry.codec], x) for entry, x in _sides(codec, given[0])]
@@ -89,7 +90,7 @@ def _row(recipe: str, geometry: kvpack.PageGeometry, buffers: list[kvpack.PageBu
     }
 
 
-def _sides(codec: kvpack.PageCodec, page: torch.Tensor) -> list[Any]:
+def _sides(codec: PageCodec, page: torch.Tensor) -> list[Any]:
     """Each side's entry with its dense values ``[1, head, token, channel]``."""
     return [
         (entry, page[number, None, :, :, "kv".index(name)].contiguous())

@@ -77,13 +77,13 @@ def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_an_engine_keeps_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     sides, expected = zip(*(engine_side(name, seed) for seed in (1, 2)), strict=True)
-    k, v = (kvpack.Minifloats(**arguments) for arguments in sides)
+    k, v = (kvpack.pages.Minifloats(**arguments) for arguments in sides)
     cache = kvpack.Cache((kvpack.Layer(k.side(), v.side()),), "engine")
     kvpack.save(cache, tmp_path / "x.kvpack")
     loaded = kvpack.load(tmp_path / "x.kvpack")
     for side, given, values in zip(loaded[0].sides.values(), sides, expected, strict=True):
         assert torch.equal(side.unpack(torch.float32), values.to(torch.float32))
-        found = kvpack.Minifloats.of(side)
+        found = kvpack.pages.Minifloats.of(side)
         assert same_bits(found.elements, given["elements"])
         wide = given["scales"].reshape({"head": (1, HEADS, 1), "tensor": (1, 1, 1)}.get(found.granularity or "", given["scales"].shape))
         assert same_bits(found.scales, wide.expand(found.scales.shape))
@@ -95,7 +95,7 @@ def test_what_an_engine_keeps_comes_back_bit_for_bit(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_is_attended_and_goes_on(name: str) -> None:
     (k, k_values), (v, v_values) = engine_side(name, 1), engine_side(name, 2)
-    layer = kvpack.Layer(kvpack.Minifloats(**k).side(), kvpack.Minifloats(**v).side())
+    layer = kvpack.Layer(kvpack.pages.Minifloats(**k).side(), kvpack.pages.Minifloats(**v).side())
     q = torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(3))
     more = random_values(4)[:, :, :5]
     for appended in (0, 5):
@@ -115,7 +115,7 @@ RECIPES = {"fp8 tensor": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nv
 @pytest.mark.parametrize("name", RECIPES)
 def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
     (k, expected), (v, _) = engine_side(name, 1), engine_side(name, 2)
-    pair = (kvpack.Minifloats(**k), kvpack.Minifloats(**v))
+    pair = (kvpack.pages.Minifloats(**k), kvpack.pages.Minifloats(**v))
     for given in ([pair], pair):
         cache = kvpack.pack(given, f"{RECIPES[name]};tail=16")
         assert torch.equal(cache.unpack(torch.float32)[0][0], expected.to(torch.float32))
@@ -128,18 +128,18 @@ def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
 
 def test_bytes_are_taken_by_the_name_of_their_element() -> None:
     arguments, expected = engine_side("fp8 tensor", 1)
-    given = kvpack.Minifloats(arguments["elements"].view(torch.uint8), arguments["scales"], element="e4m3")
+    given = kvpack.pages.Minifloats(arguments["elements"].view(torch.uint8), arguments["scales"], element="e4m3")
     assert torch.equal(given.side().unpack(torch.float32), expected.to(torch.float32))
     assert repr(given) == f"Minifloats(e4m3 {[BATCH, HEADS, TOKENS, DIM]}, fp32 scales per tensor)"
     nvfp4, expected = engine_side("nvfp4", 1)
     nvfp4["scales"] = nvfp4["scales"].view(torch.uint8)
-    assert torch.equal(kvpack.Minifloats(**nvfp4).side().unpack(torch.float32), expected.to(torch.float32))
+    assert torch.equal(kvpack.pages.Minifloats(**nvfp4).side().unpack(torch.float32), expected.to(torch.float32))
     mxfp4, expected = engine_side("mxfp4", 1)
     mxfp4["scales"] = mxfp4["scales"].view(torch.uint8)
-    assert torch.equal(kvpack.Minifloats(**mxfp4).side().unpack(torch.float32), expected.to(torch.float32))
+    assert torch.equal(kvpack.pages.Minifloats(**mxfp4).side().unpack(torch.float32), expected.to(torch.float32))
     if E2M1 is not None:
         mxfp4["elements"], mxfp4["element"] = mxfp4["elements"].view(E2M1), None
-        assert torch.equal(kvpack.Minifloats(**mxfp4).side().unpack(torch.float32), expected.to(torch.float32))
+        assert torch.equal(kvpack.pages.Minifloats(**mxfp4).side().unpack(torch.float32), expected.to(torch.float32))
 
 
 def test_strided_elements_are_taken() -> None:
@@ -148,32 +148,32 @@ def test_strided_elements_are_taken() -> None:
     pages = torch.empty(BATCH, TOKENS, HEADS, 2, DIM, dtype=torch.uint8)
     pages[..., 0, :] = arguments["elements"].view(torch.uint8).transpose(1, 2)
     elements = pages[..., 0, :].transpose(1, 2).view(torch.float8_e4m3fn)
-    assert torch.equal(kvpack.Minifloats(elements, arguments["scales"]).side().unpack(torch.float32), expected.to(torch.float32))
+    assert torch.equal(kvpack.pages.Minifloats(elements, arguments["scales"]).side().unpack(torch.float32), expected.to(torch.float32))
 
 
 def test_one_token_is_per_token_if_it_says_so() -> None:
     elements = torch.ones(1, 2, 1, 8).to(torch.float8_e4m3fn)
     scales = torch.tensor([[[2.0], [3.0]]])
-    assert kvpack.Minifloats(elements, scales).codec.granularity == "head"
-    assert kvpack.Minifloats(elements, scales, granularity="token").codec.granularity == "token"
+    assert kvpack.pages.Minifloats(elements, scales).codec.granularity == "head"
+    assert kvpack.pages.Minifloats(elements, scales, granularity="token").codec.granularity == "token"
 
 
 def test_runs_of_several_scales_are_given_in_slices() -> None:
     arguments, _ = engine_side("fp8 tensor", 1)
-    side = kvpack.Minifloats(**arguments).side().append(1000 * random_values(2)[:, :, :4])
+    side = kvpack.pages.Minifloats(**arguments).side().append(1000 * random_values(2)[:, :, :4])
     with pytest.raises(InvalidParameter, match="2 runs of different scales, the first of 37 tokens: take slices"):
-        kvpack.Minifloats.of(side)
-    assert same_bits(kvpack.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
+        kvpack.pages.Minifloats.of(side)
+    assert same_bits(kvpack.pages.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
     with pytest.raises(InvalidParameter, match="by the codec group with side-cars, expected minifloat"):
-        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
+        kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
     with pytest.raises(InvalidType, match=r"a Layer where the side of a layer is expected, such as cache\[0\].k"):
-        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
+        kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     cache = kvpack.pack([(random_values(1), None)], "fp8")
     with pytest.raises(InvalidParameter, match=r"by the codec minifloat with side-cars, .* 'fp8;raw=0'"):
-        kvpack.Minifloats.of(cache[0].k)
-    assert kvpack.Minifloats.of(cache.convert("fp8;raw=0")[0].k).elements.shape[2] == cache.tokens
+        kvpack.pages.Minifloats.of(cache[0].k)
+    assert kvpack.pages.Minifloats.of(cache.convert("fp8;raw=0")[0].k).elements.shape[2] == cache.tokens
     with pytest.raises(InvalidParameter, match="a raw tail of 5"):
-        kvpack.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8;raw=0;tail=32")[0].k)
+        kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8;raw=0;tail=32")[0].k)
 
 
 def changed(name: str, **changes: Any) -> dict[str, Any]:
@@ -230,10 +230,10 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
 )
 def test_what_cannot_be_stored_is_refused_by_name(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        kvpack.Minifloats(**arguments)
+        kvpack.pages.Minifloats(**arguments)
 
 
 def test_an_odd_head_dim_of_e2m1_has_no_bytes_of_two() -> None:
     side = kvpack.pack([(random_values(1, 33), None)], "nvfp4;raw=0")[0].k
     with pytest.raises(InvalidParameter, match="e2m1 at head dim 33"):
-        kvpack.Minifloats.of(side)
+        kvpack.pages.Minifloats.of(side)

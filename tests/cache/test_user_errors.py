@@ -71,7 +71,7 @@ CALLS: dict[str, Call] = {
     "pack arrays": (lambda: kvpack.pack([(K.float().numpy(),) * 2], "kivi-4"), InvalidType, "a ndarray where .*torch.from_numpy"),
     "pack a cache": (lambda: kvpack.pack(CACHE, "kivi-4"), InvalidType, "packed already: Cache.convert"),
     "pack integers": (lambda: kvpack.pack([(K.int(), V)], "kivi-4"), InvalidType, "dtype torch.int32; keys and values are bfloat16"),
-    "pack fp8": (lambda: kvpack.pack([(K.to(torch.float8_e5m2), V)], "fp8"), InvalidType, r"kvpack.Minifloats\(elements, scales\)"),
+    "pack fp8": (lambda: kvpack.pack([(K.to(torch.float8_e5m2), V)], "fp8"), InvalidType, r"kvpack.pages.Minifloats\(elements, scales\)"),
     "pack rank 3": (lambda: kvpack.pack([(K[0], V[0])], "kivi-4"), InvalidParameter, r"\[batch, kv_head, token, dim\]"),
     "pack a meta tensor": (lambda: kvpack.pack([(K.to("meta"), V)], "kivi-4"), InvalidType, "on meta; keys and values are dense"),
     "pack a sparse tensor": (lambda: kvpack.pack([(K.to_sparse(), V)], "kivi-4"), InvalidType, "layout torch.sparse_coo"),

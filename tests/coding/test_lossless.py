@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import kvpack
-from kvpack import RoundedWarning, cli
+from kvpack import cli
 from kvpack.coding.encoding import RAW_DTYPES
 from kvpack.coding.recipes import Recipe
+from kvpack.errors import RoundedWarning
 from kvpack.formats.errors import InvalidType
 
 ROUNDED = [("bf16", torch.float32), ("bf16", torch.float16), ("fp16", torch.float32), ("fp16", torch.bfloat16)]

@@ -36,7 +36,7 @@ elif mode == "numpy's errors":
     numpy.seterr(all="raise")
 elif mode != "none":
     torch.set_default_dtype(getattr(torch, mode))
-for category in (kvpack.RoundedWarning, kvpack.KvpackWarning):
+for category in (kvpack.errors.RoundedWarning, kvpack.KvpackWarning):
     warnings.simplefilter("ignore", category)
 recipes = [
     "bf16", "octopus-3", "kv=octahedral:b=5,arrangement=direct", "kv=octahedral:b=2,rounding=full", "oscar-2", "kivi-4;tail=32",

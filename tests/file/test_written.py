@@ -78,7 +78,7 @@ def test_a_basis_opens() -> None:
 
 def test_a_row_opens_with_the_recipe_that_it_records() -> None:
     recorded, decoded = load_file(FOLDER / "page.safetensors")["values"], torch.zeros_like(pool())
-    with kvpack.PageCodec(kvpack.Recipe.recorded("octopus-4"), GEOMETRY) as codec:
+    with kvpack.pages.PageCodec(kvpack.Recipe.recorded("octopus-4"), GEOMETRY) as codec:
         assert codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1]) == [None]
     assert torch.equal(decoded[0], recorded)
 
@@ -98,7 +98,7 @@ def test_a_row_opens_with_the_codec_of_its_page() -> None:
     values = [float(value) for layer in read.page.layers for side in layer.values() for value in side.values]
     assert_near(torch.tensor(values).to(torch.bfloat16).float(), recorded.float().flatten())
     decoded = torch.zeros_like(pool())
-    with kvpack.PageCodec("octopus-4", GEOMETRY) as codec:
+    with kvpack.pages.PageCodec("octopus-4", GEOMETRY) as codec:
         (refused,) = codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1])
     if refused is None:
         assert torch.equal(decoded[0], recorded)

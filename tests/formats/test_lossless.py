@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack import RoundedWarning
 from kvpack.coding.recipes import Recipe
+from kvpack.errors import RoundedWarning
 from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidType, OutOfBounds, OutOfRange
 from kvpack.formats.lossless import Lossless

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpack import PageCodec, PageGeometry
 from kvpack.cli import main
+from kvpack.pages import PageCodec, PageGeometry
 
 PAGES = Path(__file__).parents[2] / "kvpack" / "integrations"
 

@@ -15,12 +15,12 @@ import numpy
 import pytest
 import torch
 
-from kvpack import PageCodec
 from kvpack.errors import InvalidParameter, MissingBasis, MissingFile
 from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import SETTINGS, settings_of
+from kvpack.pages import PageCodec
 from support.engine_stubs import METADATA, STATS, Stats, check_defined, import_over
 from support.host_settings import Watched, unusual_host
 from support.klt_bases import random_basis

@@ -22,12 +22,12 @@ import numpy
 import pytest
 import torch
 
-from kvpack import PageGeometry, PageLayout
 from kvpack.errors import InvalidParameter, RoundedWarning
 from kvpack.integrations import vllm as integration
 from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.identities import SETTINGS
 from kvpack.integrations.vllm.layouts import Rows, arrangement
+from kvpack.pages import PageGeometry, PageLayout
 from support.engine_conditions import CONDITIONS
 from support.engine_stubs import METADATA, STATS, Stats, check_defined
 from support.host_settings import Watched, unusual_host

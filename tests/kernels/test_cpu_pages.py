@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
 from kvpack.formats.raw_positions import norms_of
 from kvpack.kernels.cpu import checksum, library
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpack import Basis, PageBuffer, PageCodec, PageGeometry
+from kvpack import Basis
 from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, KvpackError, NotKvpack, Truncated
 from kvpack.file import row as rows_of
-from kvpack.pages import batched
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry, batched
 from kvpack.pages.device import DevicePages
 from support.engine_pages import ENGINES, bits, filled, values
 from support.interpreter import DEVICE, INTERPRETED

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import kvpack
-from kvpack import Identity, PageBuffer, PageCodec, PageGeometry, PageLayout, PageStore, Recipe
+from kvpack import Identity, PageStore, Recipe
 from kvpack.errors import KvpackError
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry, PageLayout
 from support.host_settings import Watched, unusual_host
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64)

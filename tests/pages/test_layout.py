@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvpack import PageCodec, PageGeometry, PageLayout
 from kvpack.errors import InvalidParameter, InvalidType, OutOfBounds
+from kvpack.pages import PageCodec, PageGeometry, PageLayout
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=8, dim_k=16, dim_v=16)
 Place = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

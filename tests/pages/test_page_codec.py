@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvpack
-from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.coding import dispatch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
@@ -31,6 +30,7 @@ from kvpack.errors import (
     Truncated,
 )
 from kvpack.file import row as rows_of
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from support.engine_pages import ENGINES, bits, empty, filled
 from support.klt_bases import random_basis
 from support.second_decoder import decoder
@@ -595,7 +595,7 @@ def test_memory_that_pages_share_is_refused() -> None:
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
 def test_slots_that_overlap_are_refused(recipe: str) -> None:
     """Whatever the strides, and whichever layers and sides share memory: nothing is written."""
-    geometry = kvpack.PageGeometry(2, 1, 32, 32, 32)
+    geometry = kvpack.pages.PageGeometry(2, 1, 32, 32, 32)
     codec = PageCodec(recipe, geometry)
     size = 2 * 32 * 32
     memory = torch.zeros(8 * size).bfloat16()

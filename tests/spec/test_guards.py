@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgpack
 import pytest
 
-from kvpack import PageCodec, PageGeometry
 from kvpack.cache import files
 from kvpack.coding.bases import Basis
 from kvpack.file import container
@@ -19,6 +18,7 @@ from kvpack.file.header_tensor import parse_header
 from kvpack.file.row import frame_of, front_of
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
+from kvpack.pages import PageCodec, PageGeometry
 from spec.generate.invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION, TRANSFORM
 from spec.generate.parameter_vectors import CODED, SIDE_CARS
 from spec.generate.vector_files import FOLDER

@@ -9,9 +9,9 @@ import numpy
 import pytest
 import torch
 
-from kvpack import PageBuffer, PageCodec, PageGeometry
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
+from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from kvpack.store.page_keys import page_key
 from spec.generate.page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, bases, manifest, sealed, values_of, vectors
 from support.numbered_rules import rules

@@ -16,7 +16,7 @@ from kvpack.store.eviction import Evictor
 from support.foreign_values import IDENTITY as PAGES
 from support.store_caches import CHUNK, cache, open_store, prompt, save
 
-GEOMETRY = kvpack.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
+GEOMETRY = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
 
 
 def on_disk(folder: Path) -> int:
@@ -24,7 +24,7 @@ def on_disk(folder: Path) -> int:
 
 
 def test_small_rows_take_whole_blocks(tmp_path: Path) -> None:
-    pages = kvpack.PageBuffer(GEOMETRY, *(torch.randn(1, 1, 1, 16, 32).bfloat16() for _ in range(2)))
+    pages = kvpack.pages.PageBuffer(GEOMETRY, *(torch.randn(1, 1, 1, 16, 32).bfloat16() for _ in range(2)))
     with kvpack.PageStore(tmp_path / "store", PAGES, GEOMETRY, max_bytes=1_500_000) as store:
         for number in range(700):
             assert store.put([number.to_bytes(4, "little")], pages, [0]) == [True]

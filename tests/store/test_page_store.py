@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 import kvpack
-from kvpack import Identity, PageBuffer, PageGeometry, PageStore, Tier, cli
+from kvpack import Identity, PageStore, Tier, cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.errors import InvalidParameter, MissingBasis, MissingFile, WriteFailed
+from kvpack.pages import PageBuffer, PageGeometry
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
 from support.klt_bases import random_basis
@@ -27,7 +28,7 @@ from support.redis_server import running
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=16, dim_k=32, dim_v=32)
 IDENTITY = Identity("model", "kv=group:b=4,g=32", weights="w")
 KEYS = [b"first", b"second \xff\x00", b"third" * 40, b""]
-DESCRIPTION = kvpack.PageCodec(IDENTITY.recipe, GEOMETRY).layout.description
+DESCRIPTION = kvpack.pages.PageCodec(IDENTITY.recipe, GEOMETRY).layout.description
 SECRET = {"encryption": {"a": b"k" * 32}}
 
 
@@ -202,7 +203,7 @@ def test_a_page_that_cannot_be_encoded_is_left_out(tmp_path: Path) -> None:
 
 def test_descendants_are_evicted_before_their_ancestors(tmp_path: Path) -> None:
     given, _ = pages()
-    size = kvpack.PageCodec(IDENTITY.recipe, GEOMETRY).nbytes
+    size = kvpack.pages.PageCodec(IDENTITY.recipe, GEOMETRY).nbytes
     with PageStore([Tier("memory://", max_bytes=3 * size + 100)], IDENTITY, GEOMETRY) as store:
         store.put(KEYS[:3], given, [0, 1, 2])
         store.put([b"another"], given, [3])
@@ -357,7 +358,7 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
     (tmp_path / "x.basis").write_bytes(basis.data)
     identity = Identity("model", recipe.text)
     (given, _), (target, found), (decoded, expected) = pages(), cleared(), cleared()
-    with kvpack.PageCodec(recipe, GEOMETRY) as codec:
+    with kvpack.pages.PageCodec(recipe, GEOMETRY) as codec:
         rows = [bytearray(codec.nbytes) for _ in range(4)]
         assert codec.encode_into(given, range(4), rows) == codec.decode_into(rows, decoded, range(4)) == [None] * 4
     with PageStore(tmp_path / "store", identity, GEOMETRY, basis=basis) as store:
@@ -378,17 +379,17 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
 def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
     basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
     (tmp_path / "x.basis").write_bytes(basis.data)
-    with kvpack.PageCodec("kv=klt:bits=4", GEOMETRY, basis=tmp_path / "x.basis") as codec:
+    with kvpack.pages.PageCodec("kv=klt:bits=4", GEOMETRY, basis=tmp_path / "x.basis") as codec:
         assert codec.recipe == Recipe("kv=klt:bits=4", basis)
         given, _ = pages()
         rows = [bytearray(codec.nbytes) for _ in range(4)]
         assert codec.encode_into(given, range(4), rows) == [None] * 4
     with pytest.raises(MissingBasis, match="needs a basis"):
-        kvpack.PageCodec("kv=klt:bits=4", GEOMETRY)
+        kvpack.pages.PageCodec("kv=klt:bits=4", GEOMETRY)
     with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 3"):
-        kvpack.PageCodec("kv=klt:bits=4", replace(GEOMETRY, layers=3), basis=basis)
+        kvpack.pages.PageCodec("kv=klt:bits=4", replace(GEOMETRY, layers=3), basis=basis)
     with pytest.raises(InvalidParameter, match=r"the keys of layer 0 of the basis .*: .* of 2 heads, and .* 1"):
-        kvpack.PageCodec("kv=klt:bits=4", replace(GEOMETRY, heads=1), basis=basis)
+        kvpack.pages.PageCodec("kv=klt:bits=4", replace(GEOMETRY, heads=1), basis=basis)
 
 
 def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

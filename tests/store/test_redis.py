@@ -218,9 +218,9 @@ def test_what_is_no_entry_is_not_fetched(server: Server, monkeypatch: pytest.Mon
 
 def test_a_page_fetches_no_more_than_a_row(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even of a value that begins as a row does."""
-    geometry = kvpack.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
+    geometry = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
     values = torch.randn(4, 2, 1, 1, 16, 32).bfloat16()
-    pages = kvpack.PageBuffer(geometry, values[:, 0], values[:, 1])
+    pages = kvpack.pages.PageBuffer(geometry, values[:, 0], values[:, 1])
     keys = [b"a", b"b", b"c", b"d"]
     with kvpack.PageStore(server.url, EVEN, geometry, timeout=5) as store:
         assert store.put(keys, pages, range(4)) == [True] * 4

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 redis = pytest.importorskip("redis")
 
 PAGES = 96
-GEOMETRY = kvpack.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
+GEOMETRY = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
 PAGE_IDENTITY = kvpack.Identity("engine", "kv=group:b=4,g=32", weights="w")
 KEYS = [b"page %d" % number for number in range(PAGES)]
 
@@ -57,9 +57,9 @@ def trips(server: Server, call: Callable[[], Any]) -> tuple[int, Any]:
     return server.requests, result
 
 
-def pages(count: int = PAGES) -> tuple[kvpack.PageBuffer, torch.Tensor]:
+def pages(count: int = PAGES) -> tuple[kvpack.pages.PageBuffer, torch.Tensor]:
     values = torch.randn(count, 2, 1, 1, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return kvpack.PageBuffer(GEOMETRY, values[:, 0], values[:, 1]), values
+    return kvpack.pages.PageBuffer(GEOMETRY, values[:, 0], values[:, 1]), values
 
 
 @pytest.mark.parametrize("options", [{}, {"encryption": {"a": b"k" * 32}}], ids=["plain", "encrypted"])

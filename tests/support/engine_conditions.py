@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from kvpack import Identity, PageBuffer, PageGeometry, PageStore
+from kvpack import Identity, PageStore
 from kvpack.file.atomic import TEMPORARY_PREFIX
+from kvpack.pages import PageBuffer, PageGeometry
 from kvpack.store import page_store
 from support import disk_of_bytes
 from support.faulty_os import FaultyOs

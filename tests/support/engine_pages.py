@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpack import PageBuffer, PageGeometry
+from kvpack.pages import PageBuffer, PageGeometry
 
 ENGINES = {
     "vLLM, K and V adjacent per head and token": lambda s, n, h, t, d: torch.zeros(s, n, h, t, 2, d).bfloat16().unbind(4),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PAIRS = random_pairs(2, 40)
 CACHE = kvpack.pack(PAIRS, "kivi-4")
 IDENTITY = kvpack.Identity("m", "raw")
-GEOMETRY = kvpack.PageGeometry(2, 1, 16, 64, 64)
+GEOMETRY = kvpack.pages.PageGeometry(2, 1, 16, 64, 64)
 
 
 class _Odd:

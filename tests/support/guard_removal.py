@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpack import PageBuffer, PageCodec
 from kvpack.coding.bases import Basis
+from kvpack.pages import PageBuffer, PageCodec
 from spec.generate import page_vectors
 from spec.generate.frame_vectors import BLOCKS_REFUSED
 from spec.generate.vector_files import FOLDER, bases, manifest

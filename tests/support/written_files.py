@@ -43,7 +43,7 @@ SAMPLE = 37
 CHUNK = 32
 RECIPE = "octopus-4"
 NAMES = [*PUBLISHED, "klt-2", "transform-2"]
-GEOMETRY = kvpack.PageGeometry(1, 2, 16, 64, 64)
+GEOMETRY = kvpack.pages.PageGeometry(1, 2, 16, 64, 64)
 PAGE_KEYS = [b"first page", b"second page"]
 CONTINUATION = 24
 PLAIN = kvpack.Identity("model", RECIPE, weights="w1", dtype="bfloat16", tenant="tenant")
@@ -98,8 +98,8 @@ def pool() -> torch.Tensor:
     return torch.randn(2, 1, 2, 2, 16, 64, generator=generator).bfloat16()
 
 
-def buffer(values: torch.Tensor) -> kvpack.PageBuffer:
-    return kvpack.PageBuffer(GEOMETRY, values[:, :, 0], values[:, :, 1])
+def buffer(values: torch.Tensor) -> kvpack.pages.PageBuffer:
+    return kvpack.pages.PageBuffer(GEOMETRY, values[:, :, 0], values[:, :, 1])
 
 
 def prompt_ids() -> list[int]:
@@ -192,7 +192,7 @@ def _write_stores(found: dict[str, Any]) -> None:
 
 
 def _write_row(found: dict[str, Any]) -> None:
-    with kvpack.PageCodec("octopus-4", GEOMETRY) as codec:
+    with kvpack.pages.PageCodec("octopus-4", GEOMETRY) as codec:
         rows = [bytearray(codec.nbytes)]
         assert codec.encode_into(buffer(pool()), [0], rows, keys=PAGE_KEYS[:1]) == [None]
         ROW.write_bytes(rows[0])

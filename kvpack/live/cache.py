@@ -38,7 +38,10 @@ WINDOW = 128
 """Tokens that are encoded together where the recipe does not say how many."""
 
 ROOM = 2
-"""Windows that the raw tail has room for: steps may go on for a window after one is full."""
+"""Windows that the raw tail has room for, besides its newest tokens: steps may go on for a window after one is full."""
+
+NEWEST = 128
+"""The newest tokens, which stay raw where the recipe does not say how many are encoded together: the next ones attend to them the most."""
 
 DEFERRED = 1024
 """Tokens of an update that wait raw until the next one is made, so that the first token after a short suffix does not wait for them."""
@@ -267,7 +270,9 @@ class LiveCache:
         return found
 
     def roll(self) -> bool:
-        """Encode the whole windows of every layer's raw tail; call it between steps, at least once in a window of tokens.
+        """Encode the whole windows of every layer's raw tail that are older than its newest tokens, which stay raw.
+
+        Call it between steps, at least once in a window of tokens.
 
         Returns whether launches changed: CUDA graphs of ``update`` and ``attend`` must then be captured again. On a CUDA device it
         waits for the device. Raises InvalidParameter, naming the layer, for values that were added since the last call.
@@ -537,7 +542,8 @@ class LiveCache:
         group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
         windows = [side.window for side in layer.sides.values() if side.window]
         window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
-        made = LiveLayer(layer, window, ROOM * window, self.sliding_windows[number], f"layers[{number}]", self.start)
+        newest = 0 if windows else NEWEST
+        made = LiveLayer(layer, window, newest, ROOM * window + newest, self.sliding_windows[number], f"layers[{number}]", self.start)
         made.keeps_past = number in self._kept
         return made
 

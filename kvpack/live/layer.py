@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 class LiveLayer:
     """A layer that grows: an immutable ``layer`` first, then what ``update`` adds.
 
-    ``window`` is how many tokens are encoded together, ``room`` how many the raw tail holds at most. With ``sliding_window``, tokens
-    that no later query sees are dropped. ``name`` names the layer in errors, ``start`` is the position of the cache's first token.
+    ``window`` is how many tokens are encoded together, ``newest`` how many stay raw, and ``room`` how many the raw tail holds at most.
+    With ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in errors, ``start`` is the position of
+    the cache's first token.
     """
 
-    def __init__(self, layer: Layer, window: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
-        self.window, self.sliding_window, self.name, self._start = window, sliding_window, name, start
+    def __init__(self, layer: Layer, window: int, newest: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
+        self.window, self.newest, self.sliding_window, self.name, self._start = window, newest, sliding_window, name, start
         self.skipped = layer.skipped
         self.raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
         """The number of tokens in the tail, of both sides."""
@@ -217,7 +218,7 @@ class LiveLayer:
         # Nobody sees them any more: they are not even encoded.
         dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
         # What is dropped includes the tokens before the tail, so both sides end at one token.
-        whole = tokens // self.window * self.window if dropped else self._whole(tokens)
+        whole = max(dropped, self._windows(tokens)) if dropped else self._whole(tokens)
         with own_modes(self.device), self._both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
             places = {first: self._place(first, values.get("k")) for first in set(firsts.values())}
@@ -273,7 +274,11 @@ class LiveLayer:
             for whole in range(tokens, max(0, tokens - period), -1):
                 if all((rest + whole) % unit == 0 for rest, unit in rests):
                     return whole
-        return tokens // self.window * self.window
+        return self._windows(tokens)
+
+    def _windows(self, tokens: int) -> int:
+        """The tokens of the whole windows of ``tokens`` raw tokens before the newest ones."""
+        return max(0, tokens - self.newest) // self.window * self.window
 
     @contextmanager
     def _both_sides(self) -> Iterator[None]:

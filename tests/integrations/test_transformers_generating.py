@@ -98,13 +98,13 @@ def test_a_batch_generates_with_its_mask(model: Any) -> None:
 
 def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
     with KvpackCache(model, "octopus-4") as cache:
-        found = model.generate(ids(3, 100), past_key_values=cache, max_new_tokens=80, **OPTIONS)
-    assert found.shape == (3, 180)
+        found = model.generate(ids(3, 100), past_key_values=cache, max_new_tokens=170, **OPTIONS)
+    assert found.shape == (3, 270)
     live, file = cache.live.freeze()[2].k, cache.packed[2].k
     assert live is not None
     assert file is not None
-    assert (live.packed_tokens, live.tail.shape[2]) == (128, 51)
-    assert (file.packed_tokens, file.tail.shape[2]) == (179, 0)
+    assert (live.packed_tokens, live.tail.shape[2]) == (128, 141)
+    assert (file.packed_tokens, file.tail.shape[2]) == (269, 0)
 
 
 def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) -> None:

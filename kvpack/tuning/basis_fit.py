@@ -104,7 +104,8 @@ def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tup
     scales = numpy.maximum(deviations, numpy.abs(coded_mean) / LARGEST_MEAN)
     scales = numpy.maximum(scales, LEAST_ROW * (deviations * norms).max() / norms)
     columns = (samples - mean) @ back / scales
-    tables = [[_table(columns[:, run_slice(run, dim)].ravel(), width) for width in range(1, MAX_WIDTH + 1)] for run in range(runs_of(dim))]
+    runs = [_trained(columns[:, run_slice(run, dim)].ravel()) for run in range(runs_of(dim))]
+    tables = [[_table(values, width) for width in range(1, MAX_WIDTH + 1)] for values in runs]
     rows = torch.cat([_row(coded_mean / scales / MEAN_UNIT), torch.from_numpy(matrix * scales[:, None]).to(torch.float32)])
     return rows, deviations, flat_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
 
@@ -129,13 +130,19 @@ def _row(values: Array) -> torch.Tensor:
     return torch.from_numpy(values).to(torch.float32)[None]
 
 
+def _trained(values: Array) -> Array:
+    """The values that tables are trained by, ascending: evenly chosen of all by size."""
+    step = max(1, len(values) // TRAINED)
+    ordered: Array = numpy.sort(values)[step // 2 :: step]
+    return ordered
+
+
 def _table(values: Array, width: int) -> Array:
-    """The Lloyd-Max table of ``values`` with 2^``width`` entries, ascending, scaled to the energy of the values.
+    """The Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending, scaled to the energy of the values.
 
     Wide ones begin as steps over the whole range.
     """
     table: Array
-    values = numpy.sort(values[:: max(1, len(values) // TRAINED)])
     count, levels = len(values), 1 << width
     if width >= _UNIFORM_FROM:
         table = numpy.linspace(-1, 1, levels) * max(abs(values[0]), abs(values[-1])) * _SPREAD

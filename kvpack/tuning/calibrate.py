@@ -55,8 +55,9 @@ _SAMPLE_TOKENS = 256
 class Settings:
     """Sizes of a calibration; None stands for the default, or for the limit of the model and the text if that is smaller.
 
-    ``tokens`` of a window, of which the last ``score`` are predicted over the cache of the others; ``twin`` is the factor of the
-    outlier-heavy twin, None for the model as it is. ``scope`` of frames is "head", "layer" or, for a basis without them, "none".
+    ``tokens`` of a window, of which the last ``score`` are not in its cache; as many are predicted (``statistics.beginnings``).
+    ``twin`` is the factor of the outlier-heavy twin, None for the model as it is. ``scope`` of frames is "head", "layer" or, for a
+    basis without them, "none".
     """
 
     tokens: int | None = None

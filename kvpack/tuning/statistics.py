@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,10 +38,16 @@ RAW = RawPositions(1, "bf16", 4, 0.6, 4.0)
 Unlike all others, they are not counted.
 """
 
+PREFIXES = 4
+"""Beginnings of a window, of as many lengths, after each of which some tokens are predicted.
+
+RoPE turns queries by their position, so that errors of a key in one channel cost queries of one position more than those of another.
+"""
+
 SAMPLED_OF_FRAMES = 8
 """One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""
 
-_FORMAT = "kvpack calibration with attention shares"
+_FORMAT = "kvpack calibration with several beginnings"
 _SUMS = ("counts", "sums", "products", "costs", "shares")
 
 _MAX_HEADER_BYTES = 2**26
@@ -85,35 +90,46 @@ class Statistics:
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
         """Count a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer, ``sampled`` of them kept.
 
-        With ``framing``, its frames are counted too. Raises InvalidParameter for predictions that are not finite, or depend on no pair.
+        As many tokens are predicted as have no pairs, after beginnings of the window that ``beginnings`` gives. With ``framing``, its
+        frames are counted too. Raises InvalidParameter for predictions that are not finite, or depend on no pair.
         """
         generator = torch.Generator().manual_seed(seed)
-        gradients = list(_gradients(model, tokens, pairs, generator))
-        for number, share in enumerate(attention_shares(model, tokens, pairs, [~_counted(k) for k, _ in pairs])):
+        raw = [~_counted(k) for k, _ in pairs]
+        for number, share in enumerate(attention_shares(model, tokens, pairs, raw)):
             _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
         count = pairs[0][0].shape[2]
-        _check_gradients(gradients, tokens.shape[1] - count)
+        depends = False
+        for first, predicted in beginnings(count, tokens.shape[1] - count):
+            known = [(k[:, :, :first], v[:, :, :first]) for k, v in pairs]
+            gradients = list(_gradients(model, tokens[:, : first + predicted], known, generator))
+            depends |= any(bool(one.any()) for found in gradients for pair in found for one in pair)
+            for number, own in enumerate(zip(*gradients, strict=True)):
+                for side, views in self._views(number, own, framing):
+                    _add(self.costs, side, torch.stack([_squares(view, ~raw[number][:first]) for view in views]))
+        _check_depends(depends, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device="cpu")
         for number, pair in enumerate(pairs):
-            counted = _counted(pair[0])
-            chosen = order[counted[order]][:sampled]
-            for side, values in zip("kv", pair, strict=True):
-                own = [found[number]["kv".index(side)] for found in gradients]
-                self._count(f"{number}.{side}", values, own, counted, chosen)
-                if framing is not None:
-                    view = partial(framing.view, number, side)
-                    few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
-                    self._count(f"{number}.{side}.frames", view(values), [view(one) for one in own], counted, few)
+            chosen = order[~raw[number][order]][:sampled]
+            few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
+            for name, (values,) in self._views(number, [pair], framing):
+                self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
         self.windows += 1
 
-    def _count(
-        self, name: str, values: torch.Tensor, gradients: Sequence[torch.Tensor], counted: torch.Tensor, chosen: torch.Tensor
-    ) -> None:
+    @staticmethod
+    def _views(
+        number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], framing: Framing | None
+    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """The name of each side of layer ``number``, and of its frames, and what ``pairs`` are there, ``[1, part, token, channel]``."""
+        for side, values in zip("kv", zip(*pairs, strict=True), strict=True):
+            yield f"{number}.{side}", list(values)
+            if framing is not None:
+                yield f"{number}.{side}.frames", [framing.view(number, side, one) for one in values]
+
+    def _count(self, name: str, values: torch.Tensor, counted: torch.Tensor, chosen: torch.Tensor) -> None:
         x = values[0].to(torch.float64)[:, counted]
         _add(self.counts, name, counted.sum().to(torch.float64))
         _add(self.sums, name, x.sum(1))
         _add(self.products, name, x.transpose(1, 2) @ x)
-        _add(self.costs, name, torch.stack([_squares(gradient, counted) for gradient in gradients]))
         self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
 
     def write(self, path: str) -> None:
@@ -149,11 +165,20 @@ class Statistics:
         return found
 
 
-def _check_gradients(gradients: Sequence[Pairs], score: int) -> None:
-    """Raise InvalidParameter unless predictions of the last ``score`` tokens of a window depend on a key or value before them."""
-    if not any(bool(one.any()) for found in gradients for pair in found for one in pair):
+def beginnings(count: int, predicted: int) -> list[tuple[int, int]]:
+    """The lengths of beginnings of ``count`` tokens, ascending up to all of them, and how many tokens are predicted after each.
+
+    ``predicted`` in all; fewer beginnings than ``PREFIXES`` where there are too few tokens.
+    """
+    parts = min(PREFIXES, predicted, count)
+    return [(-(-count * part // parts), predicted * part // parts - predicted * (part - 1) // parts) for part in range(1, parts + 1)]
+
+
+def _check_depends(depends: bool, score: int) -> None:
+    """Raise InvalidParameter unless predictions depend on a key or value before them."""
+    if not depends:
         raise InvalidParameter(
-            f"the last {score} tokens of a window attend to none before them, as in a model that attends in chunks: "
+            f"the {score} tokens of a window that are predicted attend to none before them, as in a model that attends in chunks: "
             "calibrate with another --tokens or --score"
         )
 

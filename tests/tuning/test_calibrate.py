@@ -259,8 +259,9 @@ def test_a_model_of_few_positions_is_read_in_short_samples(tmp_path: Path) -> No
 
 
 def test_predictions_without_a_past_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=r"^the last 8 tokens of a window attend to none before them, as in a model that attends in"):
-        calibrated(tmp_path, "Llama-4")
+    with pytest.raises(InvalidParameter, match=r"^the 8 tokens of a window that are predicted attend to none before them, as in a model "):
+        # After 6, 12, 18 and 24 tokens.
+        calibrated(tmp_path, "Llama-4", attention_chunk_size=6)
     assert not list(tmp_path.glob("*.progress"))
 
 
@@ -368,18 +369,27 @@ def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyP
     for layer, tokens in low.items():
         pairs[layer][0][:, :, tokens] /= 16
     gradients = [tuple(torch.randn(2, 1, 2, 200, 8, generator=generator)) for _ in range(2)]
-    monkeypatch.setattr(statistics, "_gradients", lambda *_: iter([gradients]))
+
+    def found_gradients(model: None, tokens: torch.Tensor, pairs: Any, _: torch.Generator) -> Any:
+        read.append((tokens.shape[1], first := pairs[0][0].shape[2]))
+        return iter([[(k[:, :, :first], v[:, :, :first]) for k, v in gradients]])
+
+    read: list[tuple[int, int]] = []
+    monkeypatch.setattr(statistics, "_gradients", found_gradients)
     # As if attention were the same on all tokens.
     monkeypatch.setattr(statistics, "attention_shares", lambda *given: [float(chosen.sum()) / 200 for chosen in given[-1]])
     found = Statistics("x")
     found.add(None, torch.zeros(1, 220, dtype=torch.int64), pairs, 0, 50)
+    # Tokens are predicted after beginnings of several lengths, 20 in all.
+    assert read == [(55, 50), (105, 100), (155, 150), (205, 200)]
     for layer, tokens in low.items():
         counted = [token for token in range(4, 200) if token not in tokens]
         for number, side in enumerate("kv"):
             name, x, g = f"{layer}.{side}", pairs[layer][number][0].double(), gradients[layer][number][0].double()
             assert float(found.counts[name]) == len(counted)
             torch.testing.assert_close(found.sums[name], x[:, counted].sum(1))
-            torch.testing.assert_close(found.costs[name][0], g[:, counted].transpose(1, 2) @ g[:, counted])
+            parts = [g[:, [token for token in counted if token < first]] for _, first in read]
+            torch.testing.assert_close(found.costs[name][0], sum(part.transpose(1, 2) @ part for part in parts))
             kept = found.samples[name][0]
             assert kept.shape == (2, 50, 8)
             assert all((kept[:, token, None].double() == x[:, counted]).all(-1).all(0).any() for token in range(50))
@@ -387,8 +397,16 @@ def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyP
     assert [float(found.shares[layer]) for layer in "01"] == pytest.approx([6 / 200, 5 / 200])
 
 
+def test_tables_are_trained_by_values_of_all_columns() -> None:
+    columns = numpy.random.default_rng(0).standard_normal((basis_fit.TRAINED, 16)) * numpy.arange(1, 17)
+    values = basis_fit._trained(columns.ravel())
+    assert len(values) == basis_fit.TRAINED
+    assert values.std() == pytest.approx(columns.std(), rel=0.01)
+    assert (numpy.diff(values) >= 0).all()
+
+
 def test_tables_are_lloyd_max_with_the_energy_of_the_values() -> None:
-    values = numpy.random.default_rng(0).standard_normal(40_000)
+    values = basis_fit._trained(numpy.random.default_rng(0).standard_normal(40_000))
     # Max 1960, Table I, divided by the root of 1 less the error.
     assert basis_fit._table(values, 1) == pytest.approx([-1, 1], abs=0.02)
     assert basis_fit._table(values, 2) == pytest.approx([-1.607, -0.4820, 0.4820, 1.607], abs=0.03)

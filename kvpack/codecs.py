@@ -1,6 +1,6 @@
 """The codecs as objects, from which a recipe can be made without its text::
 
-    Recipe(k=Octahedral(b=3), v=Group(b=3, group=32), tail=32)
+    Recipe(k=Octahedral(b=3), v=Group(b=3, group=32), window=32)
 
 The options are those of the recipe's text, by name: ``Group(b=3, g=32)`` is ``group:b=3,g=32``. Their ranges, and the options of
 side-cars, are on the pages of spec/codecs/ and spec/side-cars.md; the recipe refuses others.

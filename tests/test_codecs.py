@@ -15,7 +15,7 @@ from kvpack.formats import CODECS
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"k": Octahedral(b=3), "v": Group(b=3, group=32), "tail": 32}, "k=octahedral:b=3;v=group:b=3,g=32;tail=32"),
+        ({"k": Octahedral(b=3), "v": Group(b=3, group=32), "window": 32}, "k=octahedral:b=3;v=group:b=3,g=32;tail=32"),
         ({"kv": Scalar(bits=2, outliers=3, raw_first=4, raw_low_norm=0.6)}, "kv=scalar:b=2,outliers=3,raw_first=4,raw_low_norm=0.6"),
         ({"kv": Polar(b=(4, 2, 2, 2))}, "kv=polar:b=4.2.2.2"),
         ({"kv": Quaternion(secondary=24, radius_bits=3), "v": Raw()}, "kv=quaternion:s=24,r=3;v=raw"),
@@ -43,13 +43,13 @@ def test_every_codec_has_a_class() -> None:
     [
         (lambda: Recipe(k=Octahedral(b=3)), "names no codec for v: add v=<codec>"),
         (lambda: Recipe("octopus-3", k=Raw()), "a recipe is text or codecs; found the text 'octopus-3' and k too"),
-        (lambda: Recipe("octopus-3", tail=3), "found the text 'octopus-3' and layers or tail too"),
+        (lambda: Recipe("octopus-3", window=3), "found the text 'octopus-3' and layers or window too"),
         (lambda: Recipe(kv="raw"), "kv is 'raw', expected a codec of kvpack.codecs"),  # type: ignore[arg-type]
         (lambda: Recipe(kv=Raw(), layers={"0": {"k": "raw"}}), "layers=0:k is 'raw', expected a codec"),  # type: ignore[dict-item]
         (lambda: Recipe(kv=Octahedral(b=9)), "octahedral:b is '9', expected an integer from 1 to 7"),
         (lambda: Recipe(kv=Octahedral(bits_per_value=3)), "codec octahedral needs b=<1 to 7>"),
         (lambda: Recipe(kv=Group(b=2, g=5)), "group:g is '5', expected one of 4, 8, 16"),
-        (lambda: Recipe(kv=Group(b=3, group=32), tail=5), "tail=5 is not a multiple of 32"),
+        (lambda: Recipe(kv=Group(b=3, group=32), window=5), "window=5 is not a multiple of 32"),
         (lambda: Group(b=2, g=32, group=64), "Group has the option g twice"),
         (lambda: Group(b="2;k=raw"), "Group(b=...) is '2;k=raw', expected a word, a number or a tuple of integers"),
         (lambda: Group(b=True), "Group(b=...) is True, expected a word"),

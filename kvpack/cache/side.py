@@ -291,7 +291,7 @@ class Side:
             if side.tail.shape[2]:
                 raise NotConsecutive(
                     f"a side that ends in a raw tail of {side.tail.shape[2]} tokens cannot be followed by a page: "
-                    "append the tokens instead, or pack it with tail=0"
+                    "append the tokens instead, or pack it with window=0"
                 )
         sides = (self, *others)
         return replace(sides[-1], runs=PackedRuns(stretch for side in sides for stretch in side._runs.stretches))

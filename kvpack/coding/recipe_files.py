@@ -5,7 +5,7 @@
     v=group:b=3,g=32
     layers=0-3:k=octahedral:b=4
 
-A recipe names its file as ``@path``, and may add clauses: ``@tuned.txt;tail=32``. A path alone is enough where it cannot be
+A recipe names its file as ``@path``, and may add clauses: ``@tuned.txt;window=32``. A path alone is enough where it cannot be
 a recipe: it contains a ``/``, ends in ``.txt`` or names an existing file. A preset's name always means the preset.
 """
 

@@ -1,7 +1,7 @@
 """Recipes: which codec each layer and side gets, as a string or a preset's name::
 
     recipe  = clause { ";" clause }            later clauses win
-    clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "raw=" tokens | "tail=" tokens
+    clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "raw=" tokens | "window=" tokens
     side    = "k" | "v" | "kv"
     codec   = id [ ":" option { "," option } ]
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
@@ -13,7 +13,7 @@ The codecs raw and lossless store the dtype of their input, or round to their op
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
 "transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=4,0.6,4".
 Keys of other codecs in balanced frames need one too: "k=scalar:b=2,frame=balanced".
-For example "octopus-3", "octopus-3;boundary-1;tail=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;tail=32".
+For example "octopus-3", "octopus-3;boundary-1;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
 """
@@ -75,6 +75,8 @@ _ALIAS_WORDS = {"klt": f",widths=heads;{RAW_CLAUSE}", "transform": f";{RAW_CLAUS
 """What ``klt-<bits>`` has besides its bits: a clause written out keeps its meaning, which stores name their entries by."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_WINDOW = ("window=", "tail=")
+"""How a clause of the window begins: the canonical text, which names entries of stores, has the second."""
 
 
 class InvalidClause(InvalidParameter):
@@ -195,7 +197,7 @@ class Recipe:
     """A parsed recipe, or one of codecs of ``kvpack.codecs``. Raises InvalidParameter, which points at the word and lists the known words.
 
     Without ``text``, ``k`` and ``v``, or ``kv`` for both, are the codecs of all layers; ``layers`` has those of some, by a recipe's list
-    of layers such as ``"0,-1"``, each for both sides or a map of sides; ``tail`` is the number of tokens at which the raw tail is encoded.
+    of layers such as ``"0,-1"``, each for both sides or a map of sides; ``window`` is the number of tokens at which the tail is encoded.
     ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform, or with balanced keys. ``text`` becomes the
     canonical text: one for all spellings, without presets' names, with the SHA-256 of the basis. Recipes of one canonical text are equal.
     """
@@ -216,15 +218,15 @@ class Recipe:
         v: CodecChoice | None = None,
         kv: CodecChoice | None = None,
         layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]] | None = None,
-        tail: int | None = None,
+        window: int | None = None,
     ) -> None:
         codecs = {name: codec for name, codec in (("kv", kv), ("k", k), ("v", v)) if codec is not None}
-        if codecs or layers or tail is not None:
+        if codecs or layers or window is not None:
             if text is not None:
-                found = ", ".join(codecs) or "layers or tail"
+                found = ", ".join(codecs) or "layers or window"
                 raise InvalidParameter(f"a recipe is text or codecs; found the text {shown(text)} and {found} too")
             check_mapping(layers, "layers", '{"0,-1": Raw()}')
-            text = _text_of(codecs, layers or {}, tail)
+            text = _text_of(codecs, layers or {}, window)
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "basis", basis)
         self._parse(_NAMED)
@@ -284,12 +286,12 @@ class Recipe:
     @cached_property
     def window(self) -> int:
         """The number of tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
-        windows = [clause for clause, _ in self._clauses() if clause.startswith("tail=")]
+        windows = [clause for clause, _ in self._clauses() if clause.startswith(_WINDOW)]
         if not windows:
             return 0
-        text = windows[-1].removeprefix("tail=")
+        name, _, text = windows[-1].partition("=")
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MAX_WINDOW:
-            self._refuse(windows[-1], windows[-1], f"tail is {text!r}, expected an integer from 0 to {MAX_WINDOW}")
+            self._refuse(windows[-1], windows[-1], f"{name} is {text!r}, expected an integer from 0 to {MAX_WINDOW}")
         window = int(text)
         for rule in self.rules:
             for side in rule.sides:
@@ -298,7 +300,7 @@ class Recipe:
                     self._refuse(
                         windows[-1],
                         windows[-1],
-                        f"tail={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together",
+                        f"{name}={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together",
                     )
         return window
 
@@ -407,7 +409,7 @@ class Recipe:
                 yield clause, written
 
     def _rule(self, clause: str, written: str) -> Rule | None:
-        if clause.startswith("tail="):
+        if clause.startswith(_WINDOW):
             return None
         items, body = None, clause
         if clause.startswith("layers="):
@@ -418,7 +420,7 @@ class Recipe:
         sides, equals, codec = body.partition("=")
         if not equals or sides not in ("k", "v", "kv"):
             word = sides if equals else body
-            expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers=, raw= or tail="
+            expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers=, raw= or window="
             if word.startswith("@"):
                 expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
             elif "," in word and word.partition(",")[0] in self._named:
@@ -467,7 +469,7 @@ class Recipe:
 
 
 def _text_of(
-    codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], tail: int | None
+    codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None
 ) -> str:
     """The text of a recipe of codecs by their sides. Raises InvalidParameter for anything but codecs."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
@@ -477,7 +479,7 @@ def _text_of(
     for where, side, codec in clauses:
         if not isinstance(codec, CodecChoice):
             raise InvalidType(f"{where}{side} is {shown(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
-    return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if tail is None else [f"tail={tail}"])])
+    return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if window is None else [f"window={window}"])])
 
 
 def _without_alias(clause: str) -> str:

@@ -232,6 +232,12 @@ def test_orders_that_do_not_matter_have_one_text(recipe: Recipe, random: Any) ->
     assert len(texts) == 1
 
 
+def test_a_window_is_recorded_as_a_tail() -> None:
+    recipe = Recipe("kv=group:b=2,g=32;window=64")
+    assert recipe == Recipe("kv=group:b=2,g=32;tail=64") == Recipe("kv=group:b=2,g=32;window=96;tail=64")
+    assert (recipe.window, recipe.text) == (64, "kv=group:b=2;tail=64")
+
+
 def test_texts_fit_headers() -> None:
     assert max(len(Recipe(name).text) for name in PRESETS) < 256
     every = ";".join(f"layers={layer}:kv=group:b={2 + layer % 3},g=32,axis=channel" for layer in range(64))

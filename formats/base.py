@@ -260,6 +260,11 @@ class Codec(ABC):
         }
         return layout | self.scales(batch, heads, tokens)
 
+    @cached_property
+    def row_layouts(self) -> Mapping[str, Layout]:
+        """The streams without tokens: the dtype of each, what a row stands for and how long it is."""
+        return self.layout(1, 1, 0)
+
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Pack the digits of one code stream, each ``[batch, kv_head, token, symbols]``, into its planes."""
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}

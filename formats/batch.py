@@ -19,7 +19,7 @@ def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Ten
     """
     counts, named = codec.entries(streams), codec.selected(streams, indices)
     result = {}
-    for name, layout in codec.layout(1, 1, 0).items():
+    for name, layout in codec.row_layouts.items():
         if name in named:
             result[name] = named[name]
         elif layout.batch_axis is not None:

@@ -247,7 +247,7 @@ class WithSideCars(Codec):
         if not len(kept):
             return kept
         # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
-        names = [name for name, layout in self.layout(1, 1, 0).items() if layout.per == "run"]
+        names = [name for name, layout in self.row_layouts.items() if layout.per == "run"]
         rows = {name: rows_of(streams[name], 0, sequence) for name in names}
         kept = kept[:, :, None]
         for value_map in self.value_maps:
@@ -305,7 +305,7 @@ class WithSideCars(Codec):
         self.codec.check_runs(arrays, runs, where)
         checking = [side_car for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs]
         if checking:
-            batch = next(arrays[name].shape[0] for name, layout in self.codec.layout(1, 1, 0).items() if layout.batch_axis is not None)
+            batch = next(arrays[name].shape[0] for name, layout in self.codec.row_layouts.items() if layout.batch_axis is not None)
             for side_car in checking:
                 side_car.check_runs(arrays, runs, batch, where)
 

@@ -197,7 +197,7 @@ class Transform(CodecFamily):
         if self.side == "k":
             first = (position + self.chunk * numpy.arange(len(found))) % _POSITIONS
             streams["positions"] = numpy.broadcast_to(halves(first), (batch, 1, len(found), 2))
-        return {name: stream_of(streams[name], x.device) for name in self.layout(1, 1, 0)}
+        return {name: stream_of(streams[name], x.device) for name in self.row_layouts}
 
     def tables_of(self, source: Frames, heads: int) -> Numbers:
         """The number of the table of every column of every block, uint8 ``[kv_head, column]``."""

@@ -31,7 +31,7 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     ``codec.layout`` says.
     """
     rows.check(codec, packed, *out.shape[:2])
-    names = list(codec.layout(1, 1, 0))
+    names = list(codec.row_layouts)
     channels = rows.channels_of(codec.dim, rotated)
     along_tokens = codec.axis == "token"
     tile = rows.tile_tokens(channels, rotated)

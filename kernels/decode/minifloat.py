@@ -33,7 +33,7 @@ def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotat
     Raises InvalidParameter when a stream is not as ``codec.layout`` says.
     """
     rows.check(codec, packed, *out.shape[:2])
-    layout = codec.layout(1, 1, 0)
+    layout = codec.row_layouts
     names = list(layout)
     channels = rows.channels_of(codec.dim, False)
     tile = rows.tile_tokens(channels, False)

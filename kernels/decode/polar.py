@@ -46,7 +46,7 @@ def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: 
         return None
     batch, heads = out.shape[:2]
     rows.check(codec, packed, batch, heads)
-    names = list(codec.layout(1, 1, 0))
+    names = list(codec.row_layouts)
     channels = max(2, rows.channels_of(codec.dim, rotated))
     tile = rows.tile_tokens(channels, rotated)
     streams = [([part.streams[name] for name in names], part.tokens, part.first) for part in packed]

@@ -49,7 +49,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
         return None
     batch, heads = out.shape[:2]
     rows.check(codec, packed, batch, heads)
-    names = list(codec.layout(1, 1, 0))
+    names = list(codec.row_layouts)
     row = TABLE_CODECS[type(codec)]
     table, norm_table = row.table(codec, out.device), row.norm_table(codec, out.device)
     channels = rows.channels_of(codec.dim, rotated)

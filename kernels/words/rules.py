@@ -49,7 +49,7 @@ def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
         names = [f"{stream}.{plane}" for plane in range(len(rules))]
         planes.update(names)
         found.update((name, rule) for name, rule in zip(names, rules, strict=True) if rule is not None)
-    floats = {name: entry.dtype for name, entry in codec.layout(1, 1, 0).items() if name not in planes and entry.dtype in FLOATS}
+    floats = {name: entry.dtype for name, entry in codec.row_layouts.items() if name not in planes and entry.dtype in FLOATS}
     return found | floats
 
 

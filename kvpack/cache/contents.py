@@ -63,7 +63,7 @@ def contents_of(
 
 
 def _entry(side: Side, codec: int) -> SideEntry:
-    rows = {name: 0 for name, layout in side.codec.layout(1, 1, 0).items() if layout.per == "entry"}
+    rows = {name: 0 for name, layout in side.codec.row_layouts.items() if layout.per == "entry"}
     for streams in side.stored_streams():
         for name in rows:
             rows[name] += streams[name].shape[2]

@@ -53,10 +53,10 @@ class Stretch:
     def tokens(self) -> int:
         return int(self.ends[-1])
 
-    @cached_property
-    def layout(self) -> dict[str, Layout]:
-        """The layout of every stream, with its number of rows."""
-        return self.codec.layout(1, 1, 0)
+    @property
+    def layout(self) -> Mapping[str, Layout]:
+        """The layout of every stream, but for its number of rows."""
+        return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
         """The first token of a run, and its end."""
@@ -178,10 +178,6 @@ class PackedRun:
         return f"PackedRun({self.codec.id}, {self.tokens} tokens)"
 
     @cached_property
-    def _layout(self) -> dict[str, Layout]:
-        return self.codec.layout(1, 1, 0)
-
-    @cached_property
     def stretch(self) -> Stretch:
         """The page as a stretch of one run."""
         return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
@@ -218,7 +214,8 @@ class PackedRun:
         """Whether ``other`` can be joined on: the last token group is whole, and the streams with one row per run are equal."""
         if self.tokens % self.codec.token_group:
             return False
-        return all(torch.equal(self.streams[name], other.streams[name]) for name, layout in self._layout.items() if layout.per == "run")
+        of_runs = [name for name, layout in self.codec.row_layouts.items() if layout.per == "run"]
+        return all(torch.equal(self.streams[name], other.streams[name]) for name in of_runs)
 
     def select(self, indices: torch.Tensor) -> PackedRun:
         """The sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
@@ -234,7 +231,7 @@ class PackedRun:
             parts = _in_order(first.codec, [(page.tokens, page.streams) for page in runs])
             streams = {
                 name: first.streams[name] if layout.per == "run" else torch.cat([part[name] for part in parts], 2)
-                for name, layout in first._layout.items()
+                for name, layout in first.codec.row_layouts.items()
             }
         return PackedRun(first.codec, sum(page.tokens for page in runs), streams)
 

@@ -205,9 +205,8 @@ def _pack_side(
             )
         return x.side(recipe.window)
     packed = packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
-    for page in packed.runs:
-        if TOKEN_SCALE in page.streams:
-            _warn_of_outliers(x, page.streams[TOKEN_SCALE], where)
+    if packed.packed_tokens and TOKEN_SCALE in (streams := packed.runs[0].streams):
+        _warn_of_outliers(x, streams[TOKEN_SCALE], where)
     return packed
 
 

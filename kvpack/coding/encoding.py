@@ -99,14 +99,14 @@ def _encode_beside_raw(
         if not torch.isfinite(own[VALUES]).all():
             check_finite(x, 0, where)
         streams = None
-        if all(entry.per == "token" for entry in codec.without_raw.layout(1, 1, 0).values()):
+        if all(entry.per == "token" for entry in codec.without_raw.row_layouts.values()):
             # A copy of all values without the raw tokens would take longer than to encode them.
             with contextlib.suppress(OutOfRange):
                 streams = encode(codec.without_raw, x, where, before, position)
                 _encode_groups_again(codec.without_raw, x, chosen, streams, where, before)
         if streams is None:
             streams = encode(codec.without_raw, replaced(x, token, sequence, chosen, codec.token_group), where, before, position)
-    return {name: (streams | own)[name] for name in codec.layout(1, 1, 0)}
+    return {name: (streams | own)[name] for name in codec.row_layouts}
 
 
 def _encode_groups_again(
@@ -127,7 +127,7 @@ def _encode_groups_again(
     some = chosen[:, places]
     token, sequence = some.T.nonzero().unbind(1)
     made = encode(codec, replaced(x[:, :, places], token, sequence, some, group), where, before)
-    for name, entry in codec.layout(1, 1, 0).items():
+    for name, entry in codec.row_layouts.items():
         rows = torch.unique(places // entry.tokens_per_row)
         # Not every version of PyTorch indexes uint16 on every device.
         target, source = (one.view(torch.int16) if one.dtype == torch.uint16 else one for one in (streams[name], made[name]))

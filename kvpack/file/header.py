@@ -257,7 +257,7 @@ class Contents:
         codec = self.codecs[side.codec]
         if codec.fixed_heads not in (None, side.heads):
             raise InvalidHeader(f"heads is {side.heads}, the widths of codec {codec.id} are of {codec.fixed_heads} heads")
-        group, layouts = codec.token_group, codec.layout(1, 1, 0)
+        group, layouts = codec.token_group, codec.row_layouts
         if group == 1 and len(side.runs) > 1 and all(layout.per != "run" for layout in layouts.values()):
             raise InvalidHeader(f"runs has {len(side.runs)} entries, a codec that encodes tokens one by one has at most 1")
         expected = [name for name, layout in layouts.items() if layout.per == "entry"]

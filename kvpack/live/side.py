@@ -43,7 +43,7 @@ class OpenPage:
 
     def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
         """Add ``tokens`` tokens, which are those from token ``start`` of ``streams`` on: whole token groups."""
-        for name, entry in self.codec.layout(1, 1, 0).items():
+        for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
             self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]
         self.filled += tokens
@@ -51,14 +51,14 @@ class OpenPage:
     @property
     def page(self) -> PackedRun:
         """The tokens that are there, in views that later tokens do not change."""
-        layout = self.codec.layout(1, 1, 0)
+        layout = self.codec.row_layouts
         rows = {name: -(-self.filled // entry.tokens_per_row) for name, entry in layout.items()}
         return PackedRun(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
 
 
 @lru_cache(maxsize=256)
 def _has_rows_of_tokens(codec: Codec) -> bool:
-    return all(entry.per == "token" for entry in codec.layout(1, 1, 0).values())
+    return all(entry.per == "token" for entry in codec.row_layouts.values())
 
 
 class SideState(NamedTuple):

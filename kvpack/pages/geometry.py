@@ -108,7 +108,7 @@ class PageGeometry:
         slots = self.slots(codec)
         if not slots:
             codec = codec.without_raw
-        varying = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry" and name not in slots]
+        varying = [name for name, layout in codec.row_layouts.items() if layout.per == "entry" and name not in slots]
         if varying:
             raise InvalidParameter(
                 f"{where}: the sizes of the streams {', '.join(varying)} of {codec.id} depend on the values, and all rows of an engine "

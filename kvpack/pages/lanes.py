@@ -213,7 +213,7 @@ class _Ready:
                 found = streams["values"][0]
             else:
                 empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
-                plain = {name: streams[name] for name in lane.plain.layout(1, 1, 0)}
+                plain = {name: streams[name] for name in lane.plain.row_layouts}
                 side = Side(lane.plain, (PackedRun(lane.plain, lane.geometry.tokens, plain),), empty, 0)
                 found = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
@@ -293,7 +293,7 @@ def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> l
         numbers = list(run)
         for number, side in zip(codecs, geometry.dims, strict=True):
             codec = contents.codecs[number]
-            places = [{name: layout.places[f"{n}.{side}.{name}"] for name in codec.layout(1, 1, 0)} for n in numbers[:2]]
+            places = [{name: layout.places[f"{n}.{side}.{name}"] for name in codec.row_layouts} for n in numbers[:2]]
             begins = [next(iter(place.values()))[0] for place in places]
             stride = begins[1] - begins[0] if len(begins) > 1 else 0
             lanes.append(Lane(geometry, codec, side, numbers[0], len(numbers), places[0], stride))

@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.presets import PUBLISHED
-from kvpack.coding.recipes import SIDES, Recipe, Rule
+from kvpack.coding.recipes import SIDES, Recipe
 from kvpack.coding.recorded_presets import RECORDED
+from kvpack.coding.rules import Rule
 from kvpack.errors import InvalidParameter
 from kvpack.evaluation.intervals import CONFIDENCE, student_t
 from kvpack.formats import CODECS

@@ -24,37 +24,33 @@ import contextlib
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from kvpack.codecs import CodecChoice
 from kvpack.file.checks import check_string
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.formats import CODECS, create_codec
+from kvpack.formats import CODECS
 from kvpack.formats.arguments import check_mapping, integer, shown
 from kvpack.formats.balanced import OPTION
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
-from kvpack.formats.lossless import FORMS
-from kvpack.formats.options import Options, UnknownWord
-from kvpack.formats.raw import DTYPES, HOLDS
-from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.options import UnknownWord
+from kvpack.formats.raw import HOLDS
 
 from . import raw_clause
-from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS
 from .basis_sources import basis_of
-from .canonical import Spelled, canonical_text
+from .canonical import canonical_text
 from .presets import ADDITIONS, PUBLISHED, RAW_CLAUSE
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
+from .rules import CALIBRATED, CHECKED_DIM, Rule
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-    from kvpack.formats.balanced import CalibratedFrames
     from kvpack.formats.base import Codec
-    from kvpack.formats.basis import Calibrated
 
     from .bases import Basis
 
@@ -64,13 +60,8 @@ PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.ite
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()}
 """Presets and additions by name."""
 SIDES = ("k", "v")
-_DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
-"""The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
 MAX_WINDOW = 1 << 20
-_CHECKED_DIM = 128
 
-CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
-"""The codecs that need a basis, and their default and fewest bits per value."""
 _ALIAS_WORDS = {"klt": f",widths=heads;{RAW_CLAUSE}", "transform": f";{RAW_CLAUSE}"}
 """What ``klt-<bits>`` has besides its bits: a clause written out keeps its meaning, which stores name their entries by."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
@@ -91,105 +82,6 @@ def pointer(text: str, word: str, start: int = 0) -> str:
     """Two lines: ``text``, and below it a marker under ``word``; empty if ``text`` does not contain it."""
     at = text.find(word, start)
     return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is the clause as written."""
-
-    sides: str
-    codec_id: str
-    words: tuple[tuple[str, str], ...]
-    items: tuple[tuple[int, int], ...] | None
-    written: str
-    _codecs: dict[tuple[int, str, str | None], Codec] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    def covers(self, layer: int, layers: int) -> bool:
-        """Whether the rule covers ``layer`` of ``layers``."""
-        if self.items is None:
-            return True
-        return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
-
-    def codec(
-        self,
-        dim: int,
-        side: str,
-        dtype: str = "bf16",
-        calibrated: Calibrated | None = None,
-        balanced: CalibratedFrames | None = None,
-    ) -> Codec:
-        """The rule's codec for one head dim; ``dtype`` is that of the values.
-
-        ``calibrated`` and ``balanced`` come from a basis, if there is one.
-
-        Raises InvalidParameter when it cannot take the head dim, InvalidType when it cannot keep the dtype.
-        """
-        words = dict(self.words)
-        if self.codec_id in _DTYPES and "dtype" not in words:
-            if dtype not in _DTYPES[self.codec_id]:
-                kept = " and ".join(_DTYPES[self.codec_id])
-                raise InvalidType(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
-            words["dtype"] = dtype
-        if calibrated is not None or balanced is not None:
-            return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated, balanced))
-        # The layers of a cache share it.
-        asked = dim, side, words.get("dtype")
-        if asked not in self._codecs:
-            self._codecs[asked] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
-        return self._codecs[asked]
-
-    def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
-        """The rule with the options ``words``, unless its codec loses nothing or it says itself which tokens are raw."""
-        if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
-            return self
-        return replace(self, words=(*self.words, *words.items()))
-
-    def canonical(self, side: str) -> Spelled:
-        """The codec of ``side`` in its canonical spelling."""
-        words = dict(self.words)
-        if self.codec_id in CALIBRATED:
-            words["bits"] = f"{self.bits:.6f}".rstrip("0").rstrip(".")
-        return _canonical_codec(self.codec_id, tuple(words.items()), side)
-
-    @property
-    def frame(self) -> str:
-        """The frame of a basis that keys are in; empty if they are in none."""
-        return dict(self.words).get(OPTION, "")
-
-    @property
-    def needs_basis(self) -> bool:
-        """Whether its codec needs a basis."""
-        return self.codec_id in CALIBRATED or bool(self.frame)
-
-    @property
-    def bits(self) -> float:
-        """The bits per value that a calibrated codec aims at. Raises UnknownWord."""
-        default, least = CALIBRATED[self.codec_id]
-        text = dict(self.words).get("bits", default)
-        bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0
-        if not least <= bits <= MOST_BITS:
-            raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MOST_BITS:g} bits per value", f"bits={text}")
-        return bits
-
-
-@lru_cache(maxsize=4096)
-def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> Spelled:
-    options = Options(codec_id, dict(words), None)
-    create_codec(codec_id, _CHECKED_DIM, side, options)
-    found = options.canonical()
-    raw = {name: found[name] for name in found.keys() & set(RawPositions.words)}
-    plain = {name: value for name, value in found.items() if name not in raw}
-    kept = None if codec_id in _DTYPES else raw_clause.value_of(raw)
-    return Spelled(_spelled(codec_id, found), _spelled(codec_id, plain), kept)
-
-
-def _spelled(codec_id: str, words: Mapping[str, str]) -> str:
-    text = ",".join(f"{name}={value}" for name, value in words.items())
-    return f"{codec_id}:{text}" if text else codec_id
-
-
-def _position(item: int, layers: int) -> int:
-    return item + layers if item < 0 else item
 
 
 @dataclass(frozen=True, init=False)
@@ -295,7 +187,7 @@ class Recipe:
         window = int(text)
         for rule in self.rules:
             for side in rule.sides:
-                group = rule.codec(_CHECKED_DIM, side).token_group
+                group = rule.codec(CHECKED_DIM, side).token_group
                 if window % group:
                     self._refuse(
                         windows[-1],
@@ -363,7 +255,7 @@ class Recipe:
             clauses.append(f"{match[1]}:{','.join([*words, f'basis={digest}'])}" if match and needs else clause)
         return ";".join(clauses)
 
-    def lossless(self, layers: int, dim: int = _CHECKED_DIM) -> tuple[str, ...]:
+    def lossless(self, layers: int, dim: int = CHECKED_DIM) -> tuple[str, ...]:
         """The dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
         if not 0 <= integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 0 to {MAX_LAYERS}")
@@ -446,7 +338,7 @@ class Recipe:
             if rule.needs_basis:
                 _check_digest(codec_id, words)
             for side in sides:
-                rule.codec(_CHECKED_DIM, side)
+                rule.codec(CHECKED_DIM, side)
         except UnknownWord as error:
             self._refuse(error.word, clause, str(error))
         except InvalidParameter as error:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.coding.presets import ADDITIONS, PUBLISHED
-from kvpack.coding.recipes import CALIBRATED, PRESETS, Recipe, parse_recipe, recorded_text
+from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, recorded_text
 from kvpack.coding.recorded_presets import RECORDED
+from kvpack.coding.rules import CALIBRATED
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.formats.errors import InvalidParameter
 

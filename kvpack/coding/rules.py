@@ -1,0 +1,135 @@
+"""The rules of a recipe: which codec one clause gives to sides and layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvpack.formats import create_codec
+from kvpack.formats.balanced import OPTION
+from kvpack.formats.errors import InvalidType
+from kvpack.formats.lossless import FORMS
+from kvpack.formats.options import Options, UnknownWord
+from kvpack.formats.raw import DTYPES
+from kvpack.formats.raw_positions import RawPositions
+
+from . import raw_clause
+from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS
+from .canonical import Spelled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpack.formats.balanced import CalibratedFrames
+    from kvpack.formats.base import Codec
+    from kvpack.formats.basis import Calibrated
+
+CHECKED_DIM = 128
+"""The head dim for which clauses are checked."""
+
+_DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
+"""The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
+
+CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
+"""The codecs that need a basis, and their default and fewest bits per value."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is the clause as written."""
+
+    sides: str
+    codec_id: str
+    words: tuple[tuple[str, str], ...]
+    items: tuple[tuple[int, int], ...] | None
+    written: str
+    _codecs: dict[tuple[int, str, str | None], Codec] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def covers(self, layer: int, layers: int) -> bool:
+        """Whether the rule covers ``layer`` of ``layers``."""
+        if self.items is None:
+            return True
+        return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
+
+    def codec(
+        self,
+        dim: int,
+        side: str,
+        dtype: str = "bf16",
+        calibrated: Calibrated | None = None,
+        balanced: CalibratedFrames | None = None,
+    ) -> Codec:
+        """The rule's codec for one head dim; ``dtype`` is that of the values.
+
+        ``calibrated`` and ``balanced`` come from a basis, if there is one.
+
+        Raises InvalidParameter when it cannot take the head dim, InvalidType when it cannot keep the dtype.
+        """
+        words = dict(self.words)
+        if self.codec_id in _DTYPES and "dtype" not in words:
+            if dtype not in _DTYPES[self.codec_id]:
+                kept = " and ".join(_DTYPES[self.codec_id])
+                raise InvalidType(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
+            words["dtype"] = dtype
+        if calibrated is not None or balanced is not None:
+            return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated, balanced))
+        # The layers of a cache share it.
+        asked = dim, side, words.get("dtype")
+        if asked not in self._codecs:
+            self._codecs[asked] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
+        return self._codecs[asked]
+
+    def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
+        """The rule with the options ``words``, unless its codec loses nothing or it says itself which tokens are raw."""
+        if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
+            return self
+        return replace(self, words=(*self.words, *words.items()))
+
+    def canonical(self, side: str) -> Spelled:
+        """The codec of ``side`` in its canonical spelling."""
+        words = dict(self.words)
+        if self.codec_id in CALIBRATED:
+            words["bits"] = f"{self.bits:.6f}".rstrip("0").rstrip(".")
+        return _canonical_codec(self.codec_id, tuple(words.items()), side)
+
+    @property
+    def frame(self) -> str:
+        """The frame of a basis that keys are in; empty if they are in none."""
+        return dict(self.words).get(OPTION, "")
+
+    @property
+    def needs_basis(self) -> bool:
+        """Whether its codec needs a basis."""
+        return self.codec_id in CALIBRATED or bool(self.frame)
+
+    @property
+    def bits(self) -> float:
+        """The bits per value that a calibrated codec aims at. Raises UnknownWord."""
+        default, least = CALIBRATED[self.codec_id]
+        text = dict(self.words).get("bits", default)
+        bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0
+        if not least <= bits <= MOST_BITS:
+            raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MOST_BITS:g} bits per value", f"bits={text}")
+        return bits
+
+
+@lru_cache(maxsize=4096)
+def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> Spelled:
+    options = Options(codec_id, dict(words), None)
+    create_codec(codec_id, CHECKED_DIM, side, options)
+    found = options.canonical()
+    raw = {name: found[name] for name in found.keys() & set(RawPositions.words)}
+    plain = {name: value for name, value in found.items() if name not in raw}
+    kept = None if codec_id in _DTYPES else raw_clause.value_of(raw)
+    return Spelled(_spelled(codec_id, found), _spelled(codec_id, plain), kept)
+
+
+def _spelled(codec_id: str, words: Mapping[str, str]) -> str:
+    text = ",".join(f"{name}={value}" for name, value in words.items())
+    return f"{codec_id}:{text}" if text else codec_id
+
+
+def _position(item: int, layers: int) -> int:
+    return item + layers if item < 0 else item

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import HALF_LIMIT
 from .lazy import torch
+from .token_norms import LARGEST_STORED, LIMITS
 
 if TYPE_CHECKING:
     from .options import Options
@@ -22,9 +22,6 @@ NORM_RULES = ("unbiased", "norm")
 
 SKETCHED = "norm"
 """The default for a codec whose residual is sketched: the sketch makes products unbiased, the better the smaller the residual is."""
-
-LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38}
-"""The largest finite number of each stored dtype."""
 
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -53,11 +50,11 @@ def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor,
 def unbiased_factor(
     norm: torch.Tensor, product: torch.Tensor, decoded: torch.Tensor, dtype: str, squares: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """The factor to be stored as ``dtype`` ("F16" or "F32") of rows x = ``norm`` u, where u decodes to d.
+    """The factor to be stored as ``dtype`` (of ``LIMITS``) of rows x = ``norm`` u, where u decodes to d.
 
     ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows that lie more than 45 degrees off d
     keep their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. A factor
     that does not fit where the norm does becomes the largest number.
     """
-    kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < (HALF_LIMIT if dtype == "F16" else torch.inf))
+    kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
     return torch.where(kept, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, encoded_by_rows, stored_norm
+from .base import MAX_DIM, Fields, Layout, check_fields, encoded_by_rows
 from .columns import Columns, default_fields, over_rows
 from .errors import InvalidParameter, InvalidPayload
 from .family import SEED, STEERING, CodecFamily, among, ranged
@@ -22,6 +22,7 @@ from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoin
 from .products import product
 from .rotation import KINDS, Rotation
 from .tables import TABLES_KEPT, kept_on_device
+from .token_norms import TOKEN_NORMS, decoded_norms, features_of, stored_norms
 from .value_blocks import first_place, in_memory, row_blocks
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Octahedral(CodecFamily):
     b_dir: int = field(metadata=ranged(1, 8))
     b_norm: int = field(metadata=ranged(0, 8))
     arrangement: str = field(metadata=among(ARRANGEMENTS))
-    norm: str = field(metadata=among(NORMS))
+    norm: str = field(metadata=among(TOKEN_NORMS))
     rotation_kind: str = field(metadata=among(KINDS))
     seed: int = field(metadata=SEED)
     direction_table: bytes
@@ -106,6 +107,10 @@ class Octahedral(CodecFamily):
         return (2 * self.b_dir + self.b_norm) / 3
 
     @property
+    def features(self) -> frozenset[str]:
+        return features_of(self.norm)
+
+    @property
     def triplets(self) -> int:
         """The number of triplets per token; the last may end in zeros."""
         return -(-self.dim // 3)
@@ -114,11 +119,11 @@ class Octahedral(CodecFamily):
         return _packings(self.dim, self.b_dir, self.b_norm, self.arrangement, self.fields)
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        return {"norm": Layout(NORMS[self.norm], (batch, heads, tokens))}
+        return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         streams = encoded_by_rows(x, _CHUNK_ROWS, self._encode_rows)
-        return streams | {"norm": stored_norm(streams["norm"], NORMS[self.norm], "norm of a token")}
+        return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, with float32 norms."""
@@ -137,7 +142,7 @@ class Octahedral(CodecFamily):
             projection = book.projection(index, x, y, z).div_(length) if self.rounding == "scalar" else radius
             decoded = functional.embedding(norm_index.to(torch.int32), _column(self.norm_table, rows.device))[..., 0]
             common = (projection * decoded).sum(-1)
-            norm = unbiased_factor(norm, common, decoded.square().sum(-1), NORMS[self.norm])
+            norm = unbiased_factor(norm, common, decoded.square().sum(-1), TOKEN_NORMS[self.norm])
         digit = index.to(torch.float32)
         if norm_with_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)
@@ -157,7 +162,7 @@ class Octahedral(CodecFamily):
         else:
             triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
             triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
-        return triplet.flatten(-2)[..., : self.dim] * streams["norm"].to(torch.float32)[..., None]
+        return triplet.flatten(-2)[..., : self.dim] * decoded_norms(streams["norm"])[..., None]
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         super().check(arrays, where)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, check_range, encoded_by_rows, stored_norm
+from .base import MAX_DIM, Fields, Layout, check_fields, check_range, encoded_by_rows
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
@@ -21,6 +21,7 @@ from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
 from .octahedral_search import midpoints, nearest_level
 from .rotation import KINDS
 from .tables import TABLES_KEPT, kept_on_device
+from .token_norms import TOKEN_NORMS, decoded_norms, features_of, stored_norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +58,7 @@ class Scalar(CodecFamily):
     bits: int = field(metadata=ranged(1, 8))
     bits_high: int
     high_channels: bytes
-    norm: str = field(metadata=among(NORMS))
+    norm: str = field(metadata=among(TOKEN_NORMS))
     rotation_kind: str = field(metadata=among(KINDS))
     seed: int = field(metadata=SEED)
     magnitude_table: bytes
@@ -104,6 +105,10 @@ class Scalar(CodecFamily):
         return sum(part.bits * len(part.channels) for part in self.parts) / self.dim
 
     @property
+    def features(self) -> frozenset[str]:
+        return features_of(self.norm)
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """The channels of each width, in the order of the code streams."""
         return _parts(self.dim, self.bits, self.bits_high, self.high_channels)
@@ -112,11 +117,11 @@ class Scalar(CodecFamily):
         return _packings(self.parts, self.fields)
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        return {"norm": Layout(NORMS[self.norm], (batch, heads, tokens))}
+        return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         streams = encoded_by_rows(x, _CHUNK_ROWS, self._encode_rows)
-        return streams | {"norm": stored_norm(streams["norm"], NORMS[self.norm], "norm of a token")}
+        return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, with float32 norms."""
@@ -129,11 +134,11 @@ class Scalar(CodecFamily):
             codes.append(level.add_(negative, alpha=2 ** (part.bits - 1)))
         if self.norm_rule == "unbiased":
             decoded = self._unit(tuple(level.to(torch.int32) for level in codes))
-            norm = unbiased_norm(norm, unit, decoded, NORMS[self.norm])
+            norm = unbiased_norm(norm, unit, decoded, TOKEN_NORMS[self.norm])
         return self.pack_digits(*codes) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        norm = streams["norm"].to(torch.float32)[..., None]
+        norm = decoded_norms(streams["norm"])[..., None]
         return self._unit(digits).view(*norm.shape[:-1], self.dim).mul_(norm)
 
     def _unit(self, digits: tuple[torch.Tensor, ...]) -> torch.Tensor:

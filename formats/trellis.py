@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Layout, encoded_by_rows, stored_norm
+from .base import MAX_DIM, Layout, encoded_by_rows
 from .columns import Columns
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
@@ -22,6 +22,7 @@ from .lazy import torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
 from .rotation import KINDS
 from .tables import kept_on_device
+from .token_norms import TOKEN_NORMS, decoded_norms, features_of, stored_norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +55,7 @@ class Trellis(CodecFamily):
     dim: int = field(metadata=ranged(1, MAX_DIM))
     bits: int = field(metadata=ranged(1, MAX_BITS))
     state_bits: int = field(metadata=among(STATE_BITS))
-    norm: str = field(metadata=among(NORMS))
+    norm: str = field(metadata=among(TOKEN_NORMS))
     rotation_kind: str = field(metadata=among(KINDS))
     seed: int = field(metadata=SEED)
     table: bytes
@@ -84,16 +85,20 @@ class Trellis(CodecFamily):
     def nominal_bits(self) -> float:
         return self.bits
 
+    @property
+    def features(self) -> frozenset[str]:
+        return features_of(self.norm)
+
     def packings(self) -> dict[str, Columns]:
         # A word is a symbol: any word is valid.
         return {"codes": Columns(self.dim * self.bits // WORD_BITS, (1 << WORD_BITS,), 1)}
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        return {"norm": Layout(NORMS[self.norm], (batch, heads, tokens))}
+        return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         streams = encoded_by_rows(x, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS, self._encode_rows)
-        return streams | {"norm": stored_norm(streams["norm"], NORMS[self.norm], "norm of a token")}
+        return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of rows ``[row, dim]``, with float32 norms."""
@@ -101,13 +106,13 @@ class Trellis(CodecFamily):
         states = nearest_path(unit, values_of(self.table, unit.device), self.bits)
         if self.norm_rule == "unbiased":
             decoded = values_of(self.table, unit.device)[states]
-            norm = unbiased_norm(norm, unit, decoded, NORMS[self.norm])
+            norm = unbiased_norm(norm, unit, decoded, TOKEN_NORMS[self.norm])
         symbols = states >> self.state_bits - self.bits
         return self.pack_digits(_words(symbols, self.bits)) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         values = values_of(self.table, digits[0].device)[self.windows(digits[0])]
-        return values.mul_(streams["norm"].to(torch.float32)[..., None])
+        return values.mul_(decoded_norms(streams["norm"])[..., None])
 
     def windows(self, words: torch.Tensor) -> torch.Tensor:
         """The window of each channel, int64 ``[..., dim]``, of ``words``, integers ``[..., word]``."""

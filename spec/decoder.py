@@ -685,6 +685,7 @@ class NumberStream:
     per_head: bool = True
     any_bits: bool = False
     per: str = "tokens"
+    logarithms: bool = False
 
 
 @dataclass(frozen=True)
@@ -749,6 +750,24 @@ class Codec:
 
 
 HALF_OR_SINGLE = {"fp16": "F16", "fp32": "F32"}
+TOKEN_NORMS = {**HALF_OR_SINGLE, "log8": "U8"}
+LOG_NORMS = "log-norms"
+
+
+def norm_stream(norm: str) -> NumberStream:
+    return NumberStream("norm", TOKEN_NORMS[norm], (), logarithms=norm == "log8")
+
+
+def feature_of_norm(norm: str) -> str:
+    return LOG_NORMS if norm == "log8" else ""
+
+
+def norm_of_byte(c: int) -> float:
+    """README.md, Norms of 8 bits."""
+    octave, part = divmod(c - 1, 16)
+    return math.ldexp(f32(2.0 ** (part / 16)), octave - 7) if c else 0.0
+
+
 RAW_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
@@ -1462,7 +1481,7 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
             "b_dir": range(1, 9),
             "b_norm": range(9),
             "arrangement": ("dense", "direct"),
-            "norm": HALF_OR_SINGLE,
+            "norm": TOKEN_NORMS,
             "rotation_kind": ROTATION_KINDS,
             "seed": int,
             "direction_table": bytes,
@@ -1514,8 +1533,8 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
         return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
 
     codes = packings("octahedral", fields, symbols, streams)
-    norms = NumberStream("norm", HALF_OR_SINGLE[norm], ())
-    return Codec("octahedral", dim, 1, codes, [norms], decode, tolerance, check, rotation_kind, seed)
+    norms = norm_stream(norm)
+    return Codec("octahedral", dim, 1, codes, [norms], decode, tolerance, check, rotation_kind, seed, feature=feature_of_norm(norm))
 
 
 def _octahedral_direction(xi: float, eta: float, sign: int) -> tuple[float, float, float]:
@@ -1736,7 +1755,7 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
             "bits": range(1, 9),
             "bits_high": range(9),
             "high_channels": bytes,
-            "norm": HALF_OR_SINGLE,
+            "norm": TOKEN_NORMS,
             "rotation_kind": ROTATION_KINDS,
             "seed": int,
             "magnitude_table": bytes,
@@ -1774,8 +1793,8 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
 
-    stored = NumberStream("norm", HALF_OR_SINGLE[norm], ())
-    return Codec("scalar", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+    stored, feature = norm_stream(norm), feature_of_norm(norm)
+    return Codec("scalar", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed, feature=feature)
 
 
 # codecs/trellis.md ---------------------------------------------------------------------------------------------------
@@ -1789,7 +1808,7 @@ def trellis(entry: Mapping[str, Any]) -> Codec:
             "dim": range(1, MAX_DIM + 1),
             "bits": range(1, 5),
             "state_bits": (8, 10),
-            "norm": HALF_OR_SINGLE,
+            "norm": TOKEN_NORMS,
             "rotation_kind": ROTATION_KINDS,
             "seed": int,
             "table": bytes,
@@ -1813,8 +1832,8 @@ def trellis(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
 
-    stored = NumberStream("norm", HALF_OR_SINGLE[norm], ())
-    return Codec("trellis", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)
+    stored, feature = norm_stream(norm), feature_of_norm(norm)
+    return Codec("trellis", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed, feature=feature)
 
 
 # codecs/polar.md -----------------------------------------------------------------------------------------------------
@@ -2152,7 +2171,7 @@ HIDDEN_RECORD = 20
 OFFSETS = "container.md, Position offsets"
 POSITION_OFFSETS = "position-offsets"
 SIDE_CAR_FEATURES = {"balanced": BALANCED, "key_mean": "key-mean", "raw_positions": "raw-positions"}
-CODEC_FEATURES = (*SIDE_CAR_FEATURES.values(), SCALE_PER_HEAD)
+CODEC_FEATURES = (*SIDE_CAR_FEATURES.values(), SCALE_PER_HEAD, LOG_NORMS)
 REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, *CODEC_FEATURES)}
 LIMITS = "container.md, Limits"
 
@@ -2575,6 +2594,8 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: M
             side.digits[name] = code_rows(side, prefix + name, stream, contents)
         else:
             side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
+            if stream.logarithms:
+                side.numbers[name] = [norm_of_byte(int(c)) for c in side.numbers[name]]
             check_special_values(prefix + name, stream, side.numbers[name])
     codec.check_sizes(side, prefix)
     side.given = given_for(side, prefix, bases) if codec.basis else []

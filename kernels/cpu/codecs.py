@@ -6,7 +6,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +35,7 @@ from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar, signed_values
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.token_norms import LOG8, TOKEN_NORMS, log8_bounds, log8_values
 from kvpack.formats.trellis import Trellis, values_of
 
 from . import library, rotations
@@ -88,10 +89,20 @@ def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec |
     result.columns = sum(packing.width * ((packing.column_bytes + 1) // 2) for packing in packings.values())
     result.value_streams = len(values)
     for number, (count, dtype) in enumerate(values.values()):
-        result.values[number] = library.Values(count, library.DTYPES.index(dtype))
+        table = _log8().data_ptr() if dtype == "LOG8" else None
+        result.values[number] = library.Values(count, library.DTYPES.index(dtype), table)
     result.numbers = sum(count for count, _ in values.values())
     result.scales_stream = result.table_stream = result.patch_stream = result.outlier_stream = result.mean_stream = result.heads_stream = -1
     return result
+
+
+_NORMS = {norm: "LOG8" if norm == LOG8 else dtype for norm, dtype in TOKEN_NORMS.items()}
+
+
+@cache
+def _log8() -> torch.Tensor:
+    """What C is told of bytes of norms: the norm of each, and then the bounds between them."""
+    return torch.cat([log8_values("cpu"), log8_bounds("cpu")]).contiguous()
 
 
 def _packing(packing: Columns) -> library.Packing:
@@ -149,7 +160,7 @@ def _group(codec: Group) -> Described | None:
 
 
 def _scalar(codec: Scalar) -> Described | None:
-    result = _struct(codec, {"norm": (1, NORMS[codec.norm])})
+    result = _struct(codec, {"norm": (1, _NORMS[codec.norm])})
     if result is None:
         return None
     channels = [channel for part in codec.parts for channel in part.channels]
@@ -160,7 +171,7 @@ def _scalar(codec: Scalar) -> Described | None:
 
 
 def _octahedral(codec: Octahedral) -> Described | None:
-    result = _struct(codec, {"norm": (1, NORMS[codec.norm])})
+    result = _struct(codec, {"norm": (1, _NORMS[codec.norm])})
     if result is None:
         return None
     result.direct, result.index_bits = codec.arrangement == "direct", 2 * (codec.b_dir - 1)
@@ -328,7 +339,7 @@ def _lossless(codec: Lossless) -> Described | None:
 
 
 def _trellis(codec: Trellis) -> Described | None:
-    result = _struct(codec, {"norm": (1, NORMS[codec.norm])})
+    result = _struct(codec, {"norm": (1, _NORMS[codec.norm])})
     if result is None:
         return None
     result.index_bits, result.digit_bits = codec.state_bits, codec.bits

@@ -73,7 +73,18 @@ static void add_factored(const Codec *codec, const Encoded *out, int64_t i, cons
     add_digit(out, &packing[1], out->words + columns_before(codec, 1) * HALF_TILE, 0, i, high);
 }
 
+/* The byte of a number. */
+static uint8_t log8_of(const float *table, float x) {
+    const float *bounds = table + 256;
+    int code = 0;
+    for (int step = 128; step; step /= 2)
+        if (x >= bounds[code + step - 1]) code += step;
+    return (uint8_t)code;
+}
+
 static void write_numbers(const Values *values, const float *numbers, int64_t count, char *to, int64_t stride) {
+    for (int64_t t = 0; values->dtype == LOG8 && t < count; t++) to[t * stride] = (char)log8_of(values->table, numbers[t]);
+    if (values->dtype == LOG8) return;
     for (int64_t i = 0; i < values->count; i++)
         for (int64_t t = 0; t < count; t += LANES) {
             vf x = load(numbers + i * HALF_TILE + t);
@@ -126,9 +137,13 @@ INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
     return level;
 }
 
+/* The least norm that does not fit, and the largest that does; log8's are 2^(142.5 / 16) and 2^(142 / 16). */
+INLINE float norm_limit(int64_t dtype) { return dtype == F16 ? 65520.f : dtype == LOG8 ? 479.78691f : INFINITY; }
+INLINE float largest_norm(int64_t dtype) { return dtype == F16 ? 65504.f : dtype == LOG8 ? 469.50607f : 3.4028234663852886e38f; }
+
 /* unbiased_factor of formats/norm_rule.py. */
 INLINE vf unbiased_factor(vf norm, vf product, vf decoded, vf squares, int64_t dtype) {
-    vi kept = (product > 0.f) & (squares * decoded <= 2.f * product * product) & (norm < (dtype == F16 ? 65520.f : INFINITY));
-    vf factor = -larger(-(norm * (squares / choose(kept, product, splat(1)))), splat(dtype == F16 ? -65504.f : -3.4028234663852886e38f));
+    vi kept = (product > 0.f) & (squares * decoded <= 2.f * product * product) & (norm < norm_limit(dtype));
+    vf factor = -larger(-(norm * (squares / choose(kept, product, splat(1)))), splat(-largest_norm(dtype)));
     return choose(kept, factor, norm);
 }

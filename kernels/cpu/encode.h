@@ -80,7 +80,8 @@ static void read_tile(const Encode *call, const char *x, int64_t count, const En
 static int norms_fit(const Encode *call, const char *x, int64_t count, const Encoded *out) {
     int64_t each = call->dtype == F32 ? 1 : 2;
     uint32_t magnitude = each == 1 ? 0x7fffffff : 0x7fff;
-    float limit = call->codec->values[0].dtype == F16 ? 65520.f : 0x1p60f;
+    float limit = norm_limit(call->codec->values[0].dtype);
+    if (limit > 0x1p60f) limit = 0x1p60f;
     for (int64_t t = 0; t < count; t++) {
         if (out->norm[t] > 0x1p-40f && out->norm[t] < limit) continue;
         for (int64_t d = 0; d < call->codec->dim; d++) {

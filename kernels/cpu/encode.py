@@ -45,7 +45,7 @@ MOST_EVEN_LEVELS = 8
 
 _CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
 _IN_EVEN_BRACKETS = 4
-_STORED = {"U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
+_STORED = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
 _MEMORY, _REFUSED = 1, 2
 _KEPT = 64
 

@@ -7,14 +7,14 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 26
+#define KVPACK_INTERFACE 27
 
 enum { HEAD_RUN = 5 };
 enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
 enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT, LOSSLESS, TRELLIS };
-enum { F16, BF16, F32, U8 };
+enum { F16, BF16, F32, U8, LOG8 };
 
 /* One array [batch, kv_head, row, ...] whose rows are contiguous; strides are in bytes. A segment holds one per stored stream. */
 typedef struct {
@@ -40,9 +40,11 @@ typedef struct {
     Digit digit[MOST_DIGITS];
 } Packing;
 
-/* `count` numbers per token of one stream. */
+/* `count` numbers per token of one stream. LOG8: bytes, `table` the number of each, and then 255 bounds: as many of these are at most a
+   number as its byte says. */
 typedef struct {
     int64_t count, dtype;
+    const float *table;
 } Values;
 
 /* `entries` floats: every digit that a stored word can hold is below it. */

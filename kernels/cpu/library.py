@@ -17,12 +17,12 @@ from kvpack.runtime.reader import Read, declare
 if TYPE_CHECKING:
     import torch
 
-INTERFACE = 26
+INTERFACE = 27
 """The number of interface.h that the structures below mirror."""
 
 MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
 FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless", "trellis")
-DTYPES = ("F16", "BF16", "F32", "U8")
+DTYPES = ("F16", "BF16", "F32", "U8", "LOG8")
 
 
 class Digit(Structure):
@@ -37,7 +37,7 @@ class Packing(Structure):
 
 
 class Values(Structure):
-    _fields_ = (("count", c_int64), ("dtype", c_int64))
+    _fields_ = (("count", c_int64), ("dtype", c_int64), ("table", c_void_p))
 
 
 class Table(Structure):

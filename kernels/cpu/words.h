@@ -79,7 +79,9 @@ static void load_numbers(const Values *values, const Stream *s, const char *tabl
             else if (values->dtype == BF16) {
                 uint32_t bits = (uint32_t)word_at(row + 2 * i) << 16;
                 memcpy(to, &bits, 4);
-            } else
+            } else if (values->dtype == LOG8)
+                *to = values->table[(uint8_t)row[i]];
+            else
                 *to = table ? half(word_at(table + 4 * (uint8_t)row[i] + 2 * (i & 1))) : (float)(uint8_t)row[i];
         }
 }
@@ -180,7 +182,7 @@ static void find_pieces(const Side *side, int64_t start, int64_t count, int64_t 
 enum { CACHE_LINE = 64 };
 
 /* The bytes of one token. */
-static int64_t bytes_of(const Values *values) { return values->count * (values->dtype == F32 ? 4 : values->dtype == U8 ? 1 : 2); }
+static int64_t bytes_of(const Values *values) { return values->count * (values->dtype == F32 ? 4 : values->dtype >= U8 ? 1 : 2); }
 
 static void prefetch_rows(const Stream *stream, int64_t batch, int64_t head, int64_t rows, int64_t bytes) {
     int64_t step = stream->row > 0 && stream->row < CACHE_LINE ? CACHE_LINE / stream->row : 1;

@@ -12,6 +12,7 @@ from kvpack.formats.angle import Angle, bin_directions
 from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
 from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.scalar import Scalar, signed_values
+from kvpack.formats.token_norms import LOG8
 from kvpack.kernels.encode.rows import values_of
 
 if TYPE_CHECKING:
@@ -52,11 +53,13 @@ class TableCodec(NamedTuple):
 
 
 def _scalar(codec: Scalar) -> Form | None:
-    return None if codec.bits_high else Form("scalar", 1, ((Piece(0),),))
+    return None if codec.bits_high or codec.norm == LOG8 else Form("scalar", 1, ((Piece(0),),))
 
 
-def _octahedral(codec: Octahedral) -> Form:
+def _octahedral(codec: Octahedral) -> Form | None:
     """One digit: the direction, then the signs above the index and its norm, or the norm above the signs."""
+    if codec.norm == LOG8:
+        return None
     packings, numbers = codec.packings(), _numbers(codec)
     index_bits = 2 * (codec.b_dir - 1)
     with_index = norm_with_index(codec.b_dir, codec.b_norm)

@@ -16,6 +16,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.octahedral import norm_with_index
+from kvpack.formats.token_norms import LOG8
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
@@ -66,6 +67,8 @@ def encode(
     origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
+    if codec.norm == LOG8:
+        return False
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MOST_LEVELS):
         return False

@@ -20,9 +20,9 @@ from triton import language as tl
 
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.norm_rule import LARGEST_STORED
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.tables import kept_on_device
+from kvpack.formats.token_norms import LARGEST_STORED
 
 from .columns import SMALLEST_AXIS
 

@@ -14,6 +14,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.tables import kept_on_device
+from kvpack.formats.token_norms import LOG8
 from kvpack.kernels.words.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
@@ -58,6 +59,8 @@ def encode(
     origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
+    if codec.norm == LOG8:
+        return False
     plan = _plan(codec, x.device)
     if plan is None:
         return False

@@ -21,7 +21,7 @@ from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_s
 from kvpack.kernels.words.f16_tiles import negated, product
 from kvpack.kernels.words.streams import Stream, plane_streams
 from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
-from kvpack.kernels.words.token_factors import load_factors, read_factors
+from kvpack.kernels.words.token_factors import FACTOR_BITS, load_factors, read_factors
 
 from .tiles import Tiles, channels_of, step_symbols
 
@@ -62,7 +62,7 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
     index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
     entries = table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
-    norm_bits = 16 if codec.norm == "fp16" else 32
+    norm_bits = FACTOR_BITS[codec.norm]
     constants = Constants(
         packing=tile_packing(0, packing, dual),
         fields_per_tile=tile_fields(packing, dual),

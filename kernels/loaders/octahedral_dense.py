@@ -18,6 +18,7 @@ from kvpack.kernels.words.thread_digits import RowPacking, bits_of_column, digit
 from kvpack.kernels.words.thread_rows import row_streams, rows_constants
 from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, factor_beside_rows, load_rows_and_factor, tiles_of
 from kvpack.kernels.words.tile_packing import WIDEST_DIGIT
+from kvpack.kernels.words.token_factors import FACTOR_BITS
 
 from .octahedral import VALUES, table
 from .tiles import Tiles
@@ -61,7 +62,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
     both = tuple(packings.values())
     rows = rows_constants(both)
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
-    norm_bits = 16 if codec.norm == "fp16" else 32
+    norm_bits = FACTOR_BITS[codec.norm]
     registers, channels = tiles_of(f16x2_of_symbols(codec.triplets, VALUES, codec.dim), VALUES)
     found = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS

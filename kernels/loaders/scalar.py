@@ -15,7 +15,7 @@ from kvpack.kernels.tables.shared_table import look_up_bits
 from kvpack.kernels.words.bitfields import load_planes, position_of_step, whole_planes, words_of_step
 from kvpack.kernels.words.streams import Stream, plane_streams
 from kvpack.kernels.words.tile_packing import TilePacking, tile_fields, tile_packing
-from kvpack.kernels.words.token_factors import load_factors, read_factors
+from kvpack.kernels.words.token_factors import FACTOR_BITS, load_factors, read_factors
 
 from .tiles import Tiles, step_symbols, tile_field_stride
 
@@ -79,7 +79,7 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
         tables.append(_entries(values, fields))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
         streams = (*streams, *plane_streams(name, packing))
-    norm_bits = 16 if codec.norm == "fp16" else 32
+    norm_bits = FACTOR_BITS[codec.norm]
     constants = Constants(
         low=packings[0],
         high=packings[-1],

@@ -24,7 +24,7 @@ from kvpack.kernels.words.replicated_columns import load_columns as load_words_o
 from kvpack.kernels.words.streams import Stream
 from kvpack.kernels.words.tile_layout import of_columns
 from kvpack.kernels.words.tile_packing import tile_fields, tile_width
-from kvpack.kernels.words.token_factors import load_factors, read_factors
+from kvpack.kernels.words.token_factors import FACTOR_BITS, load_factors, read_factors
 
 from .tiles import Tiles
 
@@ -55,7 +55,7 @@ def tiles(codec: Trellis) -> Tiles:
     shifts, steps, used = _shifts(codec, packing.width, width, tile_fields(packing))
     values = values_of(codec.table, "cpu").to(torch.float16)
     behind = torch.tensor(shifts, dtype=torch.int16, device="cpu").view(torch.float16).view(-1, 2)
-    norm_bits = 16 if codec.norm == "fp16" else 32
+    norm_bits = FACTOR_BITS[codec.norm]
     constants = Constants(packing.width, width, codec.bits, codec.state_bits, any(shifts), len(values), norm_bits)
     columns = [(column % packing.width, shift if column < used else WORD_BITS) for column, shift in enumerate(shifts)]
     return Tiles(

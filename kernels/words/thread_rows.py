@@ -187,8 +187,8 @@ def _load_one(bits: int, masked: bool) -> str:
 def load_unseen(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """One number of ``BITS`` per token, int32 ``[warp, token]``, in the layout of its uses: the compiler does not see the load."""
-    if FAST:
+    """One number of ``BITS`` per token, int32 ``[warp, token]``, in the layout of its uses: the compiler sees only loads of bytes."""
+    if FAST and BITS > 8:
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)
         ASSEMBLY: tl.constexpr = _load_one(BITS, MASKED)
         if MASKED:

@@ -1,4 +1,7 @@
-"""One factor per token (a norm or a scale, binary16 or binary32): loaded with the rows of a tile, and read as float32 ``[warp, token]``."""
+"""One factor per token: a norm or a scale, in binary16 or binary32, or a byte of a norm's logarithm.
+
+It is loaded with the rows of a tile, and read as float32 ``[warp, token]``.
+"""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # Tuples of tensors have one name whatever their length, and Triton has no types.
@@ -9,8 +12,16 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.token_norms import OCTAVE, STEPS, TOKEN_NORMS
+
 from .bitfields import load_per_token
 from .tile_layout import second_token_offset
+
+FACTOR_BITS = {norm: 8 * DTYPE_BYTES[dtype] for norm, dtype in TOKEN_NORMS.items()}
+"""Bits of a token's norm by how it is stored."""
+
+LOG8_STEPS, LOG8_OCTAVE = tl.constexpr(STEPS), tl.constexpr(OCTAVE)
 
 LARGEST_FACTOR = tl.constexpr(2.0**127)
 """Factors are at most this in size."""
@@ -26,7 +37,7 @@ def finite_factor(factor: tl.tensor) -> tl.tensor:
 def load_factor(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """One binary16 or binary32 per token for ``read_factor``: int32 ``[warp, token]``, or int16 where nothing is gained by more.
+    """One factor of ``BITS`` per token for ``read_factor``: int32 ``[warp, token]``, or int16 or int8 where nothing is gained by more.
 
     A binary16 is loaded as the aligned 32-bit word that holds it and the bit where it begins there, because only loads of 32 bits are
     fetched ahead of time. A tile that is not masked never ends a stream in the middle of such a word (``attend``'s plan).
@@ -52,6 +63,9 @@ def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl
         value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 16:
         value = loaded[AT].to(tl.float16, bitcast=True).to(tl.float32)
+    elif BITS == 8:
+        code = loaded[AT].to(tl.int32) & 0xFF
+        value = tl.where(code == 0, 0.0, tl.exp2((code - 1).to(tl.float32) / LOG8_STEPS + LOG8_OCTAVE))
     else:
         value = loaded[AT].to(tl.float32, bitcast=True)
     return value

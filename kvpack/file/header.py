@@ -20,6 +20,7 @@ from kvpack.formats.group import TOKEN_SCALE_FEATURE
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.token_norms import FEATURE as LOG_NORMS_FEATURE
 
 from . import basis, hidden_tokens, layer_positions, layer_states, position_offsets
 from .checks import check_integer, check_names, check_sequence, check_string, check_type
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The major version of the format."""
 
-CODEC_FEATURES = frozenset({Balanced.feature, KeyMean.feature, RawPositions.feature, TOKEN_SCALE_FEATURE})
+CODEC_FEATURES = frozenset({Balanced.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
 """The required features that stand for parameters of codecs, and for side-cars (``Codec.features``)."""
 
 FEATURES = CODEC_FEATURES | {

@@ -17,6 +17,7 @@ from spec.generate import (
     codec_vectors,
     container_vectors,
     frame_vectors,
+    log_norm_vectors,
     parameter_vectors,
     row_vectors,
     side_car_vectors,
@@ -43,6 +44,7 @@ MODULES = (
     parameter_vectors,
     trellis_vectors,
     balanced_vectors,
+    log_norm_vectors,
 )
 for module in MODULES:
     module.add_all()

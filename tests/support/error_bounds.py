@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from kvpack.formats.basis import run_slice
+from kvpack.formats.token_norms import decoded_norms
 from kvpack.formats.transform import DEAD_ZONE
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
         values = u[..., list(part.channels)]
         nearest[..., list(part.channels)] = (values.abs()[..., None] - levels * norm[..., None]).abs().amin(-1)
     # Tokens near the smallest normal number have coarse directions.
-    allowed = nearest + (streams["norm"].double()[..., None] - norm).abs() + ROTATION_TOLERANCE * norm + 2.0**-120
+    allowed = nearest + (decoded_norms(streams["norm"]).double()[..., None] - norm).abs() + ROTATION_TOLERANCE * norm + 2.0**-120
     _check_errors(codec.decode_frame(streams) - u, allowed)
     whole = allowed.square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
     _check_errors((decoded - x).double().norm(dim=-1), whole)
@@ -227,7 +228,7 @@ def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.T
     # The search gives the lowest bits of a cost away at every channel.
     path = (squares * (1 + codec.dim * 2.0**-18)).sqrt()
     longest = math.sqrt(codec.dim) * float(table.abs().max())
-    rounding = (streams["norm"].double() - norm[..., 0]).abs() * longest
+    rounding = (decoded_norms(streams["norm"]).double() - norm[..., 0]).abs() * longest
     allowed = path * norm[..., 0] + rounding + ROTATION_TOLERANCE * norm[..., 0] + 2.0**-116
     _check_errors((codec.decode_frame(streams) - u).norm(dim=-1), allowed)
     whole = allowed + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))

@@ -18,6 +18,7 @@ from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.token_norms import LOG8, stored_norms
 from support.interpreter import DEVICE
 from support.minifloat_digits import block_scales, finite, largest
 
@@ -72,6 +73,10 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
             values = torch.randint(0, 256, layout.shape, generator=generator) & torch.tensor(codec.code_bits)
         if name in ("scale", "global_scale"):
             values = values * (1 / largest(codec) if codec.id == "minifloat" else 1)
+        if name == "norm" and layout.dtype == "U8":
+            # Bytes have no sign.
+            streams[name] = stored_norms(values.abs(), LOG8, name)
+            continue
         streams[name] = values.to(TORCH_DTYPES[layout.dtype])
     return PackedRun(codec, tokens, streams)
 

@@ -23,6 +23,7 @@ from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, TOKEN_NORMS
 from support.error_bounds import (
     check_angle,
     check_direction,
@@ -127,7 +128,8 @@ def _integers(low: int, high: int) -> SearchStrategy[str]:
 
 _ROTATED = {"rotation": st.sampled_from(KINDS), "seed": _integers(0, 2**64 - 1), "norm_rule": st.sampled_from(NORM_RULES)}
 _DIRECTION = {"arrangement": st.sampled_from(("dense", "direct")), "norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
-_SCALAR = {"norm": st.sampled_from(("fp16", "fp32")), **_ROTATED}
+_OCTAHEDRAL = _DIRECTION | {"norm": st.sampled_from(tuple(TOKEN_NORMS))}
+_SCALAR = {"norm": st.sampled_from(tuple(TOKEN_NORMS)), **_ROTATED}
 
 
 CASES: dict[str, Case] = {
@@ -163,8 +165,8 @@ CASES: dict[str, Case] = {
     ),
     "octahedral": Case(
         st.one_of(
-            st.fixed_dictionaries({"b": _integers(1, 7)}, optional=_DIRECTION),
-            st.fixed_dictionaries({"b_dir": _integers(1, 8), "b_norm": _integers(0, 8)}, optional=_DIRECTION),
+            st.fixed_dictionaries({"b": _integers(1, 7)}, optional=_OCTAHEDRAL),
+            st.fixed_dictionaries({"b_dir": _integers(1, 8), "b_norm": _integers(0, 8)}, optional=_OCTAHEDRAL),
         ),
         check_direction,
     ),
@@ -294,7 +296,9 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     try:
         streams = codec.encode(poisoned(x))
     except OutOfRange:
-        assert x.abs().max() > SMALLEST_REFUSED, "a value of ordinary size was refused"
+        # The largest norm of 8 bits is 469.5.
+        smallest = 0.4 * LARGEST_LOG8 / codec.dim**0.5 if getattr(codec.family, "norm", "") == LOG8 else SMALLEST_REFUSED
+        assert x.abs().max() > smallest, "a value of ordinary size was refused"
         return False
     layout = codec.layout(batch, heads, tokens)
     counts = {name: int(count.sum()) for name, count in codec.entries(streams).items()}

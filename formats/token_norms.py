@@ -1,0 +1,70 @@
+"""Norms of tokens as they are stored: in binary16 or binary32, or as a byte of their logarithm (spec/README.md, Norms of 8 bits)."""
+
+from __future__ import annotations
+
+from .base import HALF_LIMIT, NORMS, stored_norm
+from .errors import OutOfRange
+from .lazy import torch
+from .tables import kept_on_device
+
+LOG8 = "log8"
+TOKEN_NORMS = {**NORMS, LOG8: "U8"}
+"""Stored dtypes of the norms of tokens, by parameter value."""
+
+FEATURE = "log-norms"
+"""The required feature of codecs whose norms are bytes."""
+
+STEPS, OCTAVE = 16, -7
+"""Codes of an octave, and the binary logarithm of the smallest norm above zero, which code 1 is."""
+
+_CODES = 256
+
+
+def features_of(norm: str) -> frozenset[str]:
+    """The required features of a codec that stores norms as ``norm``."""
+    return frozenset({FEATURE} if norm == LOG8 else ())
+
+
+def _power(place: float) -> float:
+    return float(2.0 ** (OCTAVE + place / STEPS))
+
+
+LARGEST_LOG8 = _power(_CODES - 2)
+LOG8_LIMIT = _power(_CODES - 1.5)
+"""The smallest norm that would round to a larger one than there is."""
+
+LIMITS = {"F16": HALF_LIMIT, "F32": float("inf"), "U8": LOG8_LIMIT}
+"""The smallest norm that does not fit, by stored dtype."""
+
+LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": LARGEST_LOG8}
+"""The largest finite number of each stored dtype."""
+
+
+@kept_on_device
+def log8_values() -> torch.Tensor:
+    """The norm of each code, float32 ``[256]``."""
+    return torch.tensor([0.0, *(_power(place) for place in range(_CODES - 1))], dtype=torch.float32)
+
+
+@kept_on_device
+def log8_bounds() -> torch.Tensor:
+    """The least norm of each code from 1 on, float32 ``[255]``: halves of steps, and half of the smallest norm."""
+    return torch.tensor([_power(0) / 2, *(_power(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
+
+
+def stored_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, naming ``what``, when one does not fit."""
+    if norm != LOG8:
+        return stored_norm(values, NORMS[norm], what)
+    if values.numel() and not values.amax().item() < LOG8_LIMIT:
+        at = [int(i) for i in torch.nonzero(~(values < LOG8_LIMIT))[0]]
+        raise OutOfRange(
+            f"{what} at {at} is {values[tuple(at)].item():.6g}, the largest of 8 bits is {LARGEST_LOG8:.6g}; scale the input, or choose "
+            "norm=fp16"
+        )
+    return torch.bucketize(values, log8_bounds(values.device), right=True).to(torch.uint8)
+
+
+def decoded_norms(stored: torch.Tensor) -> torch.Tensor:
+    """The ``stored`` norms, float32 of their shape."""
+    return log8_values(stored.device)[stored.to(torch.int64)] if stored.dtype == torch.uint8 else stored.to(torch.float32)

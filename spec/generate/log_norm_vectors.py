@@ -1,0 +1,30 @@
+"""Vectors of norms of 8 bits: every byte, and the feature that stands for them."""
+
+from __future__ import annotations
+
+from spec.generate.invalid_vectors import SCALAR, add, add_header
+from spec.generate.valid_vectors import add as add_valid
+from support.file_parts import bits, edit, one_side
+from support.strategies import create
+
+
+def add_all() -> None:
+    plain = create("scalar", 2, b="1", rotation="none", norm="log8")
+    every = bits("0.k.norm", 0, bytes(range(256)).hex())
+    add_valid("log-norms-all", "every byte of a norm", lambda: one_side(plain, every, runs=(256,), heads=1), "scalar-7", "container-64")
+    for codec, rule in (
+        (create("scalar", 12, b="2", high="3", norm="log8"), "scalar-7"),
+        (create("octahedral", 7, b="3", rotation="none", norm="log8"), "octahedral-6"),
+        (create("octahedral", 12, b="2", arrangement="direct", norm="log8"), "octahedral-6"),
+        (create("trellis", 16, b="1", states="256", norm="log8"), "trellis-5"),
+        (create("scalar", 6, "k", b="2", norm="log8", rotation="none", mean="8", raw_first="1"), "side-cars-10"),
+    ):
+        name = f"log-norms-{codec.id}-{codec.dim}"
+        shows = f"norms of 8 bits of {codec.id}, two sequences and three heads"
+        add_valid(name, shows, lambda c=codec: one_side(c, runs=(5,), batch=2, heads=3), rule, "front-12", "container-64")
+    add_header("log-norms-not-required", "container-64", plain, "required", [], "norms of 8 bits without their feature")
+    add_header("log-norms-required-of-none", "container-64", SCALAR, "required", ["log-norms"], "the feature without norms of 8 bits")
+    quaternion = create("quaternion", 4, s="2", r="2")
+    add_header("log-norms-of-quaternion", "quaternion-2", quaternion, "codecs.0.norm", "log8", "a scale of 8 bits")
+    wrong = edit("codecs.0.norm", "fp16"), edit("required", [])
+    add("log-norms-as-fp16", "container-16", "InvalidHeader", "norm is fp16, and the tensor is of bytes", lambda: one_side(plain, *wrong))

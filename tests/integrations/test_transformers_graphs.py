@@ -18,7 +18,7 @@ from kvpack import cache_names
 from kvpack.formats.errors import KvpackWarning
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import EAGER_STEPS
-from kvpack.integrations.transformers.makeup import Makeup
+from kvpack.integrations.transformers.model_snapshot import Makeup
 from kvpack.live import side
 from support.graph_device import RECIPE, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
 from support.interpreter import DEVICE, INTERPRETED

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import UNASKED_STEPS
-from kvpack.integrations.transformers.makeup import Makeup
+from kvpack.integrations.transformers.model_snapshot import Makeup
 from support.graph_device import SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
 from support.interpreter import DEVICE, INTERPRETED
 from support.zoo_models import ZOO, model_of

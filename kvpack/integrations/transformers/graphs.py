@@ -24,7 +24,7 @@ from kvpack.runtime.modes import own_modes
 from . import masks
 from .changes import adapters_in_effect
 from .hooks import outermost
-from .makeup import Makeup, global_hooks, has_other_hooks
+from .model_snapshot import Makeup, global_hooks, has_other_hooks
 from .states import CapturedStep, PackedLength
 
 if TYPE_CHECKING:

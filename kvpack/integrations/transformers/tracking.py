@@ -12,10 +12,10 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter
 
+from .cache_lock import Turns
 from .changes import ModelState, checkpointed
 from .hooks import Passes, models_in, outermost
 from .models import Named, named, weights_now
-from .turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

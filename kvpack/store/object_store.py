@@ -27,9 +27,9 @@ from .expiry import MAX_TTL, pass_seconds
 from .forms import PLAIN, Kind
 from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
+from .last_used import INTERVAL_SECONDS, Uses, eviction_order, merged, order_of, record_name
 from .lease import NoLease
 from .objects import SCHEMES, Objects
-from .uses import INTERVAL_SECONDS, Uses, eviction_order, merged, order_of, record_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from .backend import Data, Hold, Pin
     from .counters import Counters
     from .forms import Form
+    from .last_used import Use
     from .lease import Lease
-    from .uses import Use
 
 REQUESTS = 16
 """The most concurrent requests."""

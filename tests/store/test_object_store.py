@@ -12,7 +12,7 @@ import pytest
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store import breaker, object_store, objects, uses
+from kvpack.store import breaker, last_used, object_store, objects
 from support.s3_server import VARIABLES, Server, lying, running
 from support.state_caches import STATEFUL, ends, same_states, stateful
 from support.store_caches import CHUNK, EVEN, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save
@@ -422,7 +422,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, server: Server, monkeypa
         with pytest.raises((AssertionError, KeyError)):
             test_a_server_that_dies_and_comes_back(server, monkeypatch)
     else:
-        real = uses.Uses.note
-        monkeypatch.setattr(uses.Uses, "note", lambda self, chain: real(self, chain[::-1]))
+        real = last_used.Uses.note
+        monkeypatch.setattr(last_used.Uses, "note", lambda self, chain: real(self, chain[::-1]))
         with pytest.raises(AssertionError):
             test_the_budget_holds_and_leaves_go_first(place, monkeypatch)

@@ -12,7 +12,7 @@ import pytest
 
 import kvpack
 from kvpack.cli import main
-from kvpack.store import expiry, object_store, uses
+from kvpack.store import expiry, last_used, object_store
 from support import redis_server
 from support.store_caches import CHUNK, IDENTITY, entries, open_store, prompt, save
 
@@ -190,23 +190,23 @@ def test_puts_to_an_object_store_remove_what_has_expired(monkeypatch: pytest.Mon
 def test_merged_records_keep_times_and_ends() -> None:
     now, keys = 10**18, [bytes([number]) * 32 for number in range(6)]
     ages = [10**7, 10**6, 10**6 - 5, 100, 30, 0]
-    last = {key: uses.Use(now - age * 10**9, 60 if number % 2 else None) for number, (key, age) in enumerate(zip(keys, ages, strict=True))}
-    records = uses.merged(last, now)
+    last = {key: last_used.Use(now - age * 10**9, 60 if number % 2 else None) for number, (key, age) in enumerate(zip(keys, ages, strict=True))}
+    records = last_used.merged(last, now)
     # Put now, by the store's clock; those of about one age and of one ttl are together.
-    found = uses.order_of([(now, f"uses/{name}", record) for name, record in records.items()])
+    found = last_used.order_of([(now, f"uses/{name}", record) for name, record in records.items()])
     assert len(records) < len(keys) + 1
     assert [*found] == keys
     for key, use in found.items():
         assert use.ttl == last[key].ttl
         assert 0 <= use.used_ns - last[key].used_ns <= (now - last[key].used_ns) // 4
     # A time to come is that of a clock that was wrong.
-    (name,) = uses.merged({keys[0]: uses.Use(now + 10**15, None)}, now)
-    assert uses.order_of([(now, name, keys[0])])[keys[0]].used_ns == now
+    (name,) = last_used.merged({keys[0]: last_used.Use(now + 10**15, None)}, now)
+    assert last_used.order_of([(now, name, keys[0])])[keys[0]].used_ns == now
 
 
 @pytest.mark.parametrize("name", ["x", "1-ttl5", f"{1:020d}-{'0' * 16}-ttl99999999999", f"{1:020d}-{'0' * 16}-merged-ttl5"])
 def test_names_of_records_that_say_nothing_of_ends(name: str) -> None:
-    assert uses.order_of([(5, f"uses/{name}", bytes(32))]) == {bytes(32): uses.Use(5, None)}
+    assert last_used.order_of([(5, f"uses/{name}", bytes(32))]) == {bytes(32): last_used.Use(5, None)}
 
 
 def test_pinned_entries_on_redis_do_not_expire(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kvpack.runtime.mapping import map_file, may_map
 from .abouts import about_pieces
 from .backend import OneTier, Stored
 from .catalog import read_catalog, restored_times
+from .disk_usage import Usage
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
 from .folder import Folder
@@ -33,16 +34,15 @@ from .pins import Pins
 from .reading import read_beginning, read_whole
 from .sizes import Sizes
 from .trust import NotAnEntry, Trust, Untrusted
-from .usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .backend import Data, Found, Hold, Pin
     from .counters import Counters
+    from .disk_usage import Count
     from .forms import Form
     from .lease import Lease
-    from .usage import Count
 
 
 _DESCRIBED_AT_ONCE = 2048

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from .counters import Counters
+    from .disk_usage import Count, Usage
     from .folder import Folder
     from .index import Index
     from .pins import Pins
-    from .usage import Count, Usage
 
 WAIT_SECONDS = 1.0
 """How long a writer waits for others that are making room or writing before it gives up its entry."""

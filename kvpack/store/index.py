@@ -16,9 +16,9 @@ from kvpack.file.atomic import is_on_one_host
 from kvpack.runtime.locks import Lock
 
 from .backend import Stored
+from .disk_usage import run_of_machine
 from .folder import INDEX
 from .trust import OTHERS_WRITE
-from .usage import run_of_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

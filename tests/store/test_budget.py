@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpack.store import eviction, usage
+from kvpack.store import disk_usage, eviction
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.folder import Folder
@@ -88,7 +88,7 @@ def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
     assert sum(count["saved_chunks"] for count in counts) > WRITERS * 10
     assert os.listdir(tmp_path / "unfinished") == []
     # The count is never less than what is there.
-    assert usage.Usage(str(tmp_path / "usage"), lambda _: None).read().total >= held(tmp_path)
+    assert disk_usage.Usage(str(tmp_path / "usage"), lambda _: None).read().total >= held(tmp_path)
 
 
 @pytest.mark.scenario
@@ -98,8 +98,8 @@ def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkey
         monkeypatch.setattr(eviction.Reservation, "take", lambda self, descriptor: None)
     else:
         monkeypatch.setattr(Folder, "unfinished", lambda self: iter(()))
-        real = usage.Usage.replace
-        monkeypatch.setattr(usage.Usage, "replace", lambda self, total, before: real(self, total, None))
+        real = disk_usage.Usage.replace
+        monkeypatch.setattr(disk_usage.Usage, "replace", lambda self, total, before: real(self, total, None))
 
     def most_of(folder: Path) -> int:
         folder.mkdir()
@@ -156,14 +156,14 @@ def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path:
     early = (tmp_path / "usage").read_bytes()
     save(store, prompt(3, seed=1))
     (tmp_path / "usage").write_bytes(early)
-    monkeypatch.setattr(usage, "run_of_machine", lambda: b"this run")
+    monkeypatch.setattr(disk_usage, "run_of_machine", lambda: b"this run")
     save(store, prompt(1, seed=2))
     assert store._backend._usage.read().total == held(tmp_path)
 
 
 def test_what_is_given_back_is_not_given_back_twice(tmp_path: Path) -> None:
     """A count of the folder that began after an entry was removed is without it already."""
-    counted = usage.Usage(str(tmp_path / "usage"), lambda _: None)
+    counted = disk_usage.Usage(str(tmp_path / "usage"), lambda _: None)
     counted.replace(1000, None)
     before = counted.read()
     counted.replace(900, before)
@@ -197,7 +197,7 @@ def test_a_writer_that_dies_keeps_no_room(tmp_path: Path) -> None:
 
 
 def test_a_stopped_writer_that_holds_the_count_stalls_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(disk_usage, "WAIT_SECONDS", 0.05)
     store = open_store(tmp_path, max_bytes=10**8)
     save(store, prompt(1))
     with open(tmp_path / "usage") as file:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvpack
-from kvpack.store import directory, eviction, index, oldest, usage
+from kvpack.store import directory, disk_usage, eviction, index, oldest
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.encryption import Cipher
@@ -250,7 +250,7 @@ class IndexMachine(RuleBasedStateMachine):
         there = truth(self.folder)
         assert [user.size() for user in self.users] == [there] * 2
         assert there[1] <= 30 * self.size
-        count = usage.Usage(str(self.folder / "usage"), lambda _: None).read()
+        count = disk_usage.Usage(str(self.folder / "usage"), lambda _: None).read()
         assert count is None or count.total >= there[1]
 
 

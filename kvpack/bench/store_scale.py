@@ -28,8 +28,8 @@ from kvpack.store import Identity, Store
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.entries import to_pieces
+from kvpack.store.entry_kind import PLAIN
 from kvpack.store.eviction import Evictor
-from kvpack.store.forms import PLAIN
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chained, token_bytes
 from kvpack.store.locations import open_backend
 from kvpack.store.options import LocationOptions

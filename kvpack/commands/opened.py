@@ -12,7 +12,7 @@ from kvpack.store.backend import MAX_ENTRY_BYTES
 from kvpack.store.catalog import Catalog, read_catalog
 from kvpack.store.counters import Counters
 from kvpack.store.encryption import Cipher
-from kvpack.store.forms import Form
+from kvpack.store.entry_kind import Form
 from kvpack.store.key_files import read_key_file
 from kvpack.store.locations import open_existing
 from kvpack.store.options import LocationOptions

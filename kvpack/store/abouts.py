@@ -12,7 +12,7 @@ from kvpack.file.row import begins_row
 from kvpack.formats.errors import KvpackError
 
 from .entries import FEATURE, Named
-from .forms import FRONT_BYTES
+from .entry_kind import FRONT_BYTES
 from .keys import ID_BYTES
 
 if TYPE_CHECKING:

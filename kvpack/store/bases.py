@@ -13,7 +13,7 @@ from kvpack.formats.errors import DigestMismatch, MissingBasis
 
 from .basis_keys import basis_keys, check_basis
 from .encryption import in_clear
-from .forms import check_size
+from .entry_kind import check_size
 from .loading import FAULTS, refuse
 
 if TYPE_CHECKING:

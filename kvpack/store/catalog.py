@@ -13,7 +13,7 @@ from .backend import MAX_ENTRY_BYTES
 from .basis_keys import check_basis
 from .encryption import in_clear
 from .entries import Named, check_entry, open_entry
-from .forms import FRONT_BYTES, check_size
+from .entry_kind import FRONT_BYTES, check_size
 from .keys import ID_BYTES, chunk_key
 from .page_keys import check_page
 from .state_entries import NamedStates, is_states

@@ -22,10 +22,10 @@ from .abouts import about_pieces
 from .backend import OneTier, Stored
 from .catalog import read_catalog, restored_times
 from .disk_usage import Usage
+from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
 from .folder import Folder
-from .forms import FRONT_BYTES, PLAIN, Kind, check_size
 from .fronts import kind_of
 from .index import ENTRIES, Index
 from .lease import NoLease
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .backend import Data, Found, Hold, Pin
     from .counters import Counters
     from .disk_usage import Count
-    from .forms import Form
+    from .entry_kind import Form
     from .lease import Lease
 
 

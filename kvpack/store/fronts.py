@@ -11,8 +11,8 @@ from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 from .basis_keys import check_basis
 from .encryption import in_clear
 from .entries import check_entry, open_entry
+from .entry_kind import FRONT_BYTES, Kind
 from .faults import is_damage
-from .forms import FRONT_BYTES, Kind
 from .page_keys import check_page
 from .state_entries import NamedStates, is_states
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .backend import Data
     from .encryption import Cipher
-    from .forms import Form
+    from .entry_kind import Form
 
 _MOST_KNOWN = 65_536
 

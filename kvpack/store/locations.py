@@ -11,7 +11,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, MissingFile
 
 from .counters import Counters
 from .directory import Directory
-from .forms import Form
+from .entry_kind import Form
 from .memory import Memory
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES

@@ -23,8 +23,8 @@ from kvpack.runtime.threads import in_parallel
 
 from .backend import Found, OneTier, Stored
 from .breaker import Breaker, Guard
+from .entry_kind import PLAIN, Kind
 from .expiry import MAX_TTL, pass_seconds
-from .forms import PLAIN, Kind
 from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, Uses, eviction_order, merged, order_of, record_name
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from .backend import Data, Hold, Pin
     from .counters import Counters
-    from .forms import Form
+    from .entry_kind import Form
     from .last_used import Use
     from .lease import Lease
 

@@ -10,7 +10,7 @@ from kvpack.file.json_header import front_bytes
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage
 from kvpack.runtime.threads import in_parallel
 
-from .forms import FRONT_BYTES, check_size
+from .entry_kind import FRONT_BYTES, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.formats.errors import InvalidType
 
 from .encryption import Cipher
-from .forms import Form
+from .entry_kind import Form
 from .identity import Identity
 from .locations import open_backend
 

@@ -22,7 +22,7 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .catalog import rows_of
 from .counters import Counters, with_labels
 from .encryption import in_clear
-from .forms import MAX_ID_BYTES, check_size, sealed_bytes
+from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
 from .loading import FAULTS, refuse
 from .opening import check_identity, opened
 from .options import StoreOptions, check_count

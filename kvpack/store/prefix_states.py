@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvpack.formats.errors import NotConsecutive
 
 from . import state_entries
-from .forms import check_size
+from .entry_kind import check_size
 from .identity import states_key
 from .loading import FAULTS
 

@@ -12,8 +12,8 @@ from .basis_keys import check_basis
 from .directory import Directory
 from .encryption import in_clear
 from .entries import FEATURE, is_old, open_entry
+from .entry_kind import check_size
 from .faults import is_damage
-from .forms import check_size
 from .summary import describe_new
 
 if TYPE_CHECKING:

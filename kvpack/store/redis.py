@@ -24,7 +24,7 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, OneTier, Stored
-from .forms import FRONT_BYTES, PLAIN, Kind, check_size
+from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
 from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .lease import NoLease
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .backend import Data, Hold, Pin
     from .counters import Counters
-    from .forms import Form
+    from .entry_kind import Form
     from .lease import Lease
     from .redis_client import Command
 

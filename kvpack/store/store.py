@@ -17,8 +17,8 @@ from .catalog import read_catalog
 from .chunk_sizes import OtherChunks
 from .counters import Counters, with_labels
 from .entries import Reader, check_decoded, to_pieces
+from .entry_kind import check_size
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
-from .forms import check_size
 from .holds import PIN_SECONDS, checked_owner, hold_of
 from .identity import states_key
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes

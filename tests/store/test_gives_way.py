@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpack.store.forms import MAGIC
+from kvpack.store.entry_kind import MAGIC
 from support.store_caches import CHUNK, KEYS, OTHER_KEYS, entry_of, open_store, prompt, same, save
 
 pytest.importorskip("cryptography")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.store.forms import Kind
+from kvpack.store.entry_kind import Kind
 from support.store_matrix.matrix import FAULTS, KINDS, run_cell
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvpack.store.backend import Data, Found, Hold, Pin
     from kvpack.store.counters import Counters
-    from kvpack.store.forms import Form
+    from kvpack.store.entry_kind import Form
 
 
 class Toy(OneTier):

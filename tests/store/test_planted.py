@@ -21,7 +21,7 @@ from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.encryption import Cipher
 from kvpack.store.entries import FEATURE, to_pieces
-from kvpack.store.forms import MAGIC, Form, Kind, sealed_bytes
+from kvpack.store.entry_kind import MAGIC, Form, Kind, sealed_bytes
 from kvpack.store.keys import chained, token_bytes
 from support import warm_python
 from support.store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, open_store, prompt, same, save

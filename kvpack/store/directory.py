@@ -23,10 +23,10 @@ from .backend import OneTier, Stored
 from .catalog import read_catalog, restored_times
 from .disk_usage import Usage
 from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
+from .entry_probe import kind_of
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
 from .folder import Folder
-from .fronts import kind_of
 from .index import ENTRIES, Index
 from .lease import NoLease
 from .leases import take_file_lease

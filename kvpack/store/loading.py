@@ -13,8 +13,8 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 
 from . import state_entries
 from .encryption import in_clear
+from .entry_probe import Known, check_front
 from .faults import is_damage
-from .fronts import Known, check_front
 from .identity import states_key
 from .windows import Windows
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .described import BY_HAND, class_name, plain, tensor_digest, text_digest
+from .canonical_text import BY_HAND, class_name, plain, tensor_digest, text_digest
 from .modules import Part, check_determined, own_children
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import xxhash
 from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.threads import in_parallel, usable_cores
 
-from .described import FILES, json_text
+from .canonical_text import FILES, json_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

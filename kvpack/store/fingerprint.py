@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .described import SAMPLE, SCALARS, class_name, json_text, plain, sampled, tensor_digest, text_digest
+from .canonical_text import SAMPLE, SCALARS, class_name, json_text, plain, sampled, tensor_digest, text_digest
 from .weights import Weights
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from kvpack.coding.recipes import parse_recipe, recorded_text
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 
-from .described import weights_kind
+from .canonical_text import weights_kind
 from .keys import ID_BYTES
 
 if TYPE_CHECKING:

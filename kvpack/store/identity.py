@@ -15,7 +15,7 @@ from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import check_flag, check_text, shown
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
-from .described import weights_kind
+from .canonical_text import weights_kind
 
 if TYPE_CHECKING:
     import os

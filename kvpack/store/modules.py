@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
-from .described import BY_HAND, class_name
+from .canonical_text import BY_HAND, class_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .described import json_text, plain, text_digest
+from .canonical_text import json_text, plain, text_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

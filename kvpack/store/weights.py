@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding import dispatch
 from kvpack.runtime.threads import Begun, usable_cores
 
-from .described import ALL, json_text, plain, tensor_digest, tensor_text
+from .canonical_text import ALL, json_text, plain, tensor_digest, tensor_text
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

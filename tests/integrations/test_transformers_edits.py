@@ -204,7 +204,7 @@ def test_the_digest_is_that_of_every_weight_by_itself() -> None:
     import hashlib
     import json
 
-    from kvpack.store.described import plain
+    from kvpack.store.canonical_text import plain
 
     for model in (small_llama(), tied(), in_bf16(), with_buffer()):
         total = hashlib.sha256()

@@ -14,7 +14,7 @@ from torch import nn
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store.described import plain, sampled
+from kvpack.store.canonical_text import plain, sampled
 from kvpack.store.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")

@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 from kvpack import cache_names
 from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
-from kvpack.store.described import ALL, SAMPLE, weights_kind
+from kvpack.store.canonical_text import ALL, SAMPLE, weights_kind
 from kvpack.store.fingerprint import weights_of, weights_sample
 from kvpack.store.identity import Identity
 from kvpack.store.model_layers import cache_layers

@@ -24,7 +24,7 @@ from .counters import Counters, with_labels
 from .encryption import in_clear
 from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
 from .loading import FAULTS, refuse
-from .opening import check_identity, opened
+from .open_store import check_identity, opened
 from .options import StoreOptions, check_count
 from .page_keys import page_key
 from .tiers import Tiers, told

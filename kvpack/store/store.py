@@ -24,7 +24,7 @@ from .identity import states_key
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .leases import Leases
 from .loading import FAULTS, Loader
-from .opening import check_identity, opened
+from .open_store import check_identity, opened
 from .options import StoreOptions, check_count
 from .prefix_states import PrefixStates
 from .reclaim import reclaim

@@ -21,7 +21,7 @@ from kvpack.store.counters import Counters
 from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.metrics import shared_collector
-from kvpack.store.opening import opened
+from kvpack.store.open_store import opened
 from kvpack.store.options import StoreOptions
 from kvpack.store.page_keys import page_key
 from kvpack.store.page_store import PageStore

@@ -4,7 +4,7 @@
 <root>/unfinished/       files being written, locked by their writers
 <root>/holds/            one file per pinned chain and owner: its keys, and up to when it is pinned
 <root>/pins/             one file per chain pinned by an earlier version: its keys
-<root>/usage, lock       the counts of usage.py, and the evictor's lock
+<root>/usage, lock       the counts of disk_usage.py, and the evictor's lock
 <root>/index.db          what index.py knows of the entries
 """
 

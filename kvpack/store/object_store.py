@@ -4,7 +4,7 @@
     <prefix>/holds/...      a pinned chain: its owner, its end and its keys
     <prefix>/pins/...       a chain pinned by an earlier version: its keys
     <prefix>/leases/...     the token of whoever computes what is missing (leases.py)
-    <prefix>/uses/...       the entries used, the most recent last (uses.py)
+    <prefix>/uses/...       the entries used, the most recent last (last_used.py)
 
 Several requests run at once; after failures requests pause for a while.
 """

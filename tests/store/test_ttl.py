@@ -190,7 +190,8 @@ def test_puts_to_an_object_store_remove_what_has_expired(monkeypatch: pytest.Mon
 def test_merged_records_keep_times_and_ends() -> None:
     now, keys = 10**18, [bytes([number]) * 32 for number in range(6)]
     ages = [10**7, 10**6, 10**6 - 5, 100, 30, 0]
-    last = {key: last_used.Use(now - age * 10**9, 60 if number % 2 else None) for number, (key, age) in enumerate(zip(keys, ages, strict=True))}
+    aged = enumerate(zip(keys, ages, strict=True))
+    last = {key: last_used.Use(now - age * 10**9, 60 if number % 2 else None) for number, (key, age) in aged}
     records = last_used.merged(last, now)
     # Put now, by the store's clock; those of about one age and of one ttl are together.
     found = last_used.order_of([(now, f"uses/{name}", record) for name, record in records.items()])

@@ -39,7 +39,7 @@ class CpuSteps:
         if not self._is_even or layer.pending_tokens or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4:
             return False
         first, tokens = layer.raw_tokens, k.shape[2]
-        if first >= layer.window or first + tokens > layer.room:
+        if first - layer.newest >= layer.window or first + tokens > layer.room:
             return False
         given = (("k", k), ("v", v))
         for name, x in given:

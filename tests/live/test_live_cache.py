@@ -732,3 +732,14 @@ def test_steps_on_the_cpu_prepare_a_layer_once(monkeypatch: pytest.MonkeyPatch) 
     assert step(1, torch.float32) == first + 2
     step(300)
     assert step(1) > first + 2
+
+
+def test_steps_on_the_cpu_go_on_until_a_window_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    live, step = LiveCache("octopus-3", layers=1), tokens(1)
+    live.update(0, *tokens(200))
+    live.attend(0, queries(200))
+    # 128 tokens stay raw, and 128 are encoded together.
+    assert [live.try_update(0, *step) for _ in range(57)] == [*range(201, 257), None]
+    live.update(0, *step)
+    assert live.try_update(0, *step) == 258

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,17 +14,16 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.given import check_packed
 from kvpack.cache.layer import Layer
 from kvpack.cache.rows import check_rows, row_numbers
-from kvpack.cache.side import Side
-from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import check_flag, check_mapping, shown
-from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import own_modes
 
 from . import operators
 from .cpu_steps import CpuSteps
 from .layer import LiveLayer
+from .new_layers import checked_windows, empty_layer, live_layer
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -33,15 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvpack.coding.bases import Basis
-
-WINDOW = 128
-"""Tokens that are encoded together where the recipe does not say how many."""
-
-ROOM = 2
-"""Windows that the raw tail has room for, besides its newest tokens: steps may go on for a window after one is full."""
-
-NEWEST = 128
-"""The newest tokens, which stay raw where the recipe does not say how many are encoded together: the next ones attend to them the most."""
 
 DEFERRED = 1024
 """Tokens of an update that wait raw until the next one is made, so that the first token after a short suffix does not wait for them."""
@@ -80,7 +69,7 @@ class LiveCache:
         self._text, self.model, self.start = self._recipe.canonical, MappingProxyType(dict(model or {})), 0
         if self._recipe.basis is not None:
             self._recipe.basis.check_model(self.model)
-        self.sliding_windows = _checked_windows(sliding_windows, self._count)
+        self.sliding_windows = checked_windows(sliding_windows, self._count)
         self._layers: list[LiveLayer | None] = [None] * self._count
         self._kept: set[int] = set()
         self._shared: set[int] = set()
@@ -106,12 +95,12 @@ class LiveCache:
         live._text = live._recipe.canonical
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
         live._kept, live._shared = set(), set()
-        live.sliding_windows = _checked_windows(sliding_windows, len(cache))
+        live.sliding_windows = checked_windows(sliding_windows, len(cache))
         # Set once: each side would set them again.
         with contextlib.ExitStack() as modes:
             for device in {side.device for layer in cache for side in layer.sides.values()}:
                 modes.enter_context(own_modes(device))
-            live._layers = [live._made(number, layer) for number, layer in enumerate(cache)]
+            live._layers = [live._made(number, layer) if layer.sides else None for number, layer in enumerate(cache)]
         live._prepare()
         return live
 
@@ -120,7 +109,7 @@ class LiveCache:
         self._steps: list[Steps | CpuSteps | None] = [None] * self._count
         first = operators.ticket_of(self)
         self._tickets = [first.clone() for _ in range(self._count)]
-        self._value_dims = [_value_dim(layer) for layer in self._layers]
+        self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
         self._captures = self._known = False
         self.launches = 0
         """Changes when launches do: a CUDA graph of ``update`` and ``attend`` must then be captured again."""
@@ -214,11 +203,8 @@ class LiveCache:
 
         Returns None, and adds nothing, if ``update`` has more to do, or if the layer ``following`` has seen fewer tokens than this one.
         """
-        if type(layer) is not int:
-            integer(layer, "layer")
-        steps = self._steps[layer] if 0 <= layer < self._count else None
-        own = None if steps is None else self._layers[layer]
-        if steps is None or own is None:
+        own, steps = self._own(layer), self._steps[layer]
+        if own is None or steps is None:
             return None
         if following is not None and following != layer and self.seen(following) < self.seen(layer):
             return None
@@ -281,9 +267,7 @@ class LiveCache:
         self._check_finite()
         changed = False
         for number, layer in enumerate(self._layers):
-            if layer is None:
-                continue
-            if layer.roll():
+            if layer is not None and layer.roll():
                 changed |= self._changed(number)
         return changed
 
@@ -293,8 +277,8 @@ class LiveCache:
 
         It is 0 where a long update is not encoded yet, or one side has packed tokens that are raw on the other.
         """
-        held = [layer for layer in self._layers if layer is not None]
-        return min((0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in held), default=0)
+        rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._chosen(None))
+        return min(rooms, default=0)
 
     @property
     def is_uneven(self) -> bool:
@@ -324,9 +308,8 @@ class LiveCache:
     def replayed(self, tokens: int) -> None:
         """Note that a replay of a graph has added ``tokens`` tokens to every layer."""
         tokens = integer(tokens, "tokens")
-        for layer in self._layers:
-            if layer is not None:
-                layer.raw_tokens += tokens
+        for layer in self._chosen(None):
+            layer.raw_tokens += tokens
 
     def newest(self) -> Callable[[], None]:
         """What puts the newest token of every layer's raw tail back as it is now, where another was written over it."""
@@ -346,9 +329,8 @@ class LiveCache:
     def recount(self, tokens: int) -> None:
         """Count ``tokens`` more of the values in the raw tails, or fewer: a step goes back before what it added, to add the same again."""
         self.replayed(tokens)
-        for number, layer in enumerate(self._layers):
-            if layer is not None:
-                self._changed(number)
+        for number in range(self._count):
+            self._changed(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
         """All tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``. Raises OutOfBounds."""
@@ -503,65 +485,16 @@ class LiveCache:
     def _layer(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> LiveLayer:
         own = self._own(number)
         if own is None:
-            own = self._layers[number] = self._made(number, self._empty(number, k, v))
-            assert own is not None
-            self._value_dims[number] = _value_dim(own)
+            own = self._layers[number] = self._made(number, empty_layer(self._recipe, number, self._count, k, v))
+            self._value_dims[number] = own.value_dim
         given = k if v is None else v
         if not own.seen and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, own.batch):
             own = self._layers[number] = self._made(number, own.without_tokens(given.shape[0]))
-            assert own is not None
             self._steps[number] = None
             self.launches += 1
         return own
 
-    def _empty(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
-        """A layer without tokens, of the shapes of ``k`` and ``v``."""
-        sides: dict[str, Side | None] = {}
-        for name, x in zip(SIDES, (k, v), strict=True):
-            if x is None:
-                sides[name] = None
-                continue
-            where = f"layers[{number}].{name}"
-            if not isinstance(x, torch.Tensor) or x.dim() != 4 or not x.shape[0] or not x.shape[1]:
-                shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise InvalidParameter(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
-            if x.dtype not in RAW_DTYPES.values():
-                raise InvalidType(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
-            try:
-                codec = self._recipe.codec(number, self._count, name, x.shape[3], RAW_NAMES[x.dtype])
-            except InvalidParameter as error:
-                raise type(error)(f"{where}: {error}") from None
-            sides[name] = Side(codec, (), x[:, :, :0].clone(), self._recipe.window)
-        if not any(sides.values()):
-            raise InvalidParameter(f"layers[{number}]: neither keys nor values were given")
-        return Layer(sides["k"], sides["v"])
-
-    def _made(self, number: int, layer: Layer) -> LiveLayer | None:
-        if not layer.sides:
-            return None
-        group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
-        windows = [side.window for side in layer.sides.values() if side.window]
-        window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
-        newest = 0 if windows else NEWEST
-        made = LiveLayer(layer, window, newest, ROOM * window + newest, self.sliding_windows[number], f"layers[{number}]", self.start)
+    def _made(self, number: int, layer: Layer) -> LiveLayer:
+        made = live_layer(layer, number, self.sliding_windows[number], self.start)
         made.keeps_past = number in self._kept
         return made
-
-
-def _value_dim(layer: LiveLayer | None) -> int:
-    return 0 if layer is None or "v" not in layer.sides else layer.sides["v"].dim
-
-
-def _checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    if windows is None:
-        return (None,) * layers
-    if not isinstance(windows, list | tuple):
-        raise InvalidType(f"sliding_windows is {shown(windows)}, expected a list with an integer or None for each layer")
-    if len(windows) != layers:
-        raise InvalidParameter(
-            f"sliding_windows has {len(windows)} items, and the cache {layers} layers: give one, or None, for each layer"
-        )
-    for window in windows:
-        if window is not None and integer(window, "sliding_windows") < 1:
-            raise InvalidParameter(f"sliding_windows has {window}, expected integers of at least 1, or None")
-    return tuple(windows)

@@ -59,6 +59,11 @@ class LiveLayer:
         return self._one_side.batch
 
     @property
+    def value_dim(self) -> int:
+        """The dim of values; 0 without any."""
+        return self.sides["v"].dim if "v" in self.sides else 0
+
+    @property
     def older_tokens(self) -> int:
         """The number of tokens before the tail: in pages, but for those that one side has not finished a token group with."""
         return self._one_side.older_tokens

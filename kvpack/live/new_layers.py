@@ -1,0 +1,79 @@
+"""Layers of a live cache, as it makes them: of its first tokens, or of an immutable layer that it continues."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.cache.layer import Layer
+from kvpack.cache.side import Side
+from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.coding.recipes import SIDES
+from kvpack.formats.arguments import integer, shown
+from kvpack.formats.errors import InvalidParameter, InvalidType
+
+from .layer import LiveLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.coding.recipes import Recipe
+
+WINDOW = 128
+"""Tokens that are encoded together where the recipe does not say how many."""
+
+ROOM = 2
+"""Windows that the raw tail has room for, besides its newest tokens: steps may go on for a window after one is full."""
+
+NEWEST = 128
+"""The newest tokens, which stay raw where the recipe does not say how many are encoded together: the next ones attend to them the most."""
+
+
+def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
+    """Layer ``number`` of ``layers`` without tokens, of the shapes of ``k`` and ``v``. Raises InvalidParameter and InvalidType."""
+    sides: dict[str, Side | None] = {}
+    for name, x in zip(SIDES, (k, v), strict=True):
+        if x is None:
+            sides[name] = None
+            continue
+        where = f"layers[{number}].{name}"
+        if not isinstance(x, torch.Tensor) or x.dim() != 4 or not x.shape[0] or not x.shape[1]:
+            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidParameter(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
+        if x.dtype not in RAW_DTYPES.values():
+            raise InvalidType(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
+        try:
+            codec = recipe.codec(number, layers, name, x.shape[3], RAW_NAMES[x.dtype])
+        except InvalidParameter as error:
+            raise type(error)(f"{where}: {error}") from None
+        sides[name] = Side(codec, (), x[:, :, :0].clone(), recipe.window)
+    if not any(sides.values()):
+        raise InvalidParameter(f"layers[{number}]: neither keys nor values were given")
+    return Layer(sides["k"], sides["v"])
+
+
+def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int) -> LiveLayer:
+    """The live layer that continues ``layer``, which has sides, number ``number`` of a cache from position ``start`` on."""
+    group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
+    windows = [side.window for side in layer.sides.values() if side.window]
+    window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
+    newest = 0 if windows else NEWEST
+    return LiveLayer(layer, window, newest, ROOM * window + newest, sliding_window, f"layers[{number}]", start)
+
+
+def checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
+    """``sliding_windows`` of a cache of ``layers`` layers. Raises InvalidParameter and InvalidType."""
+    if windows is None:
+        return (None,) * layers
+    if not isinstance(windows, list | tuple):
+        raise InvalidType(f"sliding_windows is {shown(windows)}, expected a list with an integer or None for each layer")
+    if len(windows) != layers:
+        raise InvalidParameter(
+            f"sliding_windows has {len(windows)} items, and the cache {layers} layers: give one, or None, for each layer"
+        )
+    for window in windows:
+        if window is not None and integer(window, "sliding_windows") < 1:
+            raise InvalidParameter(f"sliding_windows has {window}, expected integers of at least 1, or None")
+    return tuple(windows)

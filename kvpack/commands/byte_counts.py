@@ -28,7 +28,7 @@ def positive_byte_count(text: str) -> int:
     """``byte_count`` of at least 1. Raises ArgumentTypeError."""
     count = byte_count(text)
     if not count:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no byte, expected at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is less than one byte; expected at least 1")
     return count
 
 

@@ -69,11 +69,11 @@ def read_prompt(path: str) -> str:
 
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if path == "-" else read_bytes(path, MAX_PROMPT_BYTES, "a prompt")
     if len(data) > MAX_PROMPT_BYTES:
-        raise InvalidParameter(f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, the limit for a prompt")
+        raise InvalidParameter(f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, the limit for a prompt: pass a shorter text")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise InvalidParameter(f"{path}: is not UTF-8 at byte {error.start}: convert the text, for example with iconv") from None
     if not text:
-        raise InvalidParameter(f"{path}: is empty, expected the text that the model is to read")
+        raise InvalidParameter(f"{path}: is empty: pass a file with the text that the model should read")
     return text

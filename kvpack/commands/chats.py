@@ -25,11 +25,11 @@ def loaded(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to use the CPU")
+        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: leave --device out to use the CPU")
     with model_folder(model) as folder:
         network, tokenizer = load_model(folder, dtype="auto").to(device), load_tokenizer(folder)
     if tokenizer is None:
         if network.get_input_embeddings().weight.shape[0] <= BOS:
-            raise InvalidParameter(f"{folder}: has no tokenizer, and too few tokens for one of bytes: give a folder with a tokenizer")
+            raise InvalidParameter(f"{folder}: has no tokenizer, and too few tokens to use bytes instead: pass a folder with a tokenizer")
         tokenizer = ByteTokenizer()
     return network, tokenizer

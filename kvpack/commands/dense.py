@@ -97,7 +97,7 @@ def pack(arguments: argparse.Namespace) -> int:
         cache = kvpack.pack(layers, recipe, model=note.model, start=note.start, inputs=inputs, progress=callback)
     known = 0 if inputs is None else len(inputs.known[0]) // ID_BYTES
     if known > cache.tokens:
-        raise InvalidParameter(f"{arguments.input}: {IDS} has {known} ids, and the layers have {cache.tokens} tokens: leave out the rest")
+        raise InvalidParameter(f"{arguments.input}: {IDS} has {known} ids, but the layers have {cache.tokens} tokens: remove the extra ids")
     save(replace(cache, metadata=MappingProxyType(note.metadata), position_offsets=note.offsets), arguments)
     return 0
 
@@ -155,7 +155,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
     ids = tensors.pop(IDS, None)
     batch = min(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
     if ids is not None and ids.dim() == 2 and len(ids) not in (1, batch):
-        raise InvalidParameter(f"{path}: {IDS} has the shape {list(ids.shape)}, and the layers have {batch} sequences: give a row for each")
+        raise InvalidParameter(f"{path}: {IDS} has the shape {list(ids.shape)}, but the layers have {batch} sequences: pass a row for each")
     inputs = _inputs(path, ids, note)
     for name, tensor in tensors.items():
         number, _, state = name.partition(".state.")

@@ -67,11 +67,11 @@ def import_(arguments: argparse.Namespace) -> int:
     slot = is_state_file(arguments.input)
     if slot and not _HEADS.fullmatch(arguments.kv_heads or ""):
         found = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"
-        raise InvalidParameter(f"--kv-heads is {found}: a slot of llama.cpp does not say how many heads its keys have, such as 8")
-    if not slot and (arguments.kv_heads or windows or arguments.latents):
         raise InvalidParameter(
-            f"{arguments.input}: is no sequence state of llama.cpp, and --kv-heads, --window and --latents are for those"
+            f"--kv-heads is {found}: llama.cpp slots do not record their number of KV heads; pass it, for example --kv-heads 8"
         )
+    if not slot and (arguments.kv_heads or windows or arguments.latents):
+        raise InvalidParameter(f"{arguments.input}: is not a sequence state of llama.cpp: leave out --kv-heads, --window and --latents")
     with progress("encode", arguments) as callback:
         if slot:
             heads = [int(count) for count in arguments.kv_heads.split(",")]
@@ -92,7 +92,7 @@ def export(arguments: argparse.Namespace) -> int:
     windows, slot = _windows(arguments), arguments.to == "llama.cpp"
     check_output(arguments, arguments.output, arguments.input, arguments.basis)
     if not slot and (arguments.transposed is not None or arguments.streams is not None):
-        raise InvalidParameter("--transposed and --streams are for --to llama.cpp")
+        raise InvalidParameter("--transposed and --streams work with --to llama.cpp only: leave them out")
     # Truncating a mapped file would end the process, so the command reads a copy.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:

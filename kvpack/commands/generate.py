@@ -80,12 +80,12 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.max_tokens < 1:
         raise InvalidParameter(f"--max-tokens is {arguments.max_tokens}, expected at least 1")
     if arguments.update and arguments.output is not None:
-        raise InvalidParameter("--update saves in FILE, and --out elsewhere: leave one of them out")
+        raise InvalidParameter("--update saves to FILE, and --out to another file: pass only one of them")
     options: dict[str, Any] = {"max_new_tokens": arguments.max_tokens}
     if arguments.temperature is None:
         return options
     if not 0 <= arguments.temperature < float("inf"):
-        raise InvalidParameter(f"--temperature is {arguments.temperature}, expected a number from 0")
+        raise InvalidParameter(f"--temperature is {arguments.temperature}, expected 0 or more")
     return options | ({"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {"do_sample": False})
 
 
@@ -100,7 +100,7 @@ def hub_name(path: str) -> str:
         name = file.header.model.get("name", "")
     if "/" not in name.strip("/."):
         found = f"names the model {name!r:.80}, which is a folder" if name else "names no model"
-        raise MissingFile(f"{path}: {found}: give --model, the folder of the model that made the file, or its name on the hub")
+        raise MissingFile(f"{path}: {found}: pass --model with the folder or the hub name of the model that made the file")
     return name
 
 

@@ -267,7 +267,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
     given = (arguments.model, arguments.recipe, arguments.older_than, arguments.tenant or None)
     if given == (None, None, None, None):
-        raise InvalidParameter("nothing says what to remove: give --model, --recipe, --older-than or --tenant, or several of them")
+        raise InvalidParameter("say what to remove: pass --model, --recipe, --older-than or --tenant, or several of them")
     recipe = None if arguments.recipe is None else parse_recipe(arguments.recipe).canonical
     before = None if arguments.older_than is None else time.time_ns() - arguments.older_than * 10**9
     store = Opened(arguments)
@@ -302,11 +302,15 @@ def run_unpin(arguments: argparse.Namespace) -> int:
     if len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef"):
         found = {bytes.fromhex(digits)}
     if len(found) != 1 or not digits:
-        raise InvalidParameter(f"key {arguments.key!r:.100} is the beginning of {len(found)} pinned keys, expected one that stat prints")
+        raise InvalidParameter(
+            f"{len(found)} pinned keys start with {arguments.key!r:.100}, expected one: copy a key from kvpack store stat"
+        )
     (key,) = found
     done = store.backend.unpin([key], owner)
     if not done and not store.faults:
-        raise InvalidParameter(f"key {key.hex()} is not pinned{'' if owner is None else f' by {printable(owner)}'}: stat prints what is")
+        raise InvalidParameter(
+            f"key {key.hex()} is not pinned{'' if owner is None else f' by {printable(owner)}'}: kvpack store stat lists the pinned keys"
+        )
     if arguments.json:
         print_json({"key": key.hex(), "unpinned": done})
     else:

@@ -26,8 +26,8 @@ def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.T
     exact = side.codec.exact_dtype
     if dtype is None and exact is None:
         raise InvalidParameter(
-            f"{where}: values of the codec {side.codec.id} are binary32, and {library}'s are those of the model: name the dtype to round "
-            "them to, such as dtype='bf16', in commands --dtype bf16"
+            f"{where}: the codec {side.codec.id} decodes to binary32, but {library} stores the dtype of the model: choose one, such as "
+            "dtype='bf16' (--dtype bf16 on the command line)"
         )
     wanted = dtype or exact
     assert wanted is not None

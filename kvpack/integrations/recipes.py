@@ -26,7 +26,7 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
     found = parse_recipe(recipe)
     if not found.needs_basis:
         if basis is not None:
-            raise InvalidParameter(f"basis is {os.fspath(basis)!r}, and the recipe {recipe!r} needs none: leave it out")
+            raise InvalidParameter(f"basis is {os.fspath(basis)!r}, but the recipe {recipe!r} needs none: leave basis out")
         return found
     if basis is None:
         raise MissingBasis(
@@ -42,14 +42,14 @@ def check_layers(recipe: str, why: str) -> None:
     """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest, as one with a basis does."""
     check_no_layers_named(recipe, why)
     if parse_recipe(recipe).needs_basis:
-        raise InvalidParameter(f"the recipe {recipe!r} takes other columns of its basis in each layer, and {why}: use one without a basis")
+        raise InvalidParameter(f"the recipe {recipe!r} uses other columns of its basis in each layer, but {why}: use one without a basis")
 
 
 def check_no_layers_named(recipe: str, why: str) -> None:
     """Raise InvalidParameter for a recipe whose clauses name layers."""
     named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
     if named:
-        raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, and {why}: use one without layers")
+        raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, but {why}: use one without layers")
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys:
     file = tmp_path / "prompt.kvpack"
     assert run("cache", "--model", DEMO / "tinylm", "--prompt-file", tmp_path / "prompt.txt", "--out", file) == 0
     assert run("generate", file, "--prompt", "a") == 3
-    assert "names the model 'tinylm', which is a folder: give --model" in capsys.readouterr().err
+    assert "names the model 'tinylm', which is a folder: pass --model" in capsys.readouterr().err
     assert run("generate", file, "--prompt", "a", "--model", DEMO / "tinylm", *GREEDY) == 0
 
 
@@ -99,9 +99,9 @@ def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys:
     ("words", "code", "message"),
     [
         (["--prompt", "a", "--max-tokens", "0"], 2, "--max-tokens is 0, expected at least 1"),
-        (["--prompt", "a", "--temperature", "-1"], 2, "--temperature is -1.0, expected a number from 0"),
-        (["--prompt", "a", "--temperature", "nan"], 2, "--temperature is nan, expected a number from 0"),
-        (["--prompt", "a", "--update", "--out", "x"], 2, "leave one of them out"),
+        (["--prompt", "a", "--temperature", "-1"], 2, "--temperature is -1.0, expected 0 or more"),
+        (["--prompt", "a", "--temperature", "nan"], 2, "--temperature is nan, expected 0 or more"),
+        (["--prompt", "a", "--update", "--out", "x"], 2, "pass only one of them"),
         (["--prompt", "a", "--out", "{file}"], 2, "is an input of this command"),
         (["--prompt", "a", "--model", "/nowhere"], 3, "has no config.json"),
         pytest.param(

@@ -380,12 +380,12 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (b"ggsq", {}, "is no sequence state of llama.cpp: it has 4 bytes"),
-        (state([], magic=0x12345678), {}, r"begins with 0x12345678, and a sequence state of llama.cpp with 0x67677371 \('ggsq'\)"),
+        (b"ggsq", {}, "is not a sequence state of llama.cpp: it has only 4 bytes"),
+        (state([], magic=0x12345678), {}, r"begins with 0x12345678, but a sequence state of llama.cpp begins with 0x67677371 \('ggsq'\)"),
         (state([], magic=0x6767736E), {}, r"is the state of a whole context \('ggsn'\).*save it with llama_state_seq_save_file"),
         (state([], magic=0x67676C61), {}, r"is an adapter \('ggla'\)"),
-        (state(SEVEN, whole(), version=2), {}, "is a sequence state of version 2, and kvpack reads version 3"),
-        (state(SEVEN, whole(), version=4), {}, "is a sequence state of version 4, and kvpack reads version 3"),
+        (state(SEVEN, whole(), version=2), {}, "is a sequence state of version 2, but kvpack reads only version 3"),
+        (state(SEVEN, whole(), version=4), {}, "is a sequence state of version 4, but kvpack reads only version 3"),
         (state(SEVEN), {}, "is cut off: the streams of its whole layers have 4 bytes from byte 40 on, and 0 are left"),
         (struct.pack("<III", 0x67677371, 3, 2**32 - 1), {}, "its 4294967295 token ids have 17179869180 bytes from byte 12 on, and 0 are"),
         (state(SEVEN, whole())[:-1], {}, "is cut off: the values of whole layer 1 have 224 bytes"),
@@ -403,7 +403,7 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(SEVEN[:-1], whole()), {}, "holds 6 token ids and 7 cells, expected as many, or no ids"),
         (state([*SEVEN[:-1], -7], whole()), {}, "token 6 has the id -7, expected one of at least 0"),
         (state(of_server(SEVEN[:-1]), whole()), {}, "holds 6 token ids and 7 cells"),
-        (state([-1, 2, *of_server(SEVEN)[2:]], whole()), {}, "its 11 words of token ids begin like llama-server's, and are not version 1"),
+        (state([-1, 2, *of_server(SEVEN)[2:]], whole()), {}, "its 11 words of token ids begin like llama-server's, but are not version 1"),
         (state([-1, 1, 12, *SEVEN, 0], whole()), {}, "its 11 words of token ids begin like llama-server's"),
         (state([*of_server(SEVEN), 0], whole()), {}, "its 12 words of token ids begin like llama-server's"),
         (state([-1], whole()), {}, "its 1 words of token ids begin like llama-server's"),
@@ -444,7 +444,7 @@ def test_other_files_are_refused(data: bytes, options: dict[str, Any], message: 
 def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
     data = whole(streams=2).pieces()
     twice = state(SEVEN) + data[:-4] + data[4:-4]
-    with pytest.raises(InvalidParameter, match="two of its streams hold cells, and kvpack reads one sequence"):
+    with pytest.raises(InvalidParameter, match="two of its streams hold cells, but kvpack reads one sequence"):
         import_slot(written(tmp_path / "in.bin", twice), kv_heads=2)
     alone = state(SEVEN, whole())[: -2 * (12 + 7 * 32)]
     with pytest.raises(InvalidParameter, match=r"ends after its keys: it is cut off, or of a model with .*latents=True, or --latents"):
@@ -514,7 +514,7 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     refused(made, "windows names 1 layers, and the file that the cache came from had 0 of them", windows={0: 8})
     refused(made, r"windows\[7\] is 8, expected tokens by the number of a layer, 0 to 1", windows={7: 8})
     refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
-    refused(cache((k, v), recipe="octopus-3"), r"layer 0: values of the codec octahedral are binary32, and llama.cpp's.*dtype='bf16'")
+    refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to binary32, but llama.cpp stores .*dtype='bf16'")
     refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")
     refused(cache((k, v), start=5), "has 7 tokens from position 5 on; a sequence of llama.cpp begins at position 0")
     refused(cache((None, v)), "layer 0 holds no keys: kvpack writes keys and values, or latents alone, for llama.cpp")
@@ -551,7 +551,7 @@ def test_windows_that_differ_share_no_cells(tmp_path: Path) -> None:
 def test_a_cache_of_llama_cpp_is_no_other_librarys(tmp_path: Path) -> None:
     cache = import_slot(FILES / "rows.bin", kv_heads=1, model={"name": "tiny", "config": "another"})
     assert cache.model == {"name": "tiny", "dtype": "fp16 of llama.cpp", "config": CONFIG}
-    with pytest.raises(InvalidParameter, match=r"came from llama\.cpp, which may have the channels of keys in another order than mlx-lm"):
+    with pytest.raises(InvalidParameter, match=r"came from llama\.cpp, whose keys may have their channels in another order than mlx-lm"):
         export_prompt_cache(cache, tmp_path / "out.safetensors")
     transformers = pytest.importorskip("transformers")
     from kvpack.integrations.transformers import KvpackCache
@@ -562,7 +562,7 @@ def test_a_cache_of_llama_cpp_is_no_other_librarys(tmp_path: Path) -> None:
         )
     ).eval()
     for cut in (cache, cache.convert("octopus-4").prefix(4)):
-        with pytest.raises(InvalidParameter, match=r"computed by a model whose dtype is 'fp16 of llama\.cpp', and this one's is 'float32'"):
+        with pytest.raises(InvalidParameter, match=r"computed by a model whose dtype is 'fp16 of llama\.cpp', but this one's is 'float32'"):
             KvpackCache.of(cut, model)
 
 
@@ -570,7 +570,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     own, packed, out = str(FILES / "windows.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
     assert is_state_file(own)
     assert main(["import", own, packed, "--window", "0,2=4"]) == 2
-    assert "--kv-heads is missing: a slot of llama.cpp does not say how many heads its keys have" in capsys.readouterr().err
+    assert "--kv-heads is missing: llama.cpp slots do not record their number of KV heads" in capsys.readouterr().err
     assert main(["import", own, packed, "--kv-heads", "one"]) == 2
     assert "--kv-heads is 'one'" in capsys.readouterr().err
     assert main(["import", own, packed, "--kv-heads", "1", "--window", "0,2=4"]) == 0
@@ -579,7 +579,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["export", packed, str(tmp_path / "out.safetensors")]) == 2
     assert "the cache came from llama.cpp" in capsys.readouterr().err
     assert main(["export", packed, out, "--streams", "1"]) == 2
-    assert "--transposed and --streams are for --to llama.cpp" in capsys.readouterr().err
+    assert "--transposed and --streams work with --to llama.cpp only" in capsys.readouterr().err
     assert main(["export", packed, out, "--to", "llama.cpp", "--window", "0,2=4"]) == 0
     assert Path(out).read_bytes() == Path(own).read_bytes()
     assert main(["import", str(FILES / "latents.bin"), packed, "--kv-heads", "1", "--latents", "--force"]) == 0
@@ -589,4 +589,4 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert Path(out).stat().st_size > (FILES / "rows.bin").stat().st_size
     (tmp_path / "other").write_bytes(b"no state")
     assert main(["import", str(tmp_path / "other"), packed, "--kv-heads", "1", "--force"]) == 2
-    assert "is no sequence state of llama.cpp, and --kv-heads, --window and --latents are for those" in capsys.readouterr().err
+    assert "is not a sequence state of llama.cpp: leave out --kv-heads, --window and --latents" in capsys.readouterr().err

@@ -452,7 +452,7 @@ def test_bytes_of_another_dtype_are_missing(opened: Callable[..., Any]) -> None:
 
 
 def test_recipes_of_layers_are_refused(opened: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and LMCache's objects do not tell which layers"):
+    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not tell which layers"):
         opened(recipe="octopus-4;boundary-1")
 
 
@@ -462,7 +462,7 @@ def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], t
     path.write_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "folder/m"}))
     with pytest.raises(MissingBasis, match="the recipe 'kv=klt:bits=4' needs a basis: set basis to the path"):
         opened(recipe="kv=klt:bits=4")
-    with pytest.raises(InvalidParameter, match="the recipe 'raw' needs none: leave it out"):
+    with pytest.raises(InvalidParameter, match="the recipe 'raw' needs none: leave basis out"):
         opened(basis=str(path))
     adapter = opened(recipe="kv=klt:bits=4", basis=str(path))
     key, given = ObjectKey(b"a", "folder/m"), objects(1)

@@ -119,9 +119,9 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([("QuantizedKVCache", [K, V, 40])], r"layer 0 is a 'QuantizedKVCache', and kvpack reads KVCache"),
+        ([("QuantizedKVCache", [K, V, 40])], r"layer 0 is a 'QuantizedKVCache', but kvpack reads KVCache"),
         ([("KVCache", [K, V, 40]), ("ArraysCache", [K])], "layer 1 is a 'ArraysCache'"),
-        ([("RotatingKVCache", [rotated(K, 16, 37), V[:, :, :16], 37, 4, 16, 5])], "keeps the first 4 of 37 tokens beside the newest 12"),
+        ([("RotatingKVCache", [rotated(K, 16, 37), V[:, :, :16], 37, 4, 16, 5])], "keeps the first 4 of 37 tokens next to the newest 12"),
         ([("RotatingKVCache", [K, V, 37, 0, 16, 41])], "the next place of its window is 41 after 37 tokens, and it holds 40"),
         ([("RotatingKVCache", [K, V])], "part 2 of its state is missing"),
         ([("KVCache", [K, V, 41])], "has seen 41 tokens and holds 40"),
@@ -196,7 +196,7 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     with pytest.raises(InvalidParameter, match=r"names end in \.safetensors"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), tmp_path / "out")
-    with pytest.raises(InvalidParameter, match=r"layer 0: values of the codec octahedral are binary32.*dtype='bf16'"):
+    with pytest.raises(InvalidParameter, match=r"layer 0: the codec octahedral decodes to binary32.*dtype='bf16'"):
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3"), path)
     with pytest.raises(InvalidParameter, match=r"the newest 30 of 40 tokens: give its sliding window, such as windows=\{0: 31\}"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path)
@@ -220,7 +220,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["import", str(source), str(tmp_path / "x.kvpack"), "--recipe", "octopus-4"]) == 0
     assert kvpack.load(tmp_path / "x.kvpack").metadata == {"model": "m"}
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors")]) == 2
-    assert "name the dtype to round them to, such as dtype='bf16', in commands --dtype bf16" in capsys.readouterr().err
+    assert "such as dtype='bf16' (--dtype bf16 on the command line)" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--dtype", "bf16", "--window", "0=64"]) == 0
     assert (import_prompt_cache(tmp_path / "out.safetensors")[0].unpack(torch.float32)[0] - K).norm() < 0.1 * K.norm()
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--window", "all=64"]) == 2

@@ -298,7 +298,7 @@ def test_latents_are_two_sides(storage: Any, tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="extra_config has location, misspelled, recipe, revision for kvpack, expected location"):
         opened(storage, pool("page_first"), tmp_path, misspelled=1)
-    with pytest.raises(InvalidParameter, match="the model 'a/model' is no folder: give revision"):
+    with pytest.raises(InvalidParameter, match="the model 'a/model' is not a folder: set revision"):
         opened(storage, pool("page_first"), tmp_path, revision=None)
     strange = pool("page_first")
     strange.layout = "page_unified"
@@ -306,14 +306,14 @@ def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
         opened(storage, strange, tmp_path)
     scaled = pool("page_first")
     scaled.get_size_per_token = lambda: 2 * LAYERS * HEADS * DIM * 2 + 64
-    with pytest.raises(InvalidParameter, match="the host pool keeps 9216 bytes per page, and its keys and values have 8192: scales"):
+    with pytest.raises(InvalidParameter, match="the host pool keeps 9216 bytes per page, but its keys and values have 8192"):
         opened(storage, scaled, tmp_path)
     vectors = [types.SimpleNamespace(buffers=types.SimpleNamespace(layout="vectorized_5d"))]
     with pytest.raises(InvalidParameter, match="SGLang keeps values in the layout 'vectorized_5d', expected nhd"):
         opened(storage, pool("page_first", _buffer_infos=vectors), tmp_path)
     backend = opened(storage, pool("page_first"), tmp_path)
     for call in (lambda: backend.get("key"), lambda: backend.batch_get([]), lambda: backend.set("key"), lambda: backend.batch_set([])):
-        with pytest.raises(InvalidParameter, match='write "interface_v1": 1'):
+        with pytest.raises(InvalidParameter, match='set "interface_v1": 1'):
             call()
     with pytest.raises(InvalidParameter, match="1 keys were given for indices of 2 pages"):
         backend.batch_get_v1(["key"], indices(0, 1))
@@ -390,7 +390,7 @@ def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) 
         made.dtype, made.k_buffer, made.v_buffer = torch.uint8, made.k_buffer.to(torch.uint8), made.v_buffer.to(torch.uint8)
         return made
 
-    with pytest.raises(InvalidParameter, match="no server's kv_cache_dtype tells what they are"):
+    with pytest.raises(InvalidParameter, match="bytes of an unknown dtype"):
         opened(storage, of_bytes(1), tmp_path, recipe="raw")
     e4m3 = {**dict.fromkeys(storage._SETTINGS), "kv_cache_dtype": "fp8_e4m3", "json_model_override_args": "{}"}
     others = [
@@ -489,7 +489,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
     codec = kvpack.pages.PageCodec("kv=klt:bits=4", pages.geometry, basis=tmp_path / "model")
     assert codec.encode_into(pages, [4], rows) == codec.decode_into(rows, target, [4]) == [None]
     assert all(torch.equal(x, y) for x, y in zip(plain(made, 4), plain(read, 2), strict=True))
-    with pytest.raises(InvalidParameter, match="takes other columns of its basis in each layer, and this pool does not hold all layers"):
+    with pytest.raises(InvalidParameter, match="uses other columns of its basis in each layer, but this pool does not hold all layers"):
         backend.register_mem_host_pool_v2(pool("page_first"), "swa")
     backend.close()
     with pytest.raises(MissingBasis, match="set basis to the path"):
@@ -500,7 +500,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
 
 def test_recipes_of_layers_are_for_pools_of_all_layers(storage: Any, tmp_path: Path) -> None:
     backend = opened(storage, pool("page_first"), tmp_path, recipe="octopus-4;boundary-1")
-    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', and this pool does not hold all layers of the model"):
+    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but this pool does not hold all layers of the model"):
         backend.register_mem_host_pool_v2(pool("page_first"), "swa")
     backend.close()
 

@@ -124,13 +124,13 @@ def test_a_pass_of_more_rows_is_refused_before_it_changes_anything(model_type: s
     past = KvpackCache(model, "raw")
     prompt_of(model, past)
     with torch.no_grad():
-        with pytest.raises(InvalidParameter, match=r"3 rows, and the cache holds 1 sequence: cache\.batch_repeat_interleave\(3\)"):
+        with pytest.raises(InvalidParameter, match=r"3 rows, but the cache holds 1 sequence: cache\.batch_repeat_interleave\(3\)"):
             model(FOLLOWING.expand(3, -1), past_key_values=past)
         expected = model(torch.cat([PROMPT, FOLLOWING], 1).expand(3, -1)).logits[:, PROMPT.shape[1] :]
         past.batch_repeat_interleave(3)
         found = model(FOLLOWING.expand(3, -1), past_key_values=past).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    with torch.no_grad(), pytest.raises(InvalidParameter, match="4 rows, and the cache holds 3 sequences"):
+    with torch.no_grad(), pytest.raises(InvalidParameter, match="4 rows, but the cache holds 3 sequences"):
         model(FOLLOWING.expand(4, -1), past_key_values=past)
 
 
@@ -179,11 +179,11 @@ def test_attention_that_passes_states_on_takes_packed_layers(model_type: str) ->
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("minimax", "MiniMaxForCausalLM takes no cache but its own, a MiniMaxCache"),
-        ("xlm", "XLMWithLMHeadModel takes no cache of keys and values"),
-        ("openai-gpt", "takes no cache of keys and values: it keeps other states, or none"),
+        ("minimax", "MiniMaxForCausalLM accepts only its own cache, a MiniMaxCache"),
+        ("xlm", "XLMWithLMHeadModel keeps no cache of keys and values"),
+        ("openai-gpt", "keeps no cache of keys and values, so there is nothing to pack"),
         ("blt", "transformers makes no cache of layers for the configuration of BltForCausalLM"),
-        ("mamba", "takes no cache of keys and values"),
+        ("mamba", "keeps no cache of keys and values"),
     ],
 )
 def test_models_without_such_a_cache_are_refused(model_type: str, message: str) -> None:

@@ -292,7 +292,7 @@ def test_an_encoders_cache_goes_on_from_files(tmp_path: Path) -> None:
     assert cache.get_seq_length() == held
     assert generated(model, ROWS, cache, decoder_input_ids=begun) == generated(model, ROWS, decoder_input_ids=begun)
     assert cache.get_seq_length() == held + 8
-    with pytest.raises(InvalidParameter, match="generate was given 1 token ids, and the cache holds 16: give those 16 ids"):
+    with pytest.raises(InvalidParameter, match="generate got 1 token ids, but the cache holds 16: pass those 16 ids"):
         generated(model, ROWS, cache, decoder_input_ids=begun[:, :1])
 
 
@@ -307,9 +307,9 @@ def test_a_prompt_in_chunks_goes_on_after_the_cache(name: str) -> None:
             begun = generated(model, REPEATED[:, :8], cache, max_new_tokens=2, prompt_lookup_num_tokens=2)
             cache.crop(8 - cache.get_seq_length())
             for wrong, reason in [
-                (REPEATED.roll(3, 1), "token 0 of row 0 has the id 10, and the cache was computed from the id 5 there"),
-                (REPEATED[:, :8], "generate was given 8 token ids, and the cache holds 8: give those 8 ids, then at least one"),
-                (REPEATED[:, :6], "generate was given 6 token ids, and the cache holds 8: give those 8 ids, then at least one"),
+                (REPEATED.roll(3, 1), "token 0 of row 0 has the id 10, but the cache was computed from the id 5"),
+                (REPEATED[:, :8], "generate got 8 token ids, but the cache holds 8: pass those 8 ids followed by at least one"),
+                (REPEATED[:, :6], "generate got 6 token ids, but the cache holds 8: pass those 8 ids followed by at least one"),
             ]:
                 mask = {name: torch.ones_like(wrong) for name in given}
                 with pytest.raises(InvalidParameter, match=reason):
@@ -362,7 +362,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 @pytest.mark.parametrize(("name", "sizes"), [("MambaConfig", {"state_size": 8}), ("RwkvConfig", {"attention_hidden_size": 32})])
 def test_models_without_keys_and_values_are_refused_by_name(name: str, sizes: dict[str, int]) -> None:
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SMALL, **sizes)).eval()
-    text = r"(takes no cache of keys and values: it keeps other states, or none|has no layer with keys and values: only its states)"
+    text = r"(keeps no cache of|has no layer with) keys and values, so there is nothing to pack"
     pairs = kvpack.pack([(torch.zeros(1, 2, 4, 8),) * 2] * model.config.num_hidden_layers, "raw")
     with pytest.raises(InvalidParameter, match=text):
         KvpackCache(model, "raw")

@@ -328,7 +328,7 @@ def test_adapters_are_compared_by_every_weight(tmp_path: Path) -> None:
 
 def test_another_dtype_is_another_model(tmp_path: Path) -> None:
     path = saved(small_llama(), tmp_path / "file")
-    with pytest.raises(InvalidParameter, match="a model whose dtype is 'float32', and this one's is 'bfloat16'"):
+    with pytest.raises(InvalidParameter, match="a model whose dtype is 'float32', but this one's is 'bfloat16'"):
         KvpackCache.load(path, in_bf16())
     quarter = small_llama()
     quarter.lm_head.weight.data = quarter.lm_head.weight.data.to(torch.float16)

@@ -79,7 +79,7 @@ def test_the_cache_generates_as_its_model_does(model: Any, shape: Any) -> None:
         assert cache.generate(shape(prompt), max_new_tokens=9, **OPTIONS).tolist() == expected.tolist()
         longer = torch.cat([expected, expected[:, :1]], 1)
         assert cache.generate(shape(longer), max_new_tokens=1, **OPTIONS).shape == (1, 71)
-        with pytest.raises(InvalidParameter, match=r"token 0 of row 0 has the id .*, and the cache was computed from"):
+        with pytest.raises(InvalidParameter, match=r"token 0 of row 0 has the id .*, but the cache was computed from"):
             cache.generate(shape(longer + 1), max_new_tokens=1)
         with pytest.raises(InvalidType, match="expected token ids"):
             cache.generate("text")
@@ -287,9 +287,9 @@ def test_embeddings_go_on_after_the_cache(model: Any) -> None:
     with KvpackCache(model, "raw") as cache:
         model(text[:, :20], past_key_values=cache)
         for given, reason in [
-            (embeddings[:, :20], "given 20 embeddings, and the cache holds 20 tokens: give those of all tokens, and at least one"),
-            (embeddings[:, :15], "given 15 embeddings, and the cache holds 20 tokens"),
-            (embeddings.roll(-3, 1), f"the embedding of token 0 is not that of the id {int(text[0, 0])}, and the cache was computed from"),
+            (embeddings[:, :20], "got 20 embeddings, but the cache holds 20 tokens: pass the embeddings of those tokens"),
+            (embeddings[:, :15], "got 15 embeddings, but the cache holds 20 tokens"),
+            (embeddings.roll(-3, 1), f"the embedding of token 0 is not that of the id {int(text[0, 0])}"),
         ]:
             with pytest.raises(InvalidParameter, match=reason):
                 model.generate(inputs_embeds=given, past_key_values=cache, max_new_tokens=4, **OPTIONS)
@@ -304,6 +304,6 @@ def test_an_adapter_that_is_a_cache_is_refused(model: Any) -> None:
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     adapted = peft.get_peft_model(model, settings).eval()
     with pytest.raises(
-        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of the kind PREFIX_TUNING, which puts a cache"
+        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of the kind PREFIX_TUNING, which replaces the given cache"
     ):
         KvpackCache(adapted, "raw")

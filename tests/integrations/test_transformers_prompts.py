@@ -88,7 +88,7 @@ def test_rows_keep_what_all_of_them_begin_with(tmp_path: Path) -> None:
     with KvpackCache.load(path, model, prompt=prompt) as cache:
         assert cache.get_seq_length() == 30
         assert generated(model, prompt, cache) == generated(model, prompt)
-    with pytest.raises(InvalidParameter, match=r"the prompt has 1 rows, and the cache holds 2 sequences: give one row for each"):
+    with pytest.raises(InvalidParameter, match=r"the prompt has 1 rows, but the cache holds 2 sequences: pass a row for each"):
         KvpackCache.load(path, model, prompt=IDS)
 
 

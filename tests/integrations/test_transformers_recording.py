@@ -339,9 +339,9 @@ def test_other_ids_than_the_caches_are_refused() -> None:
     packed = recorded(model)
     other = PROMPT.clone()
     other[0, 7] = 60
-    with pytest.raises(InvalidParameter, match="token 7 of row 0 has the id 60, and the cache was computed from the id 10 there"):
+    with pytest.raises(InvalidParameter, match="token 7 of row 0 has the id 60, but the cache was computed from the id 10"):
         model.generate(torch.cat([other, FOLLOWING], 1), past_key_values=KvpackCache.of(packed, model), max_new_tokens=2)
-    with pytest.raises(InvalidParameter, match="was given 20 token ids, and the cache holds 20: give those 20 ids, then at least one"):
+    with pytest.raises(InvalidParameter, match="got 20 token ids, but the cache holds 20: pass those 20 ids followed by at least one"):
         model.generate(PROMPT, past_key_values=KvpackCache.of(packed, model), max_new_tokens=2)
 
 

@@ -88,7 +88,7 @@ def test_rows_that_are_not_those_of_the_file_are_refused(tmp_path: Path) -> None
     for name, other in others.items():
         given, mask = longer(other)
         with KvpackCache.load(path, model) as cache:
-            with pytest.raises(InvalidParameter, match=r"token \d+ of row \d has the id \d+, and the cache was computed from the id \d+"):
+            with pytest.raises(InvalidParameter, match=r"token \d+ of row \d has the id \d+, but the cache was computed from the id \d+"):
                 model.generate(given, attention_mask=mask, past_key_values=cache, **OPTIONS)
             assert cache.get_seq_length() == TOKENS, name
 

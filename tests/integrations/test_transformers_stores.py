@@ -205,13 +205,13 @@ def test_prefill_refuses_what_does_not_follow() -> None:
     other[0, 3] = 61
     with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has the id 61"):
         kvpack.prefill(model, other, packed)
-    with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, and the cache holds 77: give those and at least one more"):
+    with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, but the cache holds 77: pass those followed"):
         kvpack.prefill(model, PROMPT, packed)
     for wrong in ({"every": 0}, {"chunk": -1}):
         with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens, from 1"):
             kvpack.prefill(model, PROMPT, "raw", **wrong)
     hybrid = model_of("Falcon-H1")
-    with pytest.raises(InvalidParameter, match="every is 40, and a store takes states at the ends of chunks: expected a multiple of 16"):
+    with pytest.raises(InvalidParameter, match="every is 40, but a store needs states at the ends of chunks: expected a multiple of 16"):
         kvpack.prefill(hybrid, PROMPT, "raw", every=40, chunk=CHUNK)
     assert model.config._attn_implementation == attention
 

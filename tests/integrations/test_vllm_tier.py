@@ -348,17 +348,17 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (Config("m"), {"heads": 4}, "has 98304 bytes, and vLLM's has 49152: heads are the KV heads of one worker"),
+        (Config("m"), {"heads": 4}, "has 98304 bytes, but vLLM's has 49152: heads are the KV heads of one worker"),
         (Config("m"), {"layout": "LBHNC"}, "layout is 'LBHNC', expected one of adjacent"),
-        (Config("m"), {"revision": None}, "the model 'm' is no folder, so nothing tells its weights .* give revision"),
-        (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, kvpack's tier takes bfloat16"),
+        (Config("m"), {"revision": None}, "the model 'm' is not a folder, so only a revision identifies its weights"),
+        (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, but a store supports bfloat16"),
         (Config("m", groups=((), ())), {}, "the model has 2 groups of cache layers"),
-        (Config("m", canonical_layout=True), {}, "takes the direct layout of rows"),
-        (Config("m", extra_config={}), {}, 'mistaken for one another: write "kv_connector": "KvpackConnector" and "placement": "store"'),
-        (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', and vLLM keeps the cache in LBNHC"),
-        (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', and vLLM keeps the cache in LBHNC"),
-        (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', and vLLM keeps the cache in BHLNC"),
-        (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'layers=0,-1:k=raw', and a row holds several blocks of a layer"),
+        (Config("m", canonical_layout=True), {}, "needs the direct layout of rows"),
+        (Config("m", extra_config={}), {}, 'mistaken for one another: set "kv_connector": "KvpackConnector" and "placement": "store"'),
+        (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', but vLLM keeps the cache in LBNHC"),
+        (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', but vLLM keeps the cache in LBHNC"),
+        (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', but vLLM keeps the cache in BHLNC"),
+        (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'layers=0,-1:k=raw', but a row holds several blocks of a layer"),
     ],
     ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "connector", "tokens", "heads", "inside", "layers"],
 )
@@ -429,7 +429,7 @@ def test_a_named_layout_is_certified_by_a_writer(name: str) -> None:
     layout = PageLayout.certify(geometry, write, page)
     rows.certify(layout)
     other = "split" if name != "split" else "adjacent"
-    with pytest.raises(InvalidParameter, match="is not that of this engine's pages"):
+    with pytest.raises(InvalidParameter, match="its writer puts values elsewhere"):
         Rows(other, 1, HEADS, TOKENS, DIM, "bf16").certify(layout)
 
 

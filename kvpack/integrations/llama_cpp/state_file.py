@@ -176,16 +176,16 @@ def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile
 
 def _check_front(reader: Reader) -> None:
     if reader.size < 8:
-        raise InvalidParameter(f"{reader.where}: is no sequence state of llama.cpp: it has {reader.size} bytes")
+        raise InvalidParameter(f"{reader.where}: is not a sequence state of llama.cpp: it has only {reader.size} bytes")
     magic, version = reader.numbers("II", "its magic and version")
     if magic != _MAGIC:
         what = f"is {_OTHER_MAGICS[magic]}" if magic in _OTHER_MAGICS else f"begins with {magic:#010x}"
         raise InvalidParameter(
-            f"{reader.where}: {what}, and a sequence state of llama.cpp with {_MAGIC:#010x} ('ggsq'): "
+            f"{reader.where}: {what}, but a sequence state of llama.cpp begins with {_MAGIC:#010x} ('ggsq'): "
             "save it with llama_state_seq_save_file, or a slot with llama-server"
         )
     if version != _VERSION:
-        raise InvalidParameter(f"{reader.where}: is a sequence state of version {version}, and kvpack reads version {_VERSION}")
+        raise InvalidParameter(f"{reader.where}: is a sequence state of version {version}, but kvpack reads only version {_VERSION}")
 
 
 def _ids(reader: Reader) -> tuple[bytes, str]:
@@ -199,11 +199,12 @@ def _ids(reader: Reader) -> tuple[bytes, str]:
         after = 3 + int(words[2]) if count >= 4 and words[1] == _SERVER_VERSION else count
         if after < count and words[after]:
             raise InvalidParameter(
-                f"{reader.where}: its tokens hold {words[after]} media, such as images, and token ids do not determine its cache"
+                f"{reader.where}: its tokens hold {words[after]} media, such as images, so token ids do not determine its cache: "
+                "save a slot of text only"
             )
         if after != count - 1:
             raise InvalidParameter(
-                f"{reader.where}: its {count} words of token ids begin like llama-server's, and are not version {_SERVER_VERSION} of them"
+                f"{reader.where}: its {count} words of token ids begin like llama-server's, but are not version {_SERVER_VERSION} of them"
             )
         ids = ids[3:after]
     if len(ids) and ids.min() < 0:
@@ -220,7 +221,9 @@ def _section(reader: Reader, kind: str, latents: bool) -> Section:
         (cells,) = reader.numbers("I", f"the cells of stream {stream}")
         if cells:
             if found is not None:
-                raise InvalidParameter(f"{reader.where}: two of its streams hold cells, and kvpack reads one sequence")
+                raise InvalidParameter(
+                    f"{reader.where}: two of its streams hold cells, but kvpack reads one sequence: save one slot per file"
+                )
             found = _cells(reader, kind, latents, streams, cells)
     if found is None:
         raise InvalidParameter(f"{reader.where}: its {kind} layers hold no tokens")

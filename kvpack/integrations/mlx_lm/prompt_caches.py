@@ -95,9 +95,13 @@ def export_prompt_cache(
         raise InvalidParameter(f"{where}: mlx-lm loads only files whose names end in .safetensors")
     windows = windows_of(windows, len(cache))
     if cache.model.get("config") == CONFIG:
-        raise InvalidParameter("the cache came from llama.cpp, which may have the channels of keys in another order than mlx-lm")
+        raise InvalidParameter(
+            "the cache came from llama.cpp, whose keys may have their channels in another order than mlx-lm's: export it for llama.cpp"
+        )
     if cache.start:
-        raise InvalidParameter(f"the cache begins at position {cache.start}; one of mlx-lm begins at position 0")
+        raise InvalidParameter(
+            f"the cache begins at position {cache.start}, but mlx-lm's begin at position 0: export a cache with its first tokens"
+        )
     tensors: dict[str, torch.Tensor] = {}
     # The first element of the list of scalars is an empty text: mlx-lm drops empty lists.
     metadata = {f"0.{name}": str(value) for name, value in cache.metadata.items()} | {"2.0": ""}
@@ -129,8 +133,8 @@ def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
     for number, name in enumerate(classes):
         if name not in (*_WHOLE, _ROTATING):
             raise InvalidParameter(
-                f"{where}: layer {number} is a {name!r:.80}, and kvpack reads {', '.join((*_WHOLE, _ROTATING))}: others hold quantized "
-                "keys and values, states, or a batch that is padded"
+                f"{where}: layer {number} is a {name!r:.80}, but kvpack reads {', '.join((*_WHOLE, _ROTATING))} only: others hold "
+                "quantized keys and values, states, or a batch that is padded"
             )
     for name in names:
         part = _PART.fullmatch(name)
@@ -171,8 +175,8 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     skipped = seen - len(order)
     if skipped and keep:
         raise InvalidParameter(
-            f"{where}: keeps the first {keep} of {seen} tokens beside the newest {len(order) - keep}, "
-            "and kvpack's layers hold consecutive tokens"
+            f"{where}: keeps the first {keep} of {seen} tokens next to the newest {len(order) - keep}, "
+            "but kvpack's layers hold consecutive tokens: save the prompt without --max-kv-size"
         )
     keys, values = keys[:, :, order], values[:, :, order]
     if skipped and not keys[:, :, 0].any() and not values[:, :, 0].any():

@@ -292,8 +292,8 @@ def _check_whole(pool: Any, geometry: PageGeometry) -> None:
     kept = pool.get_size_per_token() * pool.page_size
     if kept != geometry.raw_bytes:
         raise InvalidParameter(
-            f"the host pool keeps {kept} bytes per page, and its keys and values have {geometry.raw_bytes}: scales, indices and packed "
-            "rows are not known to kvpack; use another backend"
+            f"the host pool keeps {kept} bytes per page, but its keys and values have {geometry.raw_bytes}: kvpack does not "
+            "support scales, indices and packed rows; use another backend"
         )
 
 
@@ -306,14 +306,16 @@ def _settings(pool: Any, name: str) -> list[str]:
     except ValueError:
         # No server: host pools by themselves.
         if getattr(pool, "dtype", None) == torch.uint8:
-            raise InvalidParameter("the host pool has bytes, and no server's kv_cache_dtype tells what they are") from None
+            raise InvalidParameter(
+                "the host pool holds bytes of an unknown dtype, because no SGLang server runs: start one with --kv-cache-dtype"
+            ) from None
         return []
     wanted = (*_SETTINGS, *(_DRAFT_SETTINGS if name.startswith(_DRAFT) else ()))
     unknown = [setting for setting in wanted if not hasattr(arguments, setting)]
     if unknown:
         raise InvalidParameter(
-            f"this SGLang's server has no argument {', '.join(unknown)}, on which pages depend: kvpack was run with SGLang 0.5.23, "
-            "and cannot tell the pages of one configuration of another version from those of the next"
+            f"this SGLang's server has no argument {', '.join(unknown)}, on which pages depend: kvpack was tested "
+            "with SGLang 0.5.23; install that version"
         )
     return [f"{setting}={getattr(arguments, setting)}" for setting in wanted]
 
@@ -355,7 +357,7 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
             model, recipe, kv_dtype=dtype, layout=digest, revision=revision, adapter=adapter, tenant=tenant, extra="sglang"
         )
     if revision is None:
-        raise InvalidParameter(f"the model {model!r} is no folder: give revision in extra_config, such as the commit on the hub")
+        raise InvalidParameter(f"the model {model!r} is not a folder: set revision in extra_config, for example to the commit on the hub")
     return Identity(model, recipe, weights=revision, adapter=adapter, dtype=dtype, tenant=tenant, extra=f"layout={digest}; sglang")
 
 
@@ -376,4 +378,4 @@ def _bytes(keys: Sequence[str]) -> list[bytes]:
 
 
 def _copying() -> NoReturn:
-    raise InvalidParameter('kvpack packs from and to the host pool, where pages lie: write "interface_v1": 1 in the extra config')
+    raise InvalidParameter('kvpack packs pages in the host pool itself: set "interface_v1": 1 in the extra config')

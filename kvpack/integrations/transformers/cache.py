@@ -137,7 +137,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         _check_cache(cache, model)
         known, inside = _known(model)
         if cache.start:
-            raise InvalidParameter(f"the cache starts at position {cache.start}; a model continues a cache that starts at position 0")
+            raise InvalidParameter(
+                f"the cache starts at position {cache.start}, but a model continues from position 0: load the cache with its first tokens"
+            )
         cache.check_ends()
         compared: Named | None = None
         if known is not None:
@@ -661,7 +663,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             return
         for name, side, states in (("keys", "k", key_states), ("values", "v", value_states)):
             if side not in shapes:
-                raise InvalidParameter(f"layers[{number}] of the cache has no {name}, and the model has")
+                raise InvalidParameter(
+                    f"layers[{number}] of the cache has no {name}, but the model has: load the model that computed the cache"
+                )
             found = states.shape[0], states.shape[1], states.shape[3]
             # A layer without tokens takes any batch.
             held = shapes[side] if self.live.seen(number) else (found[0], *shapes[side][1:])

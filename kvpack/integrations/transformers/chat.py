@@ -44,7 +44,7 @@ Message = dict[str, Any]
 class Chat:
     """A conversation with a transformers ``model`` whose KV cache stays packed from one message to the next.
 
-    ``send`` takes the new message alone. The whole conversation is put into the tokenizer's chat template each time, and the model computes
+    ``send`` takes only the new message. The whole conversation is rendered with the chat template each time, and the model computes
     what follows the tokens that this and the cache begin with. A template may therefore drop or change earlier text, such as reasoning:
     what it changes is computed again. A tokenizer without a chat template joins the texts of all messages as they are.
 

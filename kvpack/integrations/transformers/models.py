@@ -104,18 +104,18 @@ class Expected:
     def _check_takes_cache(self) -> None:
         if not self._takes_cache:
             raise InvalidParameter(
-                f"{self.name} takes no cache of keys and values: it keeps other states, or none, and packed layers hold keys and values"
+                f"{self.name} keeps no cache of keys and values, so there is nothing to pack: run it without a KvpackCache"
             )
         if self._own_cache:
-            raise InvalidParameter(f"{self.name} takes no cache but its own, a {self._own_cache}")
+            raise InvalidParameter(f"{self.name} accepts only its own cache, a {self._own_cache}: run it without a KvpackCache")
         if not any(self._held):
             raise InvalidParameter(
-                f"{self.name} has no layer with keys and values: only its states grow with no token, and nothing is packed"
+                f"{self.name} has no layer with keys and values, so there is nothing to pack: run it without a KvpackCache"
             )
         if crossing := getattr(self.config, "cross_attention_layers", None):
             raise InvalidParameter(
-                f"layers {list(crossing)} of {self.name} keep what images gave, and a packed cache holds keys and values of the same "
-                "tokens in every layer"
+                f"layers {list(crossing)} of {self.name} keep keys and values of images, but a packed cache needs the same tokens in "
+                "every layer: run it without a KvpackCache"
             )
 
     @property
@@ -125,7 +125,7 @@ class Expected:
     def _check_layer(self, number: int, layer: Any) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_WITH_STATES):
             raise InvalidParameter(
-                f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, and a packed cache holds only keys, values, and the "
+                f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, but a packed cache holds only keys, values, and the "
                 "states of recurrent and convolution layers"
             )
 
@@ -197,7 +197,9 @@ class Model(Expected):
         # transformers' own cache may have more layers than the decoder, which stay empty.
         held = next((number for number in range(len(cache), 0, -1) if cache[number - 1].sides or cache[number - 1].states), 0)
         if expected and not held <= len(expected) <= len(cache):
-            raise InvalidParameter(f"the cache has {len(cache)} layers, and {self.name} {len(expected)}")
+            raise InvalidParameter(
+                f"the cache has {len(cache)} layers, but {self.name} has {len(expected)}: load the model that computed the cache"
+            )
 
 
 def _check_takes_given_cache(model: Any) -> None:
@@ -206,8 +208,8 @@ def _check_takes_given_cache(model: Any) -> None:
     kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
     if kind in _WITH_OWN_CACHE:
         raise InvalidParameter(
-            f"the active adapter of {type(model).__name__} is of the kind {kind}, which puts a cache of its own in the place of the "
-            "one that it is given: a KvpackCache would hold nothing"
+            f"the active adapter of {type(model).__name__} is of the kind {kind}, which replaces the given cache with its "
+            "own: run it without a KvpackCache"
         )
 
 
@@ -315,7 +317,7 @@ def check_identity(cache: Cache, model: Any) -> Named:
         if mine != theirs:
             verb = "are" if field == "weights" else "is"
             raise InvalidParameter(
-                f"the cache was computed by a model whose {field} {verb} {mine!r}, and this one's {verb} {theirs!r}; "
+                f"the cache was computed by a model whose {field} {verb} {mine!r}, but this one's {verb} {theirs!r}; "
                 "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
             )
     if kind == SAMPLE and compared:
@@ -392,7 +394,10 @@ def check_layers(layers: int, module: torch.nn.Module) -> None:
     config = getattr(module, "config", None)
     expected = decoder_layers(config) or getattr(config, "num_hidden_layers", None)
     if isinstance(expected, int) and not getattr(config, "is_encoder_decoder", False) and layers > expected:
-        raise InvalidParameter(f"the cache has {layers} layers, and the model of this {type(module).__name__} {expected}")
+        raise InvalidParameter(
+            f"the cache has {layers} layers, but the model of this {type(module).__name__} has {expected}: "
+            "load the model that computed the cache"
+        )
 
 
 def _keys(settings: Any) -> set[str]:

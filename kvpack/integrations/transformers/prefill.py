@@ -62,9 +62,11 @@ def prefill(
     try:
         held = cache.get_seq_length()
         if ids.shape[1] <= held:
-            raise InvalidParameter(f"token_ids has {ids.shape[1]} tokens, and the cache holds {held}: give those and at least one more")
+            raise InvalidParameter(
+                f"token_ids has {ids.shape[1]} tokens, but the cache holds {held}: pass those followed by at least one new one"
+            )
         if cache.keeps_states and every % chunk:
-            raise InvalidParameter(f"every is {every}, and a store takes states at the ends of chunks: expected a multiple of {chunk}")
+            raise InvalidParameter(f"every is {every}, but a store needs states at the ends of chunks: expected a multiple of {chunk}")
         fill(cache, model, ids, every, chunk)
     except BaseException:
         cache.release()

@@ -28,7 +28,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     batches = {side.batch for layer in cache for side in layer.sides.values()}
     if batches - {ids.shape[0]}:
         raise InvalidParameter(
-            f"the prompt has {ids.shape[0]} rows, and the cache holds {max(batches)} sequences: give one row for each, "
+            f"the prompt has {ids.shape[0]} rows, but the cache holds {max(batches)} sequences: pass a row for each, "
             "or take sequences of the cache with Cache.select"
         )
     if not cache.tokens:

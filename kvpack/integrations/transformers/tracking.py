@@ -35,7 +35,7 @@ _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
 
 _SHARED = (
     "KvpackCache.load(path, model, prompt=ids) keeps what a file and other ids begin with, kvpack.load(path).token_ids are a file's, and "
-    "Chat.load(path, model, tokenizer) resumes a chat with the new message alone"
+    "Chat.load(path, model, tokenizer) resumes a chat with only the new message"
 )
 
 
@@ -117,7 +117,7 @@ class Tracking:
             )
         if self._packed and arguments.get("output_attentions"):
             raise InvalidParameter(
-                "attention over packed layers computes no attention weights, and output_attentions is set: leave it out, or write "
+                "output_attentions is set, but attention over packed layers computes no attention weights: leave it out, or write "
                 "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
             )
         if self.record.tokens:
@@ -166,7 +166,7 @@ class Tracking:
         if held is not None and given is not None and given.shape[0] != held:
             check_rows_fit(given.shape[0], held)
             raise InvalidParameter(
-                f"the pass has {given.shape[0]} rows, and the cache holds {_sequences(held)}: "
+                f"the pass has {given.shape[0]} rows, but the cache holds {_sequences(held)}: "
                 f"cache.batch_repeat_interleave({given.shape[0] // held}) repeats each for as many rows"
             )
 
@@ -406,14 +406,14 @@ class Tracking:
         if differing is not None:
             token, row, known, given = differing
             raise InvalidParameter(
-                f"token {token} of row {row} has the id {given}, and the cache was computed from the id {known} there: give generate the "
-                f"{held} ids of the cache, then new ones. {_SHARED}"
+                f"token {token} of row {row} has the id {given}, but the cache was computed from the id {known}: pass the {held} ids of "
+                f"the cache followed by new ones. {_SHARED}"
             )
         if following <= 0:
-            instead = "To go on from exactly these, call crop(-1) on the cache first, or load it with prompt=ids"
+            instead = "To continue from exactly these, call crop(-1) on the cache first, or load it with prompt=ids"
             raise InvalidParameter(
-                f"generate was given {ids.shape[1]} token ids, and the cache holds {held}: give those {held} ids, then at least one that "
-                f"follows them. {instead if ids.shape[1] == held else _SHARED}"
+                f"generate got {ids.shape[1]} token ids, but the cache holds {held}: pass those {held} ids followed by at least one "
+                f"new one. {instead if ids.shape[1] == held else _SHARED}"
             )
         # The caller knows of the tokens that a failed pass left.
         self._left = None
@@ -426,8 +426,8 @@ class Tracking:
         tokens, inputs = self.record.tokens, self.record.inputs
         if embeddings.shape[1] <= tokens:
             raise InvalidParameter(
-                f"generate was given {embeddings.shape[1]} embeddings, and the cache holds {tokens} tokens: give those of all tokens, "
-                "and at least one that follows it"
+                f"generate got {embeddings.shape[1]} embeddings, but the cache holds {tokens} tokens: pass the embeddings of those "
+                "tokens followed by at least one new one"
             )
         if inputs is None or inputs.undetermined or inputs.tokens != tokens:
             return
@@ -437,7 +437,8 @@ class Tracking:
         if len(differing):
             token = int(differing[0])
             raise InvalidParameter(
-                f"the embedding of token {token} is not that of the id {int(ids[0, token])}, and the cache was computed from that id there"
+                f"the embedding of token {token} is not that of the id {int(ids[0, token])}, which the cache was computed from: pass the "
+                "embeddings of the cache's tokens first"
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
@@ -461,7 +462,7 @@ def check_rows_fit(rows: int, held: int) -> None:
     """Raise InvalidParameter unless each of a cache's ``held`` sequences can be repeated for as many of the ``rows`` of a pass."""
     if rows % held:
         raise InvalidParameter(
-            f"the pass has {rows} rows, and the cache holds {_sequences(held)}: give one row for each, or take sequences of the cache "
+            f"the pass has {rows} rows, but the cache holds {_sequences(held)}: pass a row for each, or take sequences of the cache "
             "with Cache.select"
         )
 

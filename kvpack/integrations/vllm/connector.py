@@ -24,7 +24,9 @@ try:
 
     from .spec import GROUPS
 except ImportError as error:
-    raise InvalidParameter(f"vLLM is {vllm.__version__}, which lacks what kvpack takes of {', '.join(VERSIONS)}: {error}") from error
+    raise InvalidParameter(
+        f"vLLM {vllm.__version__} lacks an interface that kvpack needs ({error}): install vLLM {VERSIONS[-1]}"
+    ) from error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 TIER = "kvpack_tier"
 """Marks a configuration that names the spec of its placement: whether it also has kvpack's tier."""
+
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
     """The connector for ``"kv_connector": "KvpackConnector"``; ``kv_connector_extra_config`` has vLLM's options, ``placement``, those of
@@ -87,7 +90,7 @@ def _heads(groups: Sequence[Group]) -> dict[str, int]:
     if [group.kind for group in groups] != ["attention"]:
         kinds = ", ".join(group.kind for group in groups) or "none"
         raise InvalidParameter(
-            f"the model's groups of cache layers are {kinds}, and a store takes one of attention in bf16, fp16 or fp32: write "
+            f"the model's groups of cache layers are {kinds}, but a store needs one of attention in bf16, fp16 or fp32: set "
             '"placement": "primary", or use vLLM\'s fs tier'
         )
     return {"heads": groups[0].heads, "head_dim": groups[0].dim}
@@ -108,11 +111,11 @@ def _placed(vllm_config: Any) -> tuple[Any, bool]:
     tiers = list(options.get("secondary_tiers") or ())
     if any(tier.get("type") == "kvpack" for tier in tiers):
         raise InvalidParameter(
-            'secondary_tiers has one of the type "kvpack", whose options belong to the connector: write "placement": "store" and location'
+            'secondary_tiers has one of the type "kvpack", whose options belong to the connector: set "placement": "store" and location'
         )
     if is_packed == ("location" in options):
         raise InvalidParameter(
-            'location says where a store is, and the primary tier holds the rows: write "placement": "store" too, or leave it out'
+            'location is the place of a store, but the primary tier holds the rows: set "placement": "store" too, or leave location out'
             if is_packed
             else 'the placement "store" needs location, the folder, server or object store that holds it'
         )

@@ -98,9 +98,9 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
             of_block, steps = tuple(kv_caches[name].shape[1:]), kv_caches[name].stride()[1:]
             if of_block != shape or any(size > 1 and step != wanted for size, step, wanted in zip(shape, steps, strides, strict=True)):
                 raise InvalidParameter(
-                    f"{name}: its tensor has blocks {list(of_block)} with strides {list(steps)}, and pages of {tokens} tokens in the "
+                    f"{name}: its tensor has blocks {list(of_block)} with strides {list(steps)}, but pages of {tokens} tokens in the "
                     f"layout {layout!r} have {list(shape)} with {list(strides)}: name another layout, or give vLLM a block_size that its "
-                    "attention takes without smaller blocks of its own"
+                    "attention uses without splitting its blocks"
                 )
 
 
@@ -130,14 +130,17 @@ def _group(vllm_config: Any, group: Any) -> Group:
         found = {(type(one), *(getattr(one, name, None) for name in shape)): one for one in spec.kv_cache_specs.values()}
         if len(found) != 1:
             raise InvalidParameter(
-                f"the layers {', '.join(group.layer_names)} are one group of {len(found)} shapes of blocks, and rows have one: "
+                f"the layers {', '.join(group.layer_names)} are one group with {len(found)} shapes of blocks, but rows have one: "
                 "use vLLM's TieringOffloadingSpec"
             )
         (spec,) = found.values()
     if isinstance(spec, MambaSpec):
         return Group(layers, spec.block_size, spec.real_page_size_bytes)
     if not isinstance(spec, AttentionSpec):
-        raise InvalidParameter(f"the layers {', '.join(group.layer_names)} keep a {type(spec).__name__}, which kvpack does not know")
+        raise InvalidParameter(
+            f"the layers {', '.join(group.layer_names)} have a {type(spec).__name__}, which kvpack does not support: "
+            "use vLLM's TieringOffloadingSpec"
+        )
     raw = Group(layers, spec.block_size, spec.unpadded_page_size_bytes)
     dtype = FLOATS.get(spec.dtype)
     latents = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)

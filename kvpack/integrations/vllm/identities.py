@@ -61,8 +61,8 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
     unknown = [field for field in fields if not hasattr(part, field)]
     if unknown:
         raise InvalidParameter(
-            f"this vLLM's {name} has no {', '.join(unknown)}, on which pages depend: kvpack was run with {', '.join(VERSIONS)}, and cannot "
-            "tell the pages of one configuration of another version from those of the next"
+            f"this vLLM's {name} has no {', '.join(unknown)}, on which pages depend: kvpack was tested with "
+            f"vLLM {' and '.join(VERSIONS)}; install one of those"
         )
     return {field: getattr(part, field) for field in fields}
 
@@ -89,8 +89,8 @@ def identity_of(config: Any, recipe: str, shape: Mapping[str, Any], revision: st
         )
     if revision is None:
         raise InvalidParameter(
-            f"the model {config.model.name!r} is no folder, so nothing tells its weights from those of another revision: give revision, "
-            "such as the commit on the hub"
+            f"the model {config.model.name!r} is not a folder, so only a revision identifies its weights: set revision, for example to "
+            "the commit on the hub"
         )
     return Identity(
         config.model.name, recipe, weights=revision, adapter=adapter, dtype=dtype, tenant=tenant, extra=f"layout={digest}; vllm"

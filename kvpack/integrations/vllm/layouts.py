@@ -68,7 +68,9 @@ class Rows:
         page = torch.arange(self._elements, device="cpu")[None]
         for side, place in zip("kv", self._arranged, strict=True):
             if not torch.equal(self._blocks_of(page, *place)[0][0], layout.places[side][0]):
-                raise InvalidParameter(f"the layout {self.name!r} is not that of this engine's pages: its writer puts values elsewhere")
+                raise InvalidParameter(
+                    f"vLLM's pages do not have the layout {self.name!r}: its writer puts values elsewhere; try another layout"
+                )
 
     def _blocks_of(self, values: torch.Tensor, first: int, strides: tuple[int, int, int]) -> list[torch.Tensor]:
         """One side of every block, ``[row, head, token, channel]``."""

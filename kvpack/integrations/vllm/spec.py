@@ -97,7 +97,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             self.cpu_info = info.from_config(config, self.num_chunks, self.kv_bytes_per_chunk)
         self.ratio = page_bytes * self.blocks_per_chunk * copies / self.kv_bytes_per_chunk
         if not self.num_chunks:
-            raise InvalidParameter(f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, and one chunk takes {self.kv_bytes_per_chunk}")
+            raise InvalidParameter(f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, but one chunk takes {self.kv_bytes_per_chunk}")
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
@@ -137,8 +137,8 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             for ref in refs:
                 if ref.page_size_bytes != group.page_bytes:
                     raise InvalidParameter(
-                        f"a block of a layer has {ref.page_size_bytes} bytes, and by the model's configuration it has {group.page_bytes}: "
-                        "layers that are packed together in a block are not known to kvpack; use vLLM's TieringOffloadingSpec"
+                        f"a block of a layer has {ref.page_size_bytes} bytes, but {group.page_bytes} by the model's configuration: "
+                        "kvpack does not support layers that share a block; use vLLM's TieringOffloadingSpec"
                     )
             pages.append(group.buffer(self._layout, [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]))
             if current_platform.is_cpu() and group.kind == "attention":
@@ -175,9 +175,11 @@ def _check(config: Any, groups: list[Group], layout: str) -> None:
     if len(groups) != len(config.groups):
         raise InvalidParameter(f"vLLM offloads {len(config.groups)} groups of cache layers, and the connector found {len(groups)}")
     if config.canonical_layout:
-        raise InvalidParameter("kvpack packs pages as a worker keeps them, and canonical_layout is set: leave it out")
+        raise InvalidParameter("canonical_layout is set, but kvpack packs pages as a worker keeps them: leave canonical_layout out")
     for name in ("pp_size", "pcp_size", "dcp_size"):
         if getattr(parallel, name) != 1:
-            raise InvalidParameter(f"{name} is {getattr(parallel, name)}, and kvpack's spec takes tensor parallelism alone")
+            raise InvalidParameter(f"{name} is {getattr(parallel, name)}, but kvpack supports tensor parallelism only: set it to 1")
     if not layout and any(group.kind == "attention" for group in groups):
-        raise InvalidParameter("layout is missing in kv_connector_extra_config: adjacent, adjacent-tokens-first, split or cpu-vec")
+        raise InvalidParameter(
+            "layout is missing in kv_connector_extra_config: set it to adjacent, adjacent-tokens-first, split or cpu-vec"
+        )

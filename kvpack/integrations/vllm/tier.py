@@ -72,8 +72,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         settings = config.extra_config.get(SETTINGS)
         if settings is None:
             raise InvalidParameter(
-                "vLLM tells tiers neither its overrides of the model's configuration nor its quantization and load format, and chunks that "
-                'they change would be mistaken for one another: write "kv_connector": "KvpackConnector" and "placement": "store"'
+                "only KvpackConnector passes on the model's overrides, quantization and load format, without which chunks of different "
+                'settings would be mistaken for one another: set "kv_connector": "KvpackConnector" and "placement": "store"'
             )
         rows = _rows(config, heads, head_dim, layout)
         packed = recipe_with_basis(recipe, basis, config.model.name)
@@ -197,14 +197,16 @@ def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
     """The rows of the primary tier. Raises InvalidParameter."""
     if len(config.groups) != 1:
         raise InvalidParameter(
-            f"the model has {len(config.groups)} groups of cache layers, as hybrid models do, and kvpack's tier takes one: "
-            "use vLLM's fs tier"
+            f"the model has {len(config.groups)} groups of cache layers, as hybrid models do, but a store supports one: "
+            'use "placement": "primary", or vLLM\'s fs tier'
         )
     (group,) = config.groups
     if config.canonical_layout or config.replicated_layout:
-        raise InvalidParameter("kvpack's tier takes the direct layout of rows, and canonical_layout or a replicated one is set")
+        raise InvalidParameter('a store needs the direct layout of rows, but it is canonical or replicated: use "placement": "primary"')
     if config.model.dtype not in DTYPES:
-        raise InvalidParameter(f"the cache's dtype is {config.model.dtype}, kvpack's tier takes {', '.join(DTYPES)}")
+        raise InvalidParameter(
+            f'the cache\'s dtype is {config.model.dtype}, but a store supports {", ".join(DTYPES)}: use "placement": "primary"'
+        )
     workers = config.parallel.world_size
     blocks = workers * len(group.layer_names) // config.parallel.pp_size * config.cache.blocks_per_chunk
     tokens = group.tokens_per_block // max(1, config.parallel.pcp_size * config.parallel.dcp_size)
@@ -212,13 +214,13 @@ def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
     last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
     if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):
         raise InvalidParameter(
-            f"layout is {layout!r}, and vLLM keeps the cache in {config.kv_cache_layout}: layouts that end in HNC are adjacent, those that "
+            f"layout is {layout!r}, but vLLM keeps the cache in {config.kv_cache_layout}: layouts that end in HNC are adjacent, those that "
             "end in NHC adjacent-tokens-first"
         )
     expected = config.worker_kv_bytes_per_block * workers * config.cache.blocks_per_chunk
     if rows.nbytes != expected:
         raise InvalidParameter(
             f"a chunk of {len(group.layer_names)} layers, {tokens} tokens, {heads} heads of {head_dim} {config.model.dtype} has "
-            f"{rows.nbytes} bytes, and vLLM's has {expected}: heads are the KV heads of one worker, and head_dim is that of the cache"
+            f"{rows.nbytes} bytes, but vLLM's has {expected}: heads are the KV heads of one worker, and head_dim is that of the cache"
         )
     return rows

@@ -35,6 +35,12 @@ def add(commands: Any) -> None:
         help="what a frame of the codec transform is of: a head, or all heads of a layer, which takes fewer bits and more products to "
         "decode (default: layer up to 512 channels, else head); none leaves frames out",
     )
+    parser.add_argument(
+        "--balanced-only",
+        action="store_true",
+        help="make means and balanced frames of keys alone, for recipes with frame=balanced: by default of two windows of 2048 tokens, "
+        "which takes a tenth of the time",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
     add_force(parser)
     add_json(parser)
@@ -50,7 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     transformers_library()
     from kvpack.tuning import calibrate
 
-    settings = calibrate.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.twin, arguments.seed, arguments.scope)
+    settings = calibrate.Settings(
+        arguments.tokens,
+        arguments.score,
+        arguments.windows,
+        arguments.twin,
+        arguments.seed,
+        arguments.scope,
+        arguments.balanced_only,
+    )
     with progress("calibrate", arguments) as callback:
         found = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)
     print_report(found, calibrate.show, arguments)

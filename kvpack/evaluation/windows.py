@@ -19,7 +19,7 @@ from kvpack.integrations.transformers import KvpackCache, attention, mask
 from kvpack.integrations.transformers.models import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
@@ -39,6 +39,7 @@ _ROWS = 64
 """The number of positions whose distributions are compared at once."""
 
 _RECORDED = "kvpack-recorded"
+_OBSERVED = "kvpack-observed"
 
 _OTHER_WEIGHTS = ("s_aux", "position_bias")
 """Options of attention that change its weights besides queries, keys and masks."""
@@ -71,6 +72,24 @@ class _Recorder:
         return output, weights
 
 
+@dataclass
+class _Observer:
+    """kvpack's attention function, which shows each call's layer and queries to ``observe`` first."""
+
+    observe: Callable[[int, torch.Tensor], object] | None = None
+
+    def __call__(
+        self, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layer = getattr(module, "layer_idx", None)
+        if self.observe is not None and layer is not None:
+            self.observe(int(layer), query)
+        return attention(module, query, key, value, attention_mask, **options)
+
+
+_observer = _Observer()
+AttentionInterface.register(_OBSERVED, _observer)
+AttentionMaskInterface.register(_OBSERVED, mask)
 _recorder = _Recorder()
 AttentionInterface.register(_RECORDED, _recorder)
 AttentionMaskInterface.register(_RECORDED, mask)
@@ -137,11 +156,17 @@ class Measured:
     load_seconds: float
 
 
-def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> Pairs:
+def prefill(
+    model: Any,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    observe: Callable[[int, torch.Tensor], object] | None = None,
+) -> Pairs:
     """The (k, v) of every layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
 
-    ``positions``, of the same shape, are those of the tokens (default: from 0 on). Raises InvalidParameter for a model with layers that
-    keep other states.
+    ``positions``, of the same shape, are those of the tokens (default: from 0 on). ``observe(layer, queries)`` is called with the queries
+    ``[batch, q_head, token, dim]`` as attention takes them, of models whose attention is not their own. Raises InvalidParameter for a
+    model with layers that keep other states.
     """
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
@@ -150,9 +175,13 @@ def prefill(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = N
             "whose layers all have them"
         )
     cache, options = uncompressed(model), {} if positions is None else {"position_ids": positions}
-    model.set_attn_implementation("kvpack")
-    with torch.inference_mode():
-        model.base_model(tokens, **cache_names.over(model, cache), **options)
+    model.set_attn_implementation("kvpack" if observe is None else _OBSERVED)
+    _observer.observe = observe
+    try:
+        with torch.inference_mode():
+            model.base_model(tokens, **cache_names.over(model, cache), **options)
+    finally:
+        _observer.observe = None
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 

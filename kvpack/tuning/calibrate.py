@@ -1,4 +1,4 @@
-"""kvpack calibrate: the basis of a model from a text, for the codecs klt and transform."""
+"""kvpack calibrate: the basis of a model from a text, for the codecs klt and transform and for keys in balanced frames."""
 
 from __future__ import annotations
 
@@ -25,21 +25,26 @@ from kvpack.integrations.transformers.models import Model, identity_for, identit
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.store.rope import same_up_to
 
+from .balanced_fit import balanced_of_all, gain_of_more_text
 from .basis_fit import rows_of_all
 from .frames_fit import frames_of_all
 from .rope import ropes
-from .statistics import RAW, Framing, Statistics
+from .statistics import RAW, Framing, QueryMoments, Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from kvpack.coding.encoding import Progress
-    from kvpack.formats.frames import Frames
+    from kvpack.formats.frames import Frames, Rope
+
+    from .statistics import KeyMoments
 
 DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 16
+BALANCED_TOKENS, BALANCED_WINDOWS = 2048, 2
+"""Sizes for balanced frames alone: those of 12 times as much text are as good."""
 SAMPLES = 8192
 """Tokens whose keys and values are kept to train tables, over all windows."""
 PROGRESS_SUFFIX = ".progress"
@@ -57,7 +62,7 @@ class Settings:
 
     ``tokens`` of a window, of which the last ``score`` are not in its cache; as many are predicted (``statistics.beginnings``).
     ``twin`` is the factor of the outlier-heavy twin, None for the model as it is. ``scope`` of frames is "head", "layer" or, for a
-    basis without them, "none".
+    basis without them, "none". ``balanced_only`` leaves out what klt and transform need: windows are read once, and nothing is predicted.
     """
 
     tokens: int | None = None
@@ -66,6 +71,7 @@ class Settings:
     twin: float | None = None
     seed: int = 0
     scope: str | None = None
+    balanced_only: bool = False
 
 
 def run(
@@ -84,21 +90,30 @@ def run(
         identity = _identity_in_any_dtype(folder)
         words = read_text(text, folder, vocabulary(network))
     longest = same_up_to(network.config.get_text_config())
-    tokens = window_tokens(settings.tokens, min(DEFAULT_TOKENS, longest or DEFAULT_TOKENS), words, positions(network))
-    score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
+    only = settings.balanced_only
+    if only and (settings.score is not None or settings.scope is not None):
+        raise InvalidParameter("--balanced-only predicts nothing, and makes no frames for transform: leave out --score and --scope")
+    usual, most = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
+    tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, positions(network))
+    score = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
     room = len(words.ids) // window_ids(tokens, words)
-    windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
-    check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
+    windows = min(most, room) if settings.windows is None else settings.windows
+    if not only:
+        check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
     if settings.twin is not None:
         make_twin(network, settings.twin, _sample(network, words), settings.seed)
         identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
     sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
-    framing, reason = _framing(network, words, settings.scope, tokens, longest)
-    sizes["scope"] = "none" if framing is None else framing.scope
-    found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, progress)
-    total = windows + len(found.sums)
+    framing, reason = (None, None) if only else _framing(network, words, settings.scope, tokens, longest)
+    sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
+    turns = _ropes(network, words, tokens, longest)
+    found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, turns, progress)
+    halves = found.halves()
+    if only and halves is None:
+        raise InvalidParameter(f"{words.name}: the model computes attention on its own, so that the queries of its keys are not known")
+    total = windows + len(found.sums) + len(halves or ())
     done = windows
 
     def step() -> None:
@@ -110,7 +125,9 @@ def run(
     # Layers that share those of others have none: a cache has them without sides.
     layers = len(Model(network).layers_with_tokens())
     frames = None if framing is None else frames_of_all(found, framing, step)
-    data = basis_bytes(rows_of_all(found, step), layers, identity, dtype, frames)
+    rows = {} if only else rows_of_all(found, step)
+    balanced = None if halves is None else balanced_of_all([one + other for one, other in halves], turns, lambda *_: step())
+    data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.of_bytes(data, where=out)
     write_file(out, [memoryview(data)])
     os.unlink(out + PROGRESS_SUFFIX)
@@ -122,16 +139,19 @@ def run(
         "model": identity,
         "text": words.name,
         **sizes,
-        "raw": _raw_share(found, windows * (tokens - score)),
+        "raw": _raw_share(found, windows * (tokens - score), halves),
         "raw_attention": sum(map(float, found.shares.values())) / (len(found.shares) * windows) if found.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits],
         "without_frames": reason,
+        "balanced": halves is not None,
+        "balanced_cost": None if halves is None else gain_of_more_text(halves),
     }
 
 
-def _raw_share(found: Statistics, tokens: int) -> float:
+def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
     """The share of ``tokens`` of each layer that were not counted, on average: those that recipes such as klt-1.75 keep raw."""
     counted = [float(count) for name, count in found.counts.items() if name.endswith(".k")]
+    counted = counted or [float(one.tokens + other.tokens) for one, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
 
 
@@ -160,6 +180,16 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
             raise
         return None, str(error)
     return Framing(scope or ("layer" if k.shape[1] * k.shape[3] <= WIDEST_LAYER else "head"), found), None
+
+
+def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
+    """How the keys of every layer turn in windows of ``tokens`` tokens; None where that is not known, or differs from shorter ones."""
+    if longest is not None and tokens > longest:
+        return None
+    try:
+        return ropes(model, _sample(model, text))
+    except InvalidParameter:
+        return None
 
 
 def _sample(model: Any, text: Text) -> torch.Tensor:
@@ -193,8 +223,16 @@ def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
     return float((used * numpy.arange(1, frames.columns + 1)).max(1).mean())
 
 
-def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, framing: Framing | None, progress: Progress | None) -> Statistics:
-    """The statistics of all windows, going on with those in the file ``path``."""
+def _gathered(
+    model: Any,
+    text: Text,
+    sizes: dict[str, Any],
+    path: str,
+    framing: Framing | None,
+    turns: Sequence[Rope | None] | None,
+    progress: Progress | None,
+) -> Statistics:
+    """The statistics of all windows, going on with those in the file ``path``; those of keys alone where nothing is predicted."""
     size = sizes["tokens"] + 1 - len(text.start)
     begun = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
     found = Statistics.read(path, _name_of(model, text, sizes))
@@ -204,13 +242,17 @@ def _gathered(model: Any, text: Text, sizes: dict[str, Any], path: str, framing:
             ids = window(text, start, size)
             # The last token is predicted, and not read.
             read = ids[:, :-1]
-            pairs = prefill(model, read[:, : sizes["tokens"] - sizes["score"]])
+            queries = QueryMoments()
+            pairs = prefill(model, read[:, : sizes["tokens"] - sizes["score"]], observe=queries.observe)
             _check_pairs(pairs)
             model.set_attn_implementation(attention)
-            found.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
+            if sizes["score"]:
+                found.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
+            found.add_moments(number, pairs, queries, turns)
+            found.windows += 1
             found.write(path)
         if progress:
-            progress(number + 1, sizes["windows"] + len(found.sums))
+            progress(number + 1, sizes["windows"] + len(found.sums) + len(found.halves() or ()))
     return found
 
 
@@ -255,6 +297,14 @@ def show(report: dict[str, Any]) -> None:
         f"{report['basis']}: {report['bytes']:,} bytes, {report['layers']} layers, {report['windows']} windows of {report['tokens']} tokens"
     )
     print(f"SHA-256 {report['digest']}")
+    cost = report["balanced_cost"]
+    if cost is not None:
+        print(
+            f"frame=balanced: an error in keys costs scores {cost['other']:.2f} times what it does without it, on text that the frame "
+            f"was not made of; more text lowers that to {cost['own']:.2f} at most"
+        )
+    elif not report["balanced"]:
+        print("no balanced frames: the model computes attention on its own, so that the queries of its keys are not known")
     left_out = f"{100 * report['raw']:.2f} % of the tokens left out, which caches keep raw: the first, and those whose keys have a low norm"
     share = report["raw_attention"]
     print(left_out if share is None else f"{left_out}; they get {100 * share:.1f} % of the attention weight")

@@ -8,7 +8,7 @@ model is sure, the gradient of a likely token is next to nothing, whatever an er
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +48,7 @@ SAMPLED_OF_FRAMES = 8
 """One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""
 
 _FORMAT = "kvpack calibration with several beginnings"
-_SUMS = ("counts", "sums", "products", "costs", "shares")
+_SUMS = ("counts", "sums", "products", "costs", "shares", "moments")
 
 _MAX_HEADER_BYTES = 2**26
 """The most bytes of a header: there are samples of every window, layer and side."""
@@ -69,13 +69,71 @@ class Framing:
 
 
 @dataclass
+class KeyMoments:
+    """Sums over ``tokens`` keys of a layer and ``rows`` queries that meet them, float64, of each KV head.
+
+    ``keys`` ``[kv_head, dim, dim]`` are products of keys with themselves, ``queries`` those of queries. ``sums`` ``[kv_head, dim]`` are of
+    keys, ``unturned`` of keys before RoPE.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    keys: torch.Tensor
+    queries: torch.Tensor
+    sums: torch.Tensor
+    unturned: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean of the keys ``[kv_head, dim]``."""
+        return self.sums / self.tokens
+
+    @classmethod
+    def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
+        """Those of keys ``[1, kv_head, token, dim]`` from position 0 on that caches do not keep raw, and of ``queries`` already summed."""
+        counted = _counted(k)
+        x = k[0].to(torch.float64)[:, counted]
+        before = x if rope is None else rope.turned(k[0].to(torch.float32), 0, back=True).to(torch.float64)[:, counted]
+        count = torch.tensor(float(rows), dtype=torch.float64, device="cpu")
+        return cls(counted.sum().to(torch.float64), count, x.transpose(1, 2) @ x, queries, x.sum(1), before.sum(1))
+
+    def __add__(self, other: KeyMoments) -> KeyMoments:
+        return KeyMoments(*(getattr(self, name) + getattr(other, name) for name in MOMENTS))
+
+
+MOMENTS = tuple(one.name for one in fields(KeyMoments))
+
+
+class QueryMoments:
+    """Sums of the products of a window's queries with themselves, by layer, over the query heads that share a KV head."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+        self._heads: dict[int, torch.Tensor] = {}
+
+    def observe(self, layer: int, queries: torch.Tensor) -> None:
+        """Count ``queries`` ``[1, q_head, token, dim]``."""
+        q = queries[0].to(torch.float64)
+        self._heads[layer] = q.transpose(1, 2) @ q
+        self.rows[layer] = q.shape[1]
+
+    def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
+        """The sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and how many queries each is of; None for a layer that has none."""
+        found = self._heads.get(layer)
+        if found is None or len(found) % heads:
+            return None
+        return found.view(heads, -1, *found.shape[1:]).sum(1), self.rows[layer] * len(found) // heads
+
+
+@dataclass
 class Statistics:
     """Sums over tokens, by layer and side ("3.k"), of a model and a text that ``of`` names; those of frames are named like "3.k.frames".
 
     ``counts``, float64 ``[]``, are the tokens that were counted. ``sums`` float64 ``[kv_head, dim]`` and ``products``
     ``[kv_head, dim, dim]`` are of keys or values, ``costs`` ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32
     ``[kv_head, token, dim]`` per window. ``shares``, float64 ``[]`` by layer ("3"), are sums over windows of the attention weight of the
-    tokens that were not counted; none where ``attention_shares`` finds none.
+    tokens that were not counted; none where ``attention_shares`` finds none. ``moments`` are those of ``KeyMoments``, by layer, half of
+    the windows and name ("3.0.keys"): even windows are one half and odd ones the other.
     """
 
     of: str
@@ -86,6 +144,7 @@ class Statistics:
     costs: dict[str, torch.Tensor] = field(default_factory=dict)
     samples: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     shares: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
         """Count a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer, ``sampled`` of them kept.
@@ -113,7 +172,29 @@ class Statistics:
             few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
             for name, (values,) in self._views(number, [pair], framing):
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
-        self.windows += 1
+
+    def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
+        """Count the keys of a window with ``pairs`` of every layer, and its ``queries``; nothing where a layer has none of these."""
+        of_layers = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
+        if any(found is None for found in of_layers):
+            return
+        for number, found in enumerate(of_layers):
+            assert found is not None
+            own = KeyMoments.of(pairs[number][0], *found, None if ropes is None else ropes[number])
+            for name in MOMENTS:
+                _add(self.moments, f"{number}.{window % 2}.{name}", getattr(own, name))
+
+    def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
+        """The moments of both halves of the windows, by layer; None without any, and zeros for a half without windows."""
+        if not self.moments:
+            return None
+        layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)
+        return [(self._moments(layer, 0), self._moments(layer, 1)) for layer in range(layers)]
+
+    def _moments(self, layer: int, half: int) -> KeyMoments:
+        first = {name: self.moments[f"{layer}.0.{name}"] for name in MOMENTS}
+        own = (self.moments.get(f"{layer}.{half}.{name}") for name in MOMENTS)
+        return KeyMoments(*(torch.zeros_like(first[name]) if found is None else found for name, found in zip(MOMENTS, own, strict=True)))
 
     @staticmethod
     def _views(

@@ -1,0 +1,89 @@
+"""Balanced frames from the statistics of a calibration (spec/basis.md, Balanced frames), and what more text would change about them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.coding.bases import BalancedKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.coding.encoding import Progress
+    from kvpack.formats.frames import Rope
+
+    from .statistics import KeyMoments
+
+RIDGE = 1e-3
+"""What is added to each channel's second moment, as a part of their mean: a calibration sees only some of what keys and queries do."""
+
+
+def balanced_of_all(
+    found: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
+) -> dict[int, BalancedKeys]:
+    """The balanced frames of every layer, and their means before RoPE where it is known how keys turn; ``progress`` counts the layers."""
+    made = {}
+    for layer, moments in enumerate(found):
+        keys, queries = moments.keys / moments.tokens, moments.queries / moments.rows
+        centered = keys - torch.einsum("hi,hj->hij", moments.mean, moments.mean)
+        made[layer] = BalancedKeys(
+            frames_of(keys, queries).to(torch.float32),
+            frames_of(centered, queries).to(torch.float32),
+            queries.to(torch.float32),
+            None if ropes is None else (moments.unturned / moments.tokens).to(torch.float32),
+            None if ropes is None else ropes[layer],
+        )
+        if progress:
+            progress(layer + 1, len(found))
+    return made
+
+
+def frames_of(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """The frames ``[kv_head, column, channel]`` of keys and queries with these second moments, float64 ``[kv_head, dim, dim]``.
+
+    In a frame both have the same second moments, which are diagonal, the largest first. Its rows have a mean square length of 1.
+    """
+    root = torch.linalg.cholesky(_ridged(keys))
+    shared, turned = torch.linalg.eigh(root.mT @ _ridged(queries) @ root)
+    # Rows of the transpose of L U Lambda^(-1/4), the inverse of Lambda^(1/4) U^T L^-1.
+    frames: torch.Tensor = (root @ turned * shared.clamp_min(torch.finfo(shared.dtype).tiny).pow(-0.25)[:, None]).mT.flip(1)
+    return frames.div_(frames.square().sum(2).mean(1).sqrt()[:, None, None])
+
+
+def cost_of(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """What an error that is equal in all directions of the frames costs scores ``[kv_head]``, relative to one without frames.
+
+    The error is in proportion to the size of keys in the frame, and each unit of it to that of queries.
+    """
+    inverse = torch.linalg.inv(frames)
+    own = _trace(inverse.mT @ keys @ inverse) * _trace(frames @ queries @ frames.mT)
+    return own / (_trace(keys) * _trace(queries))
+
+
+def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
+    """What frames made of half of the text cost on that half (``own``) and on the other one (``other``); None without two halves.
+
+    Costs are as ``cost_of`` says, averaged over layers and heads. The frames of a basis are made of both halves.
+    """
+    own, other = [], []
+    for pair in halves:
+        if not all(one.tokens for one in pair):
+            return None
+        moments = [(one.keys / one.tokens, one.queries / one.rows) for one in pair]
+        frames = [frames_of(*one) for one in moments]
+        own += [cost_of(made, *given) for made, given in zip(frames, moments, strict=True)]
+        other += [cost_of(made, *given) for made, given in zip(frames, reversed(moments), strict=True)]
+    return {"own": float(torch.cat(own).mean()), "other": float(torch.cat(other).mean())}
+
+
+def _ridged(moments: torch.Tensor) -> torch.Tensor:
+    """Second moments with more in each channel, so that none is without any."""
+    mean = moments.diagonal(dim1=1, dim2=2).mean(1)
+    ridge = torch.where(mean > 0, RIDGE * mean, 1.0)
+    return moments + ridge[:, None, None] * torch.eye(moments.shape[1], dtype=moments.dtype, device=moments.device)
+
+
+def _trace(matrices: torch.Tensor) -> torch.Tensor:
+    return matrices.diagonal(dim1=1, dim2=2).sum(1)

@@ -56,7 +56,10 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
     try:
         return CODECS[codec_id]
     except KeyError:
-        raise UnknownCodec(f"codec {codec_id!r} is unknown; this kvpack knows {', '.join(sorted(CODECS))}") from None
+        raise UnknownCodec(
+            f"codec {codec_id!r} is unknown; this kvpack knows {', '.join(sorted(CODECS))}: install a newer kvpack, or import the module "
+            "that adds the codec first"
+        ) from None
 
 
 def side_car_words() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1"
 them; every lossy preset has it, and "raw=0" after a preset turns it off.
 The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
-"transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=4,0.6,4".
+"transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=1,0.6,4".
 Keys of other codecs in balanced frames need one too: "k=scalar:b=2,frame=balanced".
 For example "octopus-3", "octopus-3;boundary-1;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
@@ -41,7 +41,7 @@ from kvpack.formats.raw import HOLDS
 from . import raw_clause
 from .basis_sources import basis_of
 from .canonical import canonical_text
-from .presets import ADDITIONS, PUBLISHED, RAW_CLAUSE
+from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
 from .rules import CALIBRATED, CHECKED_DIM, Rule
@@ -62,7 +62,7 @@ _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items(
 SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
 
-_ALIAS_WORDS = {"klt": f",widths=heads;{RAW_CLAUSE}", "transform": f";{RAW_CLAUSE}"}
+_ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f";{CALIBRATED_RAW_CLAUSE}"}
 """What ``klt-<bits>`` has besides its bits: a clause written out keeps its meaning, which stores name their entries by."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

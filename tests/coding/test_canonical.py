@@ -46,12 +46,12 @@ DIGEST = "ab" * 32
         ("kv=klt:bits=2", ["kv=klt", "kv=klt:gain=fp16", "kv=klt:bits=02.000,rows=basis,widths=shared"]),
         ("kv=klt:bits=2,widths=heads", ["kv=klt:widths=heads"]),
         (
-            "kv=klt:bits=2,widths=heads;raw=4,0.6,4",
+            "kv=klt:bits=2,widths=heads;raw=1,0.6,4",
             [
                 "klt-2",
                 "klt-2.0",
-                "kv=klt:raw_high_norm=4.0,raw_low_norm=.60,raw_first=4,raw_dtype=bf16,widths=heads",
-                "raw=4,0.6,4;kv=klt:widths=heads",
+                "kv=klt:raw_high_norm=4.0,raw_low_norm=.60,raw_first=1,raw_dtype=bf16,widths=heads",
+                "raw=1,0.6,4;kv=klt:widths=heads",
                 "klt-2;layers=3:v=klt:bits=2,widths=heads",
             ],
         ),

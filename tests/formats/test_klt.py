@@ -20,7 +20,7 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
 from kvpack.coding.bases import Basis, basis_bytes
-from kvpack.coding.presets import RAW_CLAUSE
+from kvpack.coding.presets import CALIBRATED_RAW_CLAUSE
 from kvpack.file import container
 from kvpack.formats.basis import BasisRows, rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, LimitExceeded, MissingBasis, OutOfBounds, OutOfRange
@@ -355,10 +355,10 @@ def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
 
 def test_recipes_name_the_basis(basis: Basis) -> None:
     digest = basis.digest.hex()
-    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:basis={digest},bits=1.5,widths=heads;{RAW_CLAUSE};tail=32"
+    assert kvpack.Recipe("klt-1.5;tail=32", basis).text == f"kv=klt:basis={digest},bits=1.5,widths=heads;{CALIBRATED_RAW_CLAUSE};tail=32"
     named = kvpack.Recipe(f"k=klt:basis={digest};v=group:b=4,g=32")
     assert kvpack.Recipe(named.text, basis).text == named.text
-    written = kvpack.Recipe(f"kv=klt:widths=heads;{RAW_CLAUSE}", basis)
+    written = kvpack.Recipe(f"kv=klt:widths=heads;{CALIBRATED_RAW_CLAUSE}", basis)
     assert written.codec(0, 2, "k", 32) == kvpack.Recipe("klt-2", basis).codec(0, 2, "k", 32)
     for text, message in (
         ("klt-9", "klt:bits is '9', expected 0.25 to 8"),

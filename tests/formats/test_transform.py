@@ -17,7 +17,7 @@ import kvpack
 from kvpack import cli
 from kvpack.cache import side as sides
 from kvpack.coding.bases import Basis, basis_bytes
-from kvpack.coding.presets import RAW_CLAUSE
+from kvpack.coding.presets import CALIBRATED_RAW_CLAUSE
 from kvpack.formats import rans, transform
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, MissingBasis, OutOfBounds, OutOfRange
 from kvpack.formats.frames import Frames, Rope, Tables
@@ -244,7 +244,7 @@ def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> 
 
 def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
     digest = basis.digest.hex()
-    assert kvpack.Recipe("transform-0.6", basis).text == f"kv=transform:basis={digest},bits=0.6;{RAW_CLAUSE}"
+    assert kvpack.Recipe("transform-0.6", basis).text == f"kv=transform:basis={digest},bits=0.6;{CALIBRATED_RAW_CLAUSE}"
     assert [basis.step(bits) for bits in (8, 4)] == sorted((basis.step(bits) for bits in (8, 4)), reverse=True)
     assert basis.transform_bits(basis.step(4)) <= 4
     mixed = kvpack.Recipe("k=transform:bits=4;v=klt:bits=4", basis)

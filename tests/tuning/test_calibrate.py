@@ -355,9 +355,9 @@ def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
     for bits in (1.5, 3.0):
         plain = kvpack.pack(pairs, f"kv=klt:bits={bits:g},widths=heads", basis=found)
         assert bits - 0.2 < plain.bits_per_value <= bits + 0.01
-        # Raw tokens come on top: the first four of these, and their tensors in the header.
+        # Raw tokens come on top: the first of these, and their tensors in the header.
         cache, (heads, dim) = kvpack.pack(pairs, f"klt-{bits:g}", basis=found), shapes[0]
-        raw = 4 * (16 + 8 * 8 / (heads * dim)) / 4096
+        raw = (16 + 8 * 8 / (heads * dim)) / 4096
         assert raw < cache.bits_per_value - plain.bits_per_value < raw + 0.01
 
 

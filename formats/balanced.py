@@ -83,11 +83,12 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """What the side-car takes from a basis for a ``layer``: frames of a kind, and the basis' SHA-256."""
+    """What a recipe takes from a basis for keys of a ``layer``: frames of a kind, or the mean squares of ``queries``, and the SHA-256."""
 
-    frames: BalancedFrames
     digest: bytes
     layer: int
+    frames: BalancedFrames | None = None
+    queries: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Balanced(ValueMap):
                 "frame=balanced"
             )
         found = options.balanced
-        if found is None:
+        if found is None or found.frames is None:
             return cls(dim, bytes(DIGEST_BYTES), 0, frame)
         if found.frames.dim != dim:
             raise InvalidParameter(f"codec {options.codec}: the head dim is {dim}, and that of the basis {found.frames.dim}")

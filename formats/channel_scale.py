@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import NORMS, Layout
-from .errors import InvalidPayload
+from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
 from .side_car import ValueMap, known_word
 from .value_blocks import first_place, value_blocks
@@ -30,13 +30,23 @@ _ORDINARY = 4.0
 
 _LARGEST = 65504.0
 
+BALANCED = "balanced"
+"""The value of the option that asks for factors by keys and queries."""
+
+_LEAST = 2.0**-10
+"""What a channel counts for at least, relative to the average one, and the most that a balanced factor makes of it is the inverse."""
+
 _SPAN = 16
 """Tokens whose root mean square counts once."""
 
 
 @dataclass(frozen=True)
 class ChannelScale(ValueMap):
-    """Factors stored as ``dtype``; ``paired`` gives the channels j and j + dim / 2, which RoPE mixes, the larger factor of the two."""
+    """Factors stored as ``dtype``; ``paired`` gives the channels j and j + dim / 2, which RoPE mixes, the larger factor of the two.
+
+    With ``queries``, float32 ``[kv_head, dim]``, the mean squares of what the channels of queries hold, factors are balanced: keys and
+    queries have the same size in every channel.
+    """
 
     name: ClassVar[str] = "channel_scale"
     words: ClassVar[tuple[str, ...]] = ("channel_scale",)
@@ -44,11 +54,25 @@ class ChannelScale(ValueMap):
     dim: int
     dtype: str
     paired: bool = field(default=True, compare=False)
+    queries: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        dtype = options.choice("channel_scale", "", tuple(NORMS))
-        return cls(dim, dtype, paired=side == "k") if dtype else None
+        dtype = options.choice("channel_scale", "", (*NORMS, BALANCED))
+        if dtype != BALANCED:
+            return cls(dim, dtype, paired=side == "k") if dtype else None
+        options.text("basis")
+        if side != "k":
+            raise InvalidParameter(
+                f"codec {options.codec}: channel_scale=balanced is for keys: write k=<codec> with it, and v=<codec> without"
+            )
+        if options.given("frame"):
+            raise InvalidParameter(f"codec {options.codec}: frame= balances channels too: leave out channel_scale=balanced")
+        found = options.balanced
+        queries = None if found is None else found.queries
+        if queries is not None and queries.shape[1] != dim:
+            raise InvalidParameter(f"codec {options.codec}: the head dim is {dim}, and that of the basis {queries.shape[1]}")
+        return cls(dim, "fp16", queries=queries)
 
     @classmethod
     def of_params(cls, dim: int, value: Any) -> Self:
@@ -64,7 +88,8 @@ class ChannelScale(ValueMap):
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
         """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (4 median rms)), where rms is a channel's root mean square.
 
-        It is that of the median of spans of 16 tokens: an outlier in one token would scale the channel of all others.
+        It is that of the median of spans of 16 tokens: an outlier in one token would scale the channel of all others. Balanced factors are
+        in proportion to (E[k^2] / E[q^2])^(1/4) of the channel, and their geometric mean is 1.
         """
         batch, heads, tokens, dim = run.shape
         squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN)), dim, dtype=torch.float64, device=run.device)
@@ -76,6 +101,8 @@ class ChannelScale(ValueMap):
             norms = torch.linalg.vector_norm(spans, dim=3, dtype=torch.float64)
             squares[:, :, first : first + norms.shape[2]] += norms.square()
         squares[:, :, -1] *= _SPAN / ((tokens - 1) % _SPAN + 1)
+        if self.queries is not None:
+            return {STREAM: _balanced(squares.mean(2, keepdim=True) / _SPAN, self.queries).to(torch.float16)}
         size = squares.median(2, keepdim=True).values.sqrt()
         ordinary = _ORDINARY * size.median(3, keepdim=True).values
         # If half of the channels are zero, the size of an ordinary channel is unknown.
@@ -102,6 +129,19 @@ class ChannelScale(ValueMap):
             if odd.any():
                 at = first_place(odd, first, factors.shape)
                 raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[odd.argmax()]}, channel scales are finite and above 0")
+
+
+def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """The balanced factors of mean squares of keys ``[batch, kv_head, 1, dim]``, in which values of 2^-10 of the average stand for less.
+
+    Raises InvalidParameter for ``queries`` of another number of heads.
+    """
+    if len(queries) != keys.shape[1]:
+        raise InvalidParameter(f"the basis has queries of {len(queries)} heads, and the keys have {keys.shape[1]}")
+    asked = queries.to(keys.device, keys.dtype)[None, :, None]
+    parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_LEAST) for x in (keys, asked) for total in (x.mean(3, keepdim=True),)]
+    scale = (parts[0].log2() - parts[1].log2()) / 4
+    return torch.exp2(scale - scale.mean(3, keepdim=True))
 
 
 def factors(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -79,6 +79,7 @@ def _layers(basis: Basis) -> list[Any] | None:
     for layer in range(basis.layers_described):
         with contextlib.suppress(KvpackError):
             frames = basis.balanced(layer, "balanced").frames
+            assert frames is not None
             shapes[layer, "k"] = frames.heads, _TOKENS, frames.dim
     if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MOST_VALUES:
         return None

@@ -147,7 +147,11 @@ class Basis:
         found = self._balanced.get((layer, frame))
         if found is None:
             raise OutOfBounds(f"{self.where}: the basis has no {frame} frames of the keys of layer {layer}: kvpack calibrate makes them")
-        return CalibratedFrames(found, self.digest, layer)
+        return CalibratedFrames(self.digest, layer, found)
+
+    def channel_queries(self, layer: int) -> CalibratedFrames:
+        """The mean squares of the queries of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``. Raises OutOfBounds."""
+        return CalibratedFrames(self.digest, layer, queries=self.queries(layer).diagonal(dim1=1, dim2=2).contiguous())
 
     def queries(self, layer: int) -> torch.Tensor:
         """E[q q^T] of the queries that meet the keys of each head of ``layer``, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""

@@ -135,6 +135,7 @@ def _with_frames(number: int, given: Codec, side_car: Balanced, basis: Basis) ->
     assert isinstance(given, WithSideCars)
     try:
         frames = basis.balanced(side_car.layer, side_car.frame).frames
+        assert frames is not None
     except OutOfBounds as error:
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if frames.dim != side_car.dim:

@@ -33,7 +33,6 @@ from kvpack.file.checks import check_string
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS
 from kvpack.formats.arguments import check_mapping, integer, shown
-from kvpack.formats.balanced import OPTION
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.options import UnknownWord
 from kvpack.formats.raw import HOLDS
@@ -44,7 +43,7 @@ from .canonical import canonical_text
 from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
-from .rules import CALIBRATED, CHECKED_DIM, Rule
+from .rules import CALIBRATED, CHECKED_DIM, WORDS_OF_BASES, Rule
 
 if TYPE_CHECKING:
     import os
@@ -210,6 +209,8 @@ class Recipe:
         calibrated = balanced = None
         if rule.frame:
             balanced = self._basis_of(rule, layers).balanced(layer, rule.frame)
+        elif rule.balances_channels:
+            balanced = self._basis_of(rule, layers).channel_queries(layer)
         elif rule.codec_id in CALIBRATED:
             basis = self._basis_of(rule, layers)
             if rule.codec_id == "transform":
@@ -246,7 +247,7 @@ class Recipe:
         for clause in (part for text in self._written.split(";") for part in _without_alias(text.strip()).split(";")):
             match = re.fullmatch(r"((?:layers=[^:]*:)?(?:k|v|kv)=([a-z]+))(?::(.*))?", clause)
             words = [word for word in match[3].split(",") if word] if match and match[3] else []
-            needs = match is not None and (match[2] in CALIBRATED or any(word.startswith(f"{OPTION}=") for word in words))
+            needs = match is not None and (match[2] in CALIBRATED or any(word.startswith(WORDS_OF_BASES) for word in words))
             if needs:
                 named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
                 if named != digest:

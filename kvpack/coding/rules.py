@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.formats import create_codec
 from kvpack.formats.balanced import OPTION
+from kvpack.formats.channel_scale import BALANCED
 from kvpack.formats.errors import InvalidType
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.options import Options, UnknownWord
@@ -31,6 +32,10 @@ CHECKED_DIM = 128
 
 _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 """The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
+
+_BALANCED_SCALE = ("channel_scale", BALANCED)
+WORDS_OF_BASES = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
+"""How options begin that need a basis, of codecs that need none."""
 
 CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
@@ -101,8 +106,13 @@ class Rule:
 
     @property
     def needs_basis(self) -> bool:
-        """Whether its codec needs a basis."""
-        return self.codec_id in CALIBRATED or bool(self.frame)
+        """Whether its codec needs a basis, or its encoder does."""
+        return self.codec_id in CALIBRATED or bool(self.frame) or self.balances_channels
+
+    @property
+    def balances_channels(self) -> bool:
+        """Whether channels of keys are scaled by what queries make of them."""
+        return _BALANCED_SCALE in self.words
 
     @property
     def bits(self) -> float:

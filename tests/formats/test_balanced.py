@@ -50,8 +50,8 @@ def test_keys_are_coded_in_the_frame(codec: str) -> None:
         plain = kvpack.pack([((k.double() @ inverse).float(), None)], f"k={codec};v=raw")[0].k
         assert plain is not None
         assert found.k is not None
-        for name, stream in plain.pages[0].streams.items():
-            same = found.k.pages[0].streams[name] == stream
+        for name, stream in plain.runs[0].streams.items():
+            same = found.k.runs[0].streams[name] == stream
             assert same.float().mean() > 0.97, name
 
 
@@ -179,3 +179,50 @@ def test_headers_that_no_writer_makes() -> None:
     ):
         with pytest.raises(InvalidParameter, match="side-car balanced: "):
             Balanced(DIM, digest, layer, frame)
+
+
+def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
+    """Factors are in proportion to (E[k^2] / E[q^2])^(1/4), and readers need no basis."""
+    squares = torch.logspace(-1, 1, DIM)
+    queries = torch.diag(squares).expand(HEADS, -1, -1).contiguous()
+    frames = random_balanced(HEADS, DIM, "x")
+    basis = Basis.of_bytes(basis_bytes({}, 2, {"name": "x"}, balanced=dict.fromkeys(range(2), BalancedKeys(frames, frames, queries))))
+    given = [(k * torch.linspace(0.5, 2, DIM), v) for k, v in pairs(64)]
+    recipe = "k=scalar:b=6,channel_scale=balanced;v=scalar:b=4"
+    cache = kvpack.pack(given, recipe, basis=basis)
+    assert cache.recipe == f"k=scalar:b=6,basis={basis.digest.hex()},channel_scale=balanced;v=scalar:b=4"
+    side = cache[0].k
+    assert side is not None
+    found = side.runs[0].streams["channel_scale"][:, :, 0].float()
+    expected = (given[0][0].square().mean(2) / squares).pow(0.25)
+    torch.testing.assert_close(found, expected / expected.log().mean(2, keepdim=True).exp(), rtol=2e-3, atol=0)
+    kvpack.save(cache, tmp_path / "x.kvpack")
+    loaded = kvpack.load(tmp_path / "x.kvpack")
+    longer = loaded.append(pairs(9, 1))[0].k
+    assert longer is not None
+    assert torch.equal(longer.runs[0].streams["channel_scale"][:, :, 0].float(), found)
+    assert loaded.recipe == cache.recipe
+    for text, message in (
+        ("kv=scalar:b=4,channel_scale=balanced", "channel_scale=balanced is for keys: write k=<codec> with it"),
+        ("k=scalar:b=4,channel_scale=balanced,frame=balanced;v=raw", "frame= balances channels too: leave out channel_scale=balanced"),
+    ):
+        with pytest.raises(InvalidParameter, match=message):
+            kvpack.Recipe(text)
+    with pytest.raises(MissingBasis, match="needs a basis"):
+        kvpack.pack(given, recipe)
+    with pytest.raises(InvalidParameter, match="the basis has queries of 2 heads, and the keys have 4"):
+        kvpack.pack(pairs(40, heads=4), recipe, basis=basis)
+    with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
+        kvpack.pack(pairs(40, dim=32), recipe, basis=basis)
+
+
+def test_channels_without_keys_or_queries_have_balanced_factors() -> None:
+    queries = torch.zeros(HEADS, DIM, DIM)
+    frames = random_balanced(HEADS, DIM, "x")
+    basis = Basis.of_bytes(basis_bytes({}, 1, {"name": "x"}, balanced={0: BalancedKeys(frames, frames, queries)}))
+    k = pairs(40)[0][0].clone()
+    k[..., 3] = 0
+    cache = kvpack.pack([(k, k)], "k=scalar:b=6,channel_scale=balanced;v=raw", basis=basis)
+    found = cache[0].unpack(torch.float32)[0]
+    assert found is not None
+    assert (found - k).norm() < 0.1 * k.norm()

@@ -62,7 +62,7 @@ def test_c_attends_and_unpacks(words: str) -> None:
         assert prepared is not None
         expected = exact(q, Layer(k, v))
         assert (prepared(q, 0.125, True, None, None) - expected).norm() <= 1e-5 * expected.norm()
-    decoded = torch.cat([*(page.codec.decode(page.streams) for page in k.pages), k.tail.float()], 2)
+    decoded = torch.cat([*(page.codec.decode(page.streams) for page in k.runs), k.tail.float()], 2)
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full((1, 2, 137, 64), float("nan"), dtype=dtype)
         if unpack.unpack_into(k, out):

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     kinds = parser.add_subparsers(title="measurements", metavar="WHAT", required=True)
     io = kinds.add_parser(
         "io",
-        help="from a KV cache to a file and back, compared with files of dense values and a memory copy",
+        help="time a KV cache to a file and back, compared with files of dense values and a memory copy",
         description="Time the way of one KV cache to a file, back, and into attention, and its parts, in one thread; compare them with "
         "safetensors, torch.save, pickle, zstd and a memory copy.",
     )
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         "--device",
         default="cpu",
         metavar="DEVICE",
-        help="cuda: load to this device and save from it, beside a pinned copy and a write of the same bytes (default: cpu)",
+        help="cuda: load to this device and save from it, next to a pinned copy and a write of the same bytes (default: cpu)",
     )
     add_json(io)
     io.set_defaults(run=run_io)
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
 def _add_quality(kinds: Any) -> None:
     quality = kinds.add_parser(
         "quality",
-        help="the quality that packing costs a model: perplexity, divergence, errors, recall",
+        help="measure what packing costs a model: perplexity, divergence, errors, recall",
         description="Run a model over packed files of its own KV caches, and compare it with itself over the uncompressed cache.",
     )
     quality.add_argument(
@@ -80,16 +80,16 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument(
         "--basis",
         metavar="FILE",
-        help="the basis of recipes such as klt-1.75; kvpack calibrate makes one (default: for the default model, the one beside it)",
+        help="the basis of recipes such as klt-1.75; kvpack calibrate makes one (default: for the default model, the one next to it)",
     )
     quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
     quality.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 256)")
     quality.add_argument(
-        "--step", type=int, default=32, metavar="N", help="give the model at most N of the scored tokens at once (default: 32)"
+        "--step", type=int, default=32, metavar="N", help="pass the model at most N of the scored tokens at once (default: 32)"
     )
     quality.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 8, or as many as fit)")
     quality.add_argument(
-        "--reference", default="fp8", metavar="RECIPE", help="tell every divergence as a multiple of this recipe's, too (default: fp8)"
+        "--reference", default="fp8", metavar="RECIPE", help="also show every divergence as a multiple of this recipe's (default: fp8)"
     )
     quality.add_argument(
         "--needles",
@@ -99,7 +99,7 @@ def _add_quality(kinds: Any) -> None:
         "each, or as many as fit)",
     )
     quality.add_argument(
-        "--generate", type=int, default=768, metavar="N", help="tell the divergence along N generated tokens; 0 for none (default: 768)"
+        "--generate", type=int, default=768, metavar="N", help="measure the divergence along N generated tokens; 0 for none (default: 768)"
     )
     quality.add_argument(
         "--twin",
@@ -111,12 +111,12 @@ def _add_quality(kinds: Any) -> None:
         "--offset",
         type=float,
         metavar="C",
-        help="add a constant to every key in an eighth of the channels, C times the channel's deviation: no score changes by it",
+        help="add a constant to every key in an eighth of the channels, C times the channel's deviation; this changes no score",
     )
     quality.add_argument(
         "--insert",
         metavar="TOKEN",
-        help="put this token, such as '<|endoftext|>', in the middle of the packed part of every window: models rest attention on it",
+        help="put this token, such as '<|endoftext|>', in the middle of the packed part of every window, as an attention sink",
     )
     quality.add_argument(
         "--calibrated-on",
@@ -126,11 +126,9 @@ def _add_quality(kinds: Any) -> None:
         "scored (default: prose)",
     )
     quality.add_argument(
-        "--peers", action="store_true", help="measure transformers' quantized caches, too, by quanto and HQQ where they are installed"
+        "--peers", action="store_true", help="also measure transformers' quantized caches, with quanto and HQQ if they are installed"
     )
-    quality.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)"
-    )
+    quality.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
     quality.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the windows, needles, twins and generated text (default: 0)"
     )

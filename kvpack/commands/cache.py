@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
         help="compute the KV cache of a text and save it",
-        description="Let a model read a text, and save its packed KV cache with the text's token ids. kvpack generate continues it.",
+        description="Run a model over a text, and save its packed KV cache with the text's token ids. kvpack generate continues it.",
     )
     parser.add_argument("--model", metavar="MODEL", required=True, help="a causal language model, by its folder or its name on the hub")
     parser.add_argument("--prompt-file", metavar="FILE", required=True, help="the text, in UTF-8; - reads it from standard input")

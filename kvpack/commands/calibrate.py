@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         "calibrate",
         help="make the basis of a model, for recipes such as klt-1.75 and transform-0.6",
         description="Read a text with a model, find what its keys and values are best described in, and write that as a basis file. "
-        "An interrupted calibration goes on where it was.",
+        "An interrupted calibration resumes where it stopped.",
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
@@ -32,13 +32,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--scope",
         choices=("head", "layer", "none"),
-        help="what a frame of the codec transform is of: a head, or all heads of a layer, which takes fewer bits and more products to "
+        help="what a frame of the codec transform covers: one head, or all heads of a layer, which takes fewer bits and more products to "
         "decode (default: layer up to 512 channels, else head); none leaves frames out",
     )
     parser.add_argument(
         "--balanced-only",
         action="store_true",
-        help="make means and balanced frames of keys alone, for recipes with frame=balanced: by default of two windows of 2048 tokens, "
+        help="make only means and balanced frames of keys, for recipes with frame=balanced: by default of two windows of 2048 tokens, "
         "which takes a tenth of the time",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")

@@ -14,7 +14,7 @@ DEVICES = ("cpu", "cuda")
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """The option that both commands have."""
-    parser.add_argument("--device", choices=DEVICES, help="where the model computes (default: cuda where there is a device, else cpu)")
+    parser.add_argument("--device", choices=DEVICES, help="device of the model (default: cuda if there is one, otherwise cpu)")
 
 
 def loaded(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:

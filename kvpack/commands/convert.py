@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT")
     recipe = parser.add_mutually_exclusive_group(required=True)
     recipe.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
-    recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="the same, as other commands take it")
+    recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="the recipe, in the form that other commands use")
     add_basis(parser)
     add_writing(parser)
     add_json(parser)
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
     """The options of every command that writes a kvpack file."""
-    parser.add_argument("--compress", action="store_true", help="compress tensors with zstd where that saves 3 %% or more")
+    parser.add_argument("--compress", action="store_true", help="compress tensors with zstd if that saves 3 %% or more")
     parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
     add_force(parser)
 

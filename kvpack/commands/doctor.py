@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check the installation",
-        description="Show what is installed and which kernels run, check them in less than a minute, and say what to do about the rest.",
+        description="Show what is installed and which kernels run, check them in less than a minute, and explain how to add the rest.",
     )
     add_json(parser)
     parser.set_defaults(run=run)

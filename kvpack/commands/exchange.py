@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--transposed",
         action=argparse.BooleanOptionalAction,
-        help="of slots: whether values are transposed, as without flash attention (default: as in the imported slot)",
+        help="slots only: values are transposed, as without flash attention (default: as in the imported slot)",
     )
     parser.add_argument("--streams", type=int, metavar="N", help="of slots: streams of the context (default: those of the imported slot)")
     add_force(parser)

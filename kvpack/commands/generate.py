@@ -30,7 +30,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="write at most N tokens (default: 512)")
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="sample at this temperature; 0 takes the likeliest token (default: the model's own)"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sample at this temperature; 0 picks the most likely token (default: the model's own)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
     parser.add_argument("--basis", metavar="FILE", help="the basis of a file of the codecs klt and transform, or its folder")

@@ -360,7 +360,7 @@ def test_a_size_that_cannot_be_is_refused(number: str, folder: Path, capsys: pyt
     with pytest.raises(SystemExit) as stopped:
         run("ls", folder, f"--max-entry-bytes={number}")
     assert stopped.value.code == 2
-    assert re.search("is not a number of bytes, such as 1000000000, 1GB or 512MiB|is no byte", capsys.readouterr().err)
+    assert re.search("is not a number of bytes, such as 1000000000, 1GB or 512MiB|is less than one byte", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -555,3 +555,22 @@ def test_a_codec_nested_more_deeply_than_msgpack_packs_is_refused() -> None:
     nested = msgpack.packb(header).replace(msgpack.packb("nested"), b"\x91" * 800 + b"\x90")
     with pytest.raises(InvalidHeader, match=r"^codecs\[0\]: .*fields is"):
         parse_header(nested)
+
+
+@pytest.mark.parametrize("change", ["names", "entries", "codec", "width"])
+def test_values_that_are_stored_in_another_form_are_refused(change: str) -> None:
+    header = header_map()
+    header["model"], header["start"] = {"a": "1", "b": "2"}, 0
+    parse_header(msgpack.packb(header))
+    if change == "names":
+        header["model"] = {"b": "2", "a": "1"}
+    elif change == "entries":
+        header["layers"][0]["k"]["entries"] = {}
+    elif change == "codec":
+        header["codecs"][0] = dict(reversed(header["codecs"][0].items()))
+    data = msgpack.packb(header)
+    if change == "width":
+        # An integer of 16 bits that fits 7.
+        data = data.replace(msgpack.packb("start") + b"\x00", msgpack.packb("start") + b"\xcd\x00\x00")
+    with pytest.raises(InvalidHeader, match="not canonical msgpack: its values, packed again, give other bytes"):
+        parse_header(data)

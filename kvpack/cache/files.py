@@ -20,7 +20,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import own_modes
 
 from .arguments import checked_device, integer
-from .bus import StreamBus
+from .device_copy import StreamBus
 from .given import check_packed
 from .layer import Layer
 from .parts import Part
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from kvpack.file.metadata import Value
     from kvpack.formats.base import Layout
 
-    from .bus import Bus
     from .cache import Cache
+    from .device_copy import Bus
     from .parts import Layers, Tokens
 
     Bases = Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]]

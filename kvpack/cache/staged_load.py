@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
     from kvpack.file.container import File, SidePlaces
 
-    from .bus import Bus
+    from .device_copy import Bus
     from .parts import Part
     from .side import Side
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.file.container import File, SidePlaces
     from kvpack.file.payload import Span
 
-    from .bus import Bus
+    from .device_copy import Bus
 
 STAGING_BYTES = 1 << 29
 """The most staging memory of one load, unless twice its largest copy is more."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
 
-    from .bus import Bus
     from .cache import Cache
+    from .device_copy import Bus
 
 _COPIES_AHEAD = 2
 """Pieces whose copy has begun before they are needed."""

@@ -13,7 +13,7 @@ import torch
 
 import kvpack
 from kvpack.cache import files, staged_load, staged_reads
-from kvpack.cache.bus import HostBus
+from kvpack.cache.device_copy import HostBus
 from kvpack.cache.parts import Part
 from kvpack.cache.staged_save import save_from
 from kvpack.file import container, payload

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 import kvpack
 from kvpack import cli
-from kvpack.cache.bus import HostBus
+from kvpack.cache.device_copy import HostBus
 from kvpack.cache.files import read_to
 from kvpack.cache.layer import Layer
 from kvpack.cache.staged_save import save_from

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.cache import files, staged_reads
-from kvpack.cache.bus import HostBus
+from kvpack.cache.device_copy import HostBus
 from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
 from kvpack.file import container, payload

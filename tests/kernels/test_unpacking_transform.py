@@ -14,7 +14,7 @@ import torch
 
 import kvpack
 from kvpack.cache import files
-from kvpack.cache.bus import HostBus
+from kvpack.cache.device_copy import HostBus
 from kvpack.coding import dispatch
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter, InvalidPayload

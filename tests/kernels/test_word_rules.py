@@ -13,7 +13,7 @@ import torch
 
 import kvpack
 from kvpack.cache import files
-from kvpack.cache.bus import HostBus
+from kvpack.cache.device_copy import HostBus
 from kvpack.coding import dispatch
 from kvpack.errors import InvalidPayload, KvpackError
 from kvpack.file import container

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvpack.cache.bus import HostBus
+from kvpack.cache.device_copy import HostBus
 
 PATTERN = 0xA5
 

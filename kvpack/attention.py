@@ -119,9 +119,9 @@ def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.
     """The prepared call over a layer, where one over another that lies as it does was checked and prepared; else None."""
     if not _kinds or layer.k is None or layer.v is None:
         return None
-    from kvpack.kernels.attend import alike, many_queries
+    from kvpack.kernels.attend import layer_sharing, many_queries
 
-    kind = alike.kind_of(layer)
+    kind = layer_sharing.kind_of(layer)
     options = None if kind is None else _kinds.get((asked, layer.skipped, kind))
     if options is None:
         return None
@@ -133,16 +133,16 @@ def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.
 def know(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
     """Look at the pages of keys and values of all ``layers`` of a model, which long queries on ``device`` will attend, at once."""
     if dispatch.uses_triton(device):
-        from kvpack.kernels.attend import alike
+        from kvpack.kernels.attend import layer_sharing
 
-        alike.know(layers)
+        layer_sharing.know(layers)
 
 
 def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:
     """Let layers that lie as ``layer`` does go without its checks, for many queries: of few, each layer has its own launches."""
-    from kvpack.kernels.attend import alike, many_queries
+    from kvpack.kernels.attend import layer_sharing, many_queries
 
-    if kernels is many_queries and (kind := alike.kind_of(layer)) is not None:
+    if kernels is many_queries and (kind := layer_sharing.kind_of(layer)) is not None:
         if len(_kinds) >= MOST_KINDS:
             _kinds.clear()
         _kinds[asked, layer.skipped, kind] = options

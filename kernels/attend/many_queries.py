@@ -18,7 +18,7 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tiles import addresses
 
-from . import alike, flash, scratch
+from . import flash, layer_sharing, scratch
 from .prepared import Options
 
 if TYPE_CHECKING:
@@ -100,12 +100,12 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
     if asked not in kept:
         if len(kept) >= MOST_CALLS:
             kept.clear()
-        kept[asked] = call_of(q, layer, options, alike.kind_of(layer))
+        kept[asked] = call_of(q, layer, options, layer_sharing.kind_of(layer))
     return kept[asked]
 
 
 def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> Call:
-    """A new call over a layer, made by one over another of its ``kind`` (``alike.kind_of``) where there is one."""
+    """A new call over a layer, made by one over another of its ``kind`` (``layer_sharing.kind_of``) where there is one."""
     if kind is None:
         return Call(q, layer, options)
     asked = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -152,7 +152,7 @@ class Call:
         assert layer.v is not None
         k, v = layer.k, layer.v
         self._sides: tuple[Side, ...] = k, v
-        self._tables: alike.Tables | None = None
+        self._tables: layer_sharing.Tables | None = None
         self._table: tuple[torch.Tensor, int] | None = None
         self._frames = scratch.frame_of(k), scratch.frame_of(v)
         self._shape, self._dtype, self._device, self._options = q.shape, q.dtype, q.device, options
@@ -170,7 +170,7 @@ class Call:
 
     def alike(self, layer: Layer) -> Call | None:
         """The call for any layer that lies as its own ``layer``, which ``over`` gives it; None where there may be no other."""
-        tables, passes = alike.Tables(layer), []
+        tables, passes = layer_sharing.Tables(layer), []
         for one in self._passes:
             parts = []
             for part in one.parts:

@@ -17,7 +17,7 @@ from kvpack.kernels.decode import sides, tiles
 from kvpack.kernels.decode.rows import Packed
 from kvpack.kernels.tiles import frame_columns
 
-from . import alike, segments
+from . import layer_sharing, segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -182,7 +182,7 @@ class Block:
         self._raw_at = (self._begin - self._first) * width
         self._store = frame.storing(side.batch, side.heads, dtype, side.device)
 
-    def alike(self, side: Side, values: bool, tables: alike.Tables) -> Block | None:
+    def alike(self, side: Side, values: bool, tables: layer_sharing.Tables) -> Block | None:
         """The block for any side that lies as its own ``side``, of keys or of ``values``, whose work is added to ``tables``.
 
         None where there may be no other.
@@ -191,7 +191,7 @@ class Block:
         made.__dict__.update(self.__dict__)
         if self._decoding is not None:
             work = self._decoding.work
-            if work.copied or not alike.is_plain(side):
+            if work.copied or not layer_sharing.is_plain(side):
                 return None
             made._table_at = tables.add(values, work.rows, self._first + work.rows[:, 2])
             made._decoding = self._decoding._replace(work=work._replace(table=work.table.new_empty(0), held=()))

@@ -253,7 +253,7 @@ def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool,
 @pytest.mark.kernels
 def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets its own, one of other pages none of theirs, and what is known keeps no layer."""
-    from kvpack.kernels.attend import alike, many_queries
+    from kvpack.kernels.attend import layer_sharing, many_queries
 
     def layer(seed: int, tokens: int) -> Layer:
         torch.manual_seed(seed)
@@ -266,14 +266,14 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
         return of.k.runs, of.v.runs
 
     tables: list[tuple[torch.Tensor, int]] = []
-    of = alike.Tables.of
-    monkeypatch.setattr(alike.Tables, "of", lambda self, *given: (tables.append(of(self, *given)), tables[-1])[1])
+    of = layer_sharing.Tables.of
+    monkeypatch.setattr(layer_sharing.Tables, "of", lambda self, *given: (tables.append(of(self, *given)), tables[-1])[1])
     monkeypatch.setattr(many_queries, "_alike", {})
     layers = [layer(1, 96), layer(2, 96), layer(3, 80), layer(4, 96), layer(5, 96), layer(6, 96)]
     q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     expected = [many_queries.Call(q, each, many_queries.Options(0.125))(q) for each in layers]
     # The last is not known with the others, and the fifth is gone before there are tables.
-    alike.know(map(pages, layers[:5]))
+    layer_sharing.know(map(pages, layers[:5]))
     gone = [weakref.ref(found) for found in pages(layers[4])]
     del layers[4], expected[4]
     gc.collect()
@@ -312,14 +312,14 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
 @pytest.mark.kernels
 def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a loaded cache, of which a layer has other heads, and again once their pages have changed."""
-    from kvpack.kernels.attend import alike, many_queries
+    from kvpack.kernels.attend import layer_sharing, many_queries
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
     monkeypatch.setattr(many_queries, "_alike", {})
     tables: list[torch.Tensor] = []
-    of = alike.Tables.of
-    monkeypatch.setattr(alike.Tables, "of", lambda self, *given: (tables.append((found := of(self, *given))[0]), found)[1])
+    of = layer_sharing.Tables.of
+    monkeypatch.setattr(layer_sharing.Tables, "of", lambda self, *given: (tables.append((found := of(self, *given))[0]), found)[1])
     generator = torch.Generator().manual_seed(1)
 
     def values(heads: int, count: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpack.coding.encoder_options import steered
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.coding.steering import steered
 from kvpack.file.inputs import Inputs
 from kvpack.file.metadata import FEATURE, from_bytes
 from kvpack.formats.raw import DTYPES

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpack
+from kvpack.coding.encoder_options import STEERING, steered
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
-from kvpack.coding.steering import STEERING, steered
 from kvpack.formats import codec_from_params
 from kvpack.formats.raw_positions import RawPositions
 

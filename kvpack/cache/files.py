@@ -21,8 +21,8 @@ from kvpack.runtime.modes import own_modes
 
 from .arguments import checked_device, integer
 from .device_copy import StreamBus
-from .given import check_packed
 from .layer import Layer
+from .packed_argument import check_packed
 from .parts import Part
 from .staged_load import load_layers
 from .staged_save import save_from

@@ -11,8 +11,8 @@ import torch
 from kvpack.attention import know
 from kvpack.cache.arguments import check_floating, checked_device, integer
 from kvpack.cache.cache import Cache
-from kvpack.cache.given import check_packed
 from kvpack.cache.layer import Layer
+from kvpack.cache.packed_argument import check_packed
 from kvpack.cache.rows import check_rows, row_numbers
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS

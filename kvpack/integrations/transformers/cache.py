@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack import cache_names
 from kvpack.cache.cache import Cache, all_states, without_states
 from kvpack.cache.files import load
-from kvpack.cache.given import check_packed
+from kvpack.cache.packed_argument import check_packed
 from kvpack.cache.rows import row_numbers
 from kvpack.cache.states import KeptStates, with_states
 from kvpack.coding.recipes import Recipe, parse_recipe

@@ -18,7 +18,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tiles.shared_memory import shared_memory
-from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.triton_internals import CachedLaunch
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from kvpack.kernels.triton_insides import CachedLaunch, LaunchChain
+from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import append, plan, segments
 from .attention import MOST_DUAL_ROWS, supports

@@ -17,7 +17,7 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import device_tables, frame_columns
-from kvpack.kernels.triton_insides import CachedLaunch, LaunchChain
+from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import merge, plan, rotation, split
 

@@ -17,7 +17,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.triton_internals import CachedLaunch
 from kvpack.kernels.words.columns import check_shape, constant_at
 from kvpack.kernels.words.streams import dense_rows
 

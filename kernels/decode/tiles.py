@@ -26,7 +26,7 @@ from kvpack.kernels.tiles.bound_loader import RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shapes import table_budget
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
-from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.triton_internals import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
 
 from .rows import check

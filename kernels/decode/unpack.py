@@ -29,7 +29,7 @@ from kvpack.kernels.tiles.bound_loader import bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shared_memory import shared_memory
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
-from kvpack.kernels.triton_insides import CachedLaunch
+from kvpack.kernels.triton_internals import CachedLaunch
 from kvpack.kernels.words.bitfields import load_column_fields
 from kvpack.kernels.words.columns import check_shape
 

@@ -18,7 +18,7 @@ from typing import Any
 import triton
 from triton import language as tl
 
-from kvpack.kernels import triton_insides
+from kvpack.kernels import triton_internals
 from kvpack.kernels.words.bitfields import straddling
 
 from .shared_tables import SharedTable
@@ -38,11 +38,11 @@ def allow(kernel: Any, table_bytes: int) -> None:
 
     Triton asks the driver for more than 48 KiB only when its own part alone is above that, and knows nothing of tables behind it.
     """
-    size = triton_insides.shared_bytes(kernel)
+    size = triton_internals.shared_bytes(kernel)
     if table_bytes > LARGEST_BYTES:
-        size = triton_insides.COMPILERS_BYTES + table_bytes
-        triton_insides.enlarge_shared_memory(kernel, size)
-    triton_insides.allow_shared_memory(kernel, size)
+        size = triton_internals.COMPILERS_BYTES + table_bytes
+        triton_internals.enlarge_shared_memory(kernel, size)
+    triton_internals.allow_shared_memory(kernel, size)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.triton_insides import COMPILERS_BYTES, SHARED_MEMORY
+from kvpack.kernels.triton_internals import COMPILERS_BYTES, SHARED_MEMORY
 
 BANK_BYTES = 128
 """Bytes that a warp reads at once without waiting: 32 banks of 4."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpack.kernels.triton_insides import code_key
+from kvpack.kernels.triton_internals import code_key
 
 if TYPE_CHECKING:
     from kvpack.kernels.loaders.tiles import Outliers, Tiles

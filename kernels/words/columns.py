@@ -16,7 +16,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.errors import InvalidParameter
-from kvpack.kernels.triton_insides import launch_and_keep, launch_kept
+from kvpack.kernels.triton_internals import launch_and_keep, launch_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

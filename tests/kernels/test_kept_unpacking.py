@@ -68,7 +68,7 @@ def test_later_calls_make_no_tables(codec: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not INTERPRETED, reason="what the host does is the same, and the interpreter's launches are easily left out")
 @pytest.mark.parametrize("codec", CODECS)
 def test_later_calls_cost_the_host_little(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.triton_insides import CachedLaunch
+    from kvpack.kernels.triton_internals import CachedLaunch
 
     launched = []
     monkeypatch.setattr(CachedLaunch, "__call__", lambda *_: launched.append(1))

@@ -71,7 +71,7 @@ def test_the_picture_names_every_file_of_a_call(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not INTERPRETED, reason="what the host does is the same, and the interpreter's launches are easily left out")
 def test_many_queries_cost_the_host_little(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import many_queries
-    from kvpack.kernels.triton_insides import CachedLaunch
+    from kvpack.kernels.triton_internals import CachedLaunch
 
     layer = kvpack.pack(random_pairs(1, 4096, dims=(128, 128)), "octopus-3;raw=0").to(DEVICE)[0]
     monkeypatch.setenv("KVPACK_KERNELS", "triton")

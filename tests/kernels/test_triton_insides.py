@@ -30,43 +30,43 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_launch_takes_the_shared_memory_that_it_is_given(compiled: Any) -> None:
-    from kvpack.kernels import triton_insides
+    from kvpack.kernels import triton_internals
 
-    own = triton_insides.shared_bytes(compiled)
-    assert 0 < own <= triton_insides.COMPILERS_BYTES
-    assert f".shared .align 16 .b8 {triton_insides.SHARED_MEMORY}[]" in compiled.asm["ptx"]
-    triton_insides.enlarge_shared_memory(compiled, 96 << 10)
+    own = triton_internals.shared_bytes(compiled)
+    assert 0 < own <= triton_internals.COMPILERS_BYTES
+    assert f".shared .align 16 .b8 {triton_internals.SHARED_MEMORY}[]" in compiled.asm["ptx"]
+    triton_internals.enlarge_shared_memory(compiled, 96 << 10)
     assert compiled.packed_metadata == (4, 1, 96 << 10)
-    assert triton_insides.shared_bytes(compiled) == own
+    assert triton_internals.shared_bytes(compiled) == own
 
 
 def test_a_launcher_of_other_values_is_refused() -> None:
     import triton
 
-    from kvpack.kernels import triton_insides
+    from kvpack.kernels import triton_internals
 
     metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=512)
     for packed in ((4, 1, 512, 1, 1, 1), [4, 1, 512], (1, 4, 512), (4, 1, 0)):
         with pytest.raises(KvpackError, match=f"Triton {triton.__version__}: the kernels expect"):
-            triton_insides.shared_bytes(SimpleNamespace(packed_metadata=packed, metadata=metadata))
+            triton_internals.shared_bytes(SimpleNamespace(packed_metadata=packed, metadata=metadata))
 
 
 def test_tables_do_not_begin_in_the_compilers_shared_memory() -> None:
-    from kvpack.kernels import triton_insides
+    from kvpack.kernels import triton_internals
 
-    size = triton_insides.COMPILERS_BYTES + 1
+    size = triton_internals.COMPILERS_BYTES + 1
     kernel = SimpleNamespace(packed_metadata=(4, 1, size), metadata=SimpleNamespace(num_warps=4, num_ctas=1, shared=size))
     with pytest.raises(KvpackError, match="at most 16384 bytes"):
-        triton_insides.enlarge_shared_memory(kernel, 96 << 10)
+        triton_internals.enlarge_shared_memory(kernel, 96 << 10)
 
 
 def test_code_is_named_by_its_source() -> None:
-    from kvpack.kernels import triton_insides
+    from kvpack.kernels import triton_internals
     from support.summing_kernel import doubled, summed
 
-    assert summed.cache_key in triton_insides.code_key((summed, 3))
-    assert triton_insides.code_key((summed, 3)) != triton_insides.code_key((summed, 4))
-    assert triton_insides.plain(doubled)(4) == 8
+    assert summed.cache_key in triton_internals.code_key((summed, 3))
+    assert triton_internals.code_key((summed, 3)) != triton_internals.code_key((summed, 4))
+    assert triton_internals.plain(doubled)(4) == 8
 
 
 @pytest.mark.cuda
@@ -74,13 +74,13 @@ def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatc
     """And again where a pointer is not aligned as the compiled code expects."""
     import torch
 
-    from kvpack.kernels import triton_insides
+    from kvpack.kernels import triton_internals
     from support.summing_kernel import summed
 
     bound = []
     run = type(summed).run
     monkeypatch.setattr(type(summed), "run", lambda *args, **kwargs: bound.append(1) or run(*args, **kwargs))
-    launch = triton_insides.CachedLaunch(summed, (1, 1, 1), (), {"COUNT": 16}, {})
+    launch = triton_internals.CachedLaunch(summed, (1, 1, 1), (), {"COUNT": 16}, {})
     x, out = torch.arange(64, dtype=torch.float32, device="cuda"), torch.zeros(1, device="cuda")
     found = []
     for skipped in (0, 16, 32, 1):
@@ -117,10 +117,10 @@ def test_launches_of_one_class_are_bound_once(monkeypatch: pytest.MonkeyPatch) -
     import torch
     import triton
 
-    from kvpack.kernels import triton_insides
+    from kvpack.kernels import triton_internals
 
     monkeypatch.setattr(triton.runtime, "JITFunction", Function)
-    monkeypatch.setattr(triton_insides, "current_stream", lambda device: 5)
+    monkeypatch.setattr(triton_internals, "current_stream", lambda device: 5)
     function, device = Function(), torch.device("cuda:0")
     memory = torch.zeros(64, dtype=torch.int16)
     given = [
@@ -142,17 +142,17 @@ def test_launches_of_one_class_are_bound_once(monkeypatch: pytest.MonkeyPatch) -
     for (out, planes, count, constants), bound in given:
         before = len(function.bound)
         arguments, options = (out, planes, count), {"num_warps": 2}
-        if not triton_insides.launch_kept(function, 9, device, arguments, constants, options):
-            triton_insides.launch_and_keep(function, 9, device, arguments, constants, options)
+        if not triton_internals.launch_kept(function, 9, device, arguments, constants, options):
+            triton_internals.launch_and_keep(function, 9, device, arguments, constants, options)
         assert len(function.bound) == before + bound
         if not bound:
             assert function.launched[-1] == (9, 1, 1, 5, 7, (1, 1, 0), None, None, None, *arguments, *constants.values())
     one = (memory, (memory, memory), 48)
-    assert not triton_insides.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 4})
-    assert not triton_insides.launch_kept(function, 9, torch.device("cuda:1"), one, {"SIZE": 4}, {"num_warps": 2})
+    assert not triton_internals.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 4})
+    assert not triton_internals.launch_kept(function, 9, torch.device("cuda:1"), one, {"SIZE": 4}, {"num_warps": 2})
     # A profiler sees every launch, and so does another device.
-    monkeypatch.setattr(triton_insides, "current_stream", lambda device: -1)
-    assert not triton_insides.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 2})
+    monkeypatch.setattr(triton_internals, "current_stream", lambda device: -1)
+    assert not triton_internals.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 2})
 
 
 @pytest.mark.cuda

@@ -62,7 +62,7 @@ def fused(side: Side, dtype: torch.dtype) -> torch.Tensor:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The pointers of every launch from now on."""
-    from kvpack.kernels.triton_insides import CachedLaunch
+    from kvpack.kernels.triton_internals import CachedLaunch
 
     launched: list[Any] = []
     own = CachedLaunch.__call__

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from kvpack.bench import synthetic_basis
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidPayload
-from kvpack.kernels import triton_insides
+from kvpack.kernels import triton_internals
 from kvpack.kernels.attend import attention, growing, many_queries, plan
 from kvpack.kernels.attend.prepared import Options
 from kvpack.kernels.decode import decode, sides
@@ -152,7 +152,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
         self.function.run(*tensors, *self.arguments, grid=self.grid, warmup=True, **self.constants, **self.options)
 
     JITFunction.run = warm
-    triton_insides.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
+    triton_internals.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
     driver.set_active(NoDevice(capability))
     shared_memory.shared_memory.cache_clear()
     shared_memory.INTERPRETED_BYTES = CHIPS[capability][1]

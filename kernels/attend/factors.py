@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.tile_layout import repeated
 from kvpack.kernels.loaders.qjl import factor_of_signs
-from kvpack.kernels.words.tile_layout import repeated
 
 LEAST_OF_OUTLIERS = tl.constexpr(2.0**-7)
 """The least factor that a token with outliers is taken for: weights over its power of two are at most 2^7."""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.token_factors import finite_factor
 from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
-from kvpack.kernels.words.token_factors import finite_factor
 
 
 class Queries(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.key_mean import factor_of_means
 from kvpack.kernels.loaders.outliers import add_outlier_scores
 from kvpack.kernels.loaders.qjl import decode_bits, factor_of_bits
-from kvpack.kernels.words.tile_layout import second_token_offset
 
 from .factors import factor_of, of_rows
 

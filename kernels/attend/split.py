@@ -22,11 +22,11 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvpack.kernels.bitpack.bitfields import load_column_fields
+from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import ASIDE, from_first_seen, load_tiles, load_work, prefetch, within_length
-from kvpack.kernels.words.bitfields import load_column_fields
-from kvpack.kernels.words.tile_layout import second_token_offset
 
 from .patches import begin_patches, next_patches, own_patches
 from .queries import load_queries, relative_to, scaled

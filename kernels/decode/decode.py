@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.kernels import codecs
-from kvpack.kernels.words import columns
+from kvpack.kernels.bitpack import columns
 
 from .rows import Packed, Pages, Prepared
 from .stored import turns_back

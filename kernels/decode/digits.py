@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.columns import digit_of_field
+from kvpack.kernels.bitpack.columns import digit_of_field
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec

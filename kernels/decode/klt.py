@@ -14,8 +14,8 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.klt import Klt
+from kvpack.kernels.bitpack.columns import launch
 from kvpack.kernels.tiles import frame_columns
-from kvpack.kernels.words.columns import launch
 
 from . import tiles
 from .decode import FUSED_DTYPES, fits

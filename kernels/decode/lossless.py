@@ -18,7 +18,7 @@ from triton import language as tl
 
 from kvpack.formats.lossless import FORMS
 from kvpack.formats.rans import LANES, PRECISION, TOTAL
-from kvpack.kernels.words import columns
+from kvpack.kernels.bitpack import columns
 
 from . import rans
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16
+from kvpack.kernels.bitpack.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16
 
 from . import rows
 from .digits import code_streams, load_digit

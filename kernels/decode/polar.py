@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.encode.polar import MOST_ANGLES, directions_of
-from kvpack.kernels.words.columns import constant_at
 
 from . import rows
 from .digits import code_streams, load_digit

@@ -17,9 +17,9 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.bitpack.columns import check_shape, constant_at
+from kvpack.kernels.bitpack.streams import dense_rows
 from kvpack.kernels.triton_internals import CachedLaunch
-from kvpack.kernels.words.columns import check_shape, constant_at
-from kvpack.kernels.words.streams import dense_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

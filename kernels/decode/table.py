@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.columns import constant_at
+from kvpack.kernels.bitpack.columns import constant_at
 
 from . import rows
 from .digits import code_streams, load_digit

@@ -20,6 +20,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.raw import Raw
+from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import addresses, device_tables, loaders
 from kvpack.kernels.tiles.bound_loader import RowStream, bind
@@ -27,7 +28,6 @@ from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shapes import table_budget
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
 from kvpack.kernels.triton_internals import CachedLaunch
-from kvpack.kernels.words.bitfields import load_column_fields
 
 from .rows import check
 

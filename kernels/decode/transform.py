@@ -20,7 +20,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.rans import LANES, LEAST_STATE, Decoded
-from kvpack.kernels.words.columns import check_shape
+from kvpack.kernels.bitpack.columns import check_shape
 
 from .transform_chunks import chunks_of, decode_symbols, factors_for, joined, on_device, tile_of
 

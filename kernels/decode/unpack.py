@@ -22,6 +22,8 @@ from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.kernels.bitpack.bitfields import load_column_fields
+from kvpack.kernels.bitpack.columns import check_shape
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
@@ -30,8 +32,6 @@ from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shared_memory import shared_memory
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
-from kvpack.kernels.words.bitfields import load_column_fields
-from kvpack.kernels.words.columns import check_shape
 
 from . import tiles
 from .decode import FUSED_DTYPES, fits

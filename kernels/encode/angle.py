@@ -14,7 +14,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .rows import (

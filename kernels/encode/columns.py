@@ -17,7 +17,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.words.columns import constant_at
+from kvpack.kernels.bitpack.columns import constant_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from kvpack.formats import scale_range
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import SMALLEST_HALF
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .rows import (

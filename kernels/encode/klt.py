@@ -22,7 +22,7 @@ from triton import language as tl
 
 from kvpack.formats.basis import LARGEST_GAIN, RUN_COLUMNS, run_slice
 from kvpack.formats.klt import used_widths
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import WARPS
 from .rows import LARGEST_SQUARE, all_moved, block_tokens, flag_unless, input_of, load_rows, moved, origin_of

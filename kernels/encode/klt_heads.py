@@ -18,7 +18,7 @@ from triton import language as tl
 
 from kvpack.formats.basis import LARGEST_GAIN
 from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import WARPS
 from .klt import BLOCK_TOKENS, COLUMNS, PARTS, PARTS_OF, gain_of, split

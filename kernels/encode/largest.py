@@ -11,7 +11,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .rows import origin_of
 

@@ -15,8 +15,8 @@ from triton import language as tl
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.minifloat import floor_log2, most_of, run_scales
-from kvpack.kernels.words.columns import launch, tile_origin
-from kvpack.kernels.words.minifloats import e4m3_as_f16
+from kvpack.kernels.bitpack.columns import launch, tile_origin
+from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .largest import largest_magnitudes

@@ -17,7 +17,7 @@ from triton import language as tl
 
 from kvpack.formats.octahedral import norm_with_index
 from kvpack.formats.token_norms import LOG8
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .rows import (

@@ -18,7 +18,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.polar import angle_directions, uniform_directions
 from kvpack.formats.tables import kept_on_device
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns

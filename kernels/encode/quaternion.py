@@ -17,7 +17,7 @@ from triton import language as tl
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.quaternion import secondary_quaternions
 from kvpack.formats.quaternion_search import UNITS
-from kvpack.kernels.words.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .rows import (

@@ -18,12 +18,12 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.bitpack.bitfields import load_per_token, load_planes, whole_planes, words_of_step
+from kvpack.kernels.bitpack.f16_tiles import affine_bits, binary16_bits, power_of_two, product
+from kvpack.kernels.bitpack.streams import Stream, plane_streams
+from kvpack.kernels.bitpack.tile_layout import of_tokens
+from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.bitfields import load_per_token, load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.f16_tiles import affine_bits, binary16_bits, power_of_two, product
-from kvpack.kernels.words.streams import Stream, plane_streams
-from kvpack.kernels.words.tile_layout import of_tokens
-from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
 
 from .tiles import Tiles, channels_of, step_symbols
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.tables.shared_tables import SharedTable
-from kvpack.kernels.words.replicated_columns import (
+from kvpack.kernels.bitpack.replicated_columns import (
     ReplicatedPacking,
     bit_of_step,
     common_width,
@@ -21,7 +20,8 @@ from kvpack.kernels.words.replicated_columns import (
     symbols_of_steps,
     words_of_stream,
 )
-from kvpack.kernels.words.streams import Stream, plane_streams
+from kvpack.kernels.bitpack.streams import Stream, plane_streams
+from kvpack.kernels.tables.shared_tables import SharedTable
 
 from .angle import VALUES, decode_pairs, factor, line_of_tokens, load_range, table
 from .tiles import Tiles, channels_of

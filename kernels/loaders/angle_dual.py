@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.replicated_columns import ReplicatedPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
-from kvpack.kernels.words.streams import WORD_BITS, Stream, plane_streams
-from kvpack.kernels.words.tile_layout import copied, repeated, second_token_offset
-from kvpack.kernels.words.tile_packing import SMALLEST_WIDTH, takes_whole_words
+from kvpack.kernels.bitpack.replicated_columns import ReplicatedPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
+from kvpack.kernels.bitpack.streams import WORD_BITS, Stream, plane_streams
+from kvpack.kernels.bitpack.tile_layout import copied, repeated, second_token_offset
+from kvpack.kernels.bitpack.tile_packing import SMALLEST_WIDTH, takes_whole_words
 
 from .angle import VALUES, decode_pairs, factor_of_range, norm_line_f16, table
 from .angle_dense import bit_of_places

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.f16x2 import affine_f16x2, both_halves, joined, power_of_two_f16x2, product_f16x2
+from kvpack.kernels.bitpack.thread_digits import RowPacking, digit, row_packing, two_digits
+from kvpack.kernels.bitpack.thread_rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.bitpack.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, tiles_of
+from kvpack.kernels.bitpack.tile_packing import WIDEST_DIGIT
 from kvpack.kernels.tables.thread_lookups import look_up_words, unit
-from kvpack.kernels.words.f16x2 import affine_f16x2, both_halves, joined, power_of_two_f16x2, product_f16x2
-from kvpack.kernels.words.thread_digits import RowPacking, digit, row_packing, two_digits
-from kvpack.kernels.words.thread_rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
-from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, tiles_of
-from kvpack.kernels.words.tile_packing import WIDEST_DIGIT
 
 from .angle import VALUES, factor, load_range, norm_line, table
 from .tiles import Tiles

@@ -18,12 +18,20 @@ from triton import language as tl
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.columns import is_power_of_two
 from kvpack.formats.group import TOKEN_SCALE_DTYPES
-from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.words.f16_tiles import affine, affine_bits, middle_code, scale_and_centre
-from kvpack.kernels.words.streams import Stream, plane_streams
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated, second_token_offset, token_of_columns, valid_columns
-from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
-from kvpack.kernels.words.token_factors import load_factors, read_factors
+from kvpack.kernels.bitpack.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.bitpack.f16_tiles import affine, affine_bits, middle_code, scale_and_centre
+from kvpack.kernels.bitpack.streams import Stream, plane_streams
+from kvpack.kernels.bitpack.tile_layout import (
+    of_columns,
+    of_tokens,
+    parts_of,
+    repeated,
+    second_token_offset,
+    token_of_columns,
+    valid_columns,
+)
+from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.token_factors import load_factors, read_factors
 
 from .tiles import Tiles, step_symbols, tile_field_stride
 

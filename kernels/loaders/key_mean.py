@@ -19,7 +19,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.key_mean import CODES, SCALE
-from kvpack.kernels.words.streams import Stream
+from kvpack.kernels.bitpack.streams import Stream
 
 if TYPE_CHECKING:
     from kvpack.formats.key_mean import KeyMean

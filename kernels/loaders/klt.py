@@ -21,9 +21,8 @@ from triton import language as tl
 
 from kvpack.formats.basis import RUN_COLUMNS, not_given
 from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_of
-from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
-from kvpack.kernels.words.columns import constant_at
-from kvpack.kernels.words.row_registers import (
+from kvpack.kernels.bitpack.columns import constant_at
+from kvpack.kernels.bitpack.row_registers import (
     Place,
     Register,
     Row,
@@ -36,9 +35,10 @@ from kvpack.kernels.words.row_registers import (
     read_register,
     selectors,
 )
-from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens
-from kvpack.kernels.words.token_factors import load_factor, read_factor
+from kvpack.kernels.bitpack.streams import Stream
+from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
+from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
+from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
 
 from . import klt_heads
 from .tiles import Tiles

@@ -21,9 +21,9 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS
-from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens
-from kvpack.kernels.words.token_factors import load_factor, read_factor
+from kvpack.kernels.bitpack.streams import Stream
+from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
+from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 
 from .tiles import Tiles
 

@@ -20,9 +20,9 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.minifloat import ELEMENTS
-from kvpack.kernels.words.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.words.f16_tiles import product
-from kvpack.kernels.words.minifloats import (
+from kvpack.kernels.bitpack.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.bitpack.f16_tiles import product
+from kvpack.kernels.bitpack.minifloats import (
     E2M1_EXPONENT,
     e4m3_as_f16,
     elements_as_f16,
@@ -31,10 +31,10 @@ from kvpack.kernels.words.minifloats import (
     power_as_f16,
     power_as_f32,
 )
-from kvpack.kernels.words.streams import RUN_TOKENS, Stream, plane_streams
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens, parts_of, repeated
-from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
-from kvpack.kernels.words.token_factors import finite_factor, load_factors, read_factors
+from kvpack.kernels.bitpack.streams import RUN_TOKENS, Stream, plane_streams
+from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens, parts_of, repeated
+from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.token_factors import finite_factor, load_factors, read_factors
 
 from .tiles import Tiles, step_symbols
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.f16x2 import negated_f16x2, product_f16x2
+from kvpack.kernels.bitpack.streams import Stream
+from kvpack.kernels.bitpack.thread_digits import RowPacking, bits_of_column, digit, row_packing
+from kvpack.kernels.bitpack.thread_rows import row_streams, rows_constants
+from kvpack.kernels.bitpack.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, factor_beside_rows, load_rows_and_factor, tiles_of
+from kvpack.kernels.bitpack.tile_packing import WIDEST_DIGIT
+from kvpack.kernels.bitpack.token_factors import FACTOR_BITS
 from kvpack.kernels.tables.register_table import MOST_BITS, select_of_four, table_of_bytes
 from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, unit
-from kvpack.kernels.words.f16x2 import negated_f16x2, product_f16x2
-from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.thread_digits import RowPacking, bits_of_column, digit, row_packing
-from kvpack.kernels.words.thread_rows import row_streams, rows_constants
-from kvpack.kernels.words.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, factor_beside_rows, load_rows_and_factor, tiles_of
-from kvpack.kernels.words.tile_packing import WIDEST_DIGIT
-from kvpack.kernels.words.token_factors import FACTOR_BITS
 
 from .octahedral import VALUES, table
 from .tiles import Tiles

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens
+from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
 
 if TYPE_CHECKING:
     from .tiles import Outliers

@@ -19,7 +19,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.outliers import CHUNK
-from kvpack.kernels.words.streams import Stream
+from kvpack.kernels.bitpack.streams import Stream
 
 from .outlier_patches import GRANULE, TOKENS_TOLD_APART, fetch_numbers, outlier_tile, patch_places, placed, put_all, tiles_together
 from .tiles import Outliers, Tiles

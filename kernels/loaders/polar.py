@@ -19,14 +19,14 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.bitpack.bitfields import load_per_token
+from kvpack.kernels.bitpack.f16x2 import product_f16x2, scaled_f16x2
+from kvpack.kernels.bitpack.streams import Stream
+from kvpack.kernels.bitpack.thread_digits import RowPacking, row_packing
+from kvpack.kernels.bitpack.thread_rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
+from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE, TOKENS, tile_of_f16x2
+from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.field_lookups import look_up_field
-from kvpack.kernels.words.bitfields import load_per_token
-from kvpack.kernels.words.f16x2 import product_f16x2, scaled_f16x2
-from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.thread_digits import RowPacking, row_packing
-from kvpack.kernels.words.thread_rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
-from kvpack.kernels.words.thread_tiles import F16X2_PER_TILE, TOKENS, tile_of_f16x2
-from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
 from .tiles import Tiles

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from kvpack.kernels.words.thread_tiles import F16X2_PER_TILE
+from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar

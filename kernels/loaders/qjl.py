@@ -21,10 +21,10 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.qjl import NORM, SIGNS
-from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.streams import Stream, plane_streams
-from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing, tile_width
-from kvpack.kernels.words.token_factors import load_factor, read_factor
+from kvpack.kernels.bitpack.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.bitpack.streams import Stream, plane_streams
+from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing, tile_width
+from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 
 from .tiles import Tiles, step_symbols, tile_field_stride
 

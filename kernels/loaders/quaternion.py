@@ -11,12 +11,12 @@ import torch
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.bitpack.f16_tiles import code_bits, product
+from kvpack.kernels.bitpack.streams import Stream, plane_streams
+from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.bitfields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.words.f16_tiles import code_bits, product
-from kvpack.kernels.words.streams import Stream, plane_streams
-from kvpack.kernels.words.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
-from kvpack.kernels.words.token_factors import load_factor, read_factor
 
 from .tiles import Tiles, channels_of, step_symbols
 

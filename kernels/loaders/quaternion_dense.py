@@ -12,14 +12,14 @@ import torch
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.f16_tiles import code_as_f16, product
+from kvpack.kernels.bitpack.streams import Stream
+from kvpack.kernels.bitpack.symbol_tiles import MOST_BITS, steps_of, symbol_tile
+from kvpack.kernels.bitpack.thread_digits import RowPacking, above, row_packing, two_digits
+from kvpack.kernels.bitpack.thread_rows import row_streams, rows_constants
+from kvpack.kernels.bitpack.thread_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
+from kvpack.kernels.bitpack.tile_packing import WIDEST_DIGIT
 from kvpack.kernels.tables.shared_table import look_up
-from kvpack.kernels.words.f16_tiles import code_as_f16, product
-from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.symbol_tiles import MOST_BITS, steps_of, symbol_tile
-from kvpack.kernels.words.thread_digits import RowPacking, above, row_packing, two_digits
-from kvpack.kernels.words.thread_rows import row_streams, rows_constants
-from kvpack.kernels.words.thread_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
-from kvpack.kernels.words.tile_packing import WIDEST_DIGIT
 
 from .quaternion import VALUES
 from .tiles import Tiles, channels_of

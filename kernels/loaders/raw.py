@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.tile_layout import of_columns, of_tokens
-from kvpack.kernels.words.tile_packing import SMALLEST_WIDTH
+from kvpack.kernels.bitpack.streams import Stream
+from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
+from kvpack.kernels.bitpack.tile_packing import SMALLEST_WIDTH
 
 from .tiles import Tiles
 

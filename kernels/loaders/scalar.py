@@ -11,11 +11,11 @@ import torch
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.bitfields import load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.bitpack.streams import Stream, plane_streams
+from kvpack.kernels.bitpack.tile_packing import TilePacking, tile_fields, tile_packing
+from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.bitfields import load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.words.streams import Stream, plane_streams
-from kvpack.kernels.words.tile_packing import TilePacking, tile_fields, tile_packing
-from kvpack.kernels.words.token_factors import FACTOR_BITS, load_factors, read_factors
 
 from .tiles import Tiles, step_symbols, tile_field_stride
 

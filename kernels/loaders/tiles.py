@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.columns import Columns
-from kvpack.kernels.words.streams import WORD_BITS, Stream
-from kvpack.kernels.words.tile_packing import SMALLEST_WIDTH, tile_fields, tile_width
+from kvpack.kernels.bitpack.streams import WORD_BITS, Stream
+from kvpack.kernels.bitpack.tile_packing import SMALLEST_WIDTH, tile_fields, tile_width
 
 if TYPE_CHECKING:
     import torch

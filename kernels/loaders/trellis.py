@@ -19,12 +19,12 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.trellis import WORD_BITS, values_of
+from kvpack.kernels.bitpack.replicated_columns import load_columns as load_words_of_columns
+from kvpack.kernels.bitpack.streams import Stream
+from kvpack.kernels.bitpack.tile_layout import of_columns
+from kvpack.kernels.bitpack.tile_packing import tile_fields, tile_width
+from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
 from kvpack.kernels.tables.shared_table import look_up_bits
-from kvpack.kernels.words.replicated_columns import load_columns as load_words_of_columns
-from kvpack.kernels.words.streams import Stream
-from kvpack.kernels.words.tile_layout import of_columns
-from kvpack.kernels.words.tile_packing import tile_fields, tile_width
-from kvpack.kernels.words.token_factors import FACTOR_BITS, load_factors, read_factors
 
 from .tiles import Tiles
 

@@ -14,7 +14,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.columns import launch
+from kvpack.kernels.bitpack.columns import launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

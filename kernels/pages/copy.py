@@ -11,8 +11,8 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.bitpack.columns import launch, tile_origin
 from kvpack.kernels.encode.rows import moved, origin_of
-from kvpack.kernels.words.columns import launch, tile_origin
 
 if TYPE_CHECKING:
     from kvpack.kernels.encode.rows import Origins

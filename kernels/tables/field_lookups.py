@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.thread_digits import bits_of_column, pieces_of_bits
+from kvpack.kernels.bitpack.thread_digits import bits_of_column, pieces_of_bits
 
 from .table_assembly import lookup_of_field, registers
 from .thread_lookups import look_up_words, unit

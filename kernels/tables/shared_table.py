@@ -19,7 +19,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels import triton_internals
-from kvpack.kernels.words.bitfields import straddling
+from kvpack.kernels.bitpack.bitfields import straddling
 
 from .shared_tables import SharedTable
 from .table_assembly import BANK_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.kernels.words.streams import dense_rows
+from kvpack.kernels.bitpack.streams import dense_rows
 
 from .bound_loader import RowStream
 from .work import STREAM_INTEGERS

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.tables.shared_table import declare, fetch, fill
-from kvpack.kernels.words.columns import constant_at
 
 
 @triton.jit

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpack.kernels.bitpack.tile_packing import tile_fields
 from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
-from kvpack.kernels.words.tile_packing import tile_fields
 
 if TYPE_CHECKING:
+    from kvpack.kernels.bitpack.streams import Stream
     from kvpack.kernels.loaders.tiles import Outliers, Tiles
-    from kvpack.kernels.words.streams import Stream
 
 LARGE_TABLES = 32 << 10
 """Bytes of shared tables above which programs are few and share them among more warps."""

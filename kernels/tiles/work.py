@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import triton
 from triton import language as tl
 
+from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.key_mean import load_means
 from kvpack.kernels.loaders.qjl import load_signs
-from kvpack.kernels.words.tile_layout import second_token_offset
 
 FIRST_ADDRESS = tl.constexpr(5)
 """Integers of a work row before the addresses: those of ``Work`` before its streams."""

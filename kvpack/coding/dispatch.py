@@ -87,7 +87,7 @@ def checks_values(codec: Codec, device: torch.device) -> bool:
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
-    from kvpack.kernels.words import rules
+    from kvpack.kernels.bitpack import rules
 
     return codecs.of_codec(codec).has_rules(codec) and rules.rules_of(codec) is not None
 
@@ -99,7 +99,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]])
     """
     if not sides:
         return lambda: None
-    from kvpack.kernels.words import rules
+    from kvpack.kernels.bitpack import rules
 
     wrong_sides = rules.wrong_sides([(codec, streams) for codec, streams, _ in sides])
 
@@ -136,7 +136,7 @@ def checks_digests(nbytes: int, device: torch.device) -> bool:
     """Whether ``digests`` takes tensors of ``nbytes`` and more on ``device``. Raises what ``uses_triton`` raises."""
     if not uses_triton(device):
         return False
-    from kvpack.kernels.words import digests
+    from kvpack.kernels.bitpack import digests
 
     return nbytes >= digests.LEAST_BYTES
 
@@ -148,7 +148,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
     """
     if not places:
         return list
-    from kvpack.kernels.words import digests
+    from kvpack.kernels.bitpack import digests
 
     found = digests.digests(places)
     return lambda: [digest.tobytes() for digest in found.cpu().numpy().astype(">i8")]

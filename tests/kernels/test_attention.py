@@ -410,10 +410,10 @@ def test_batches_and_heads() -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     """The indices that permutations of bytes select by are those that are read one by one."""
+    from kvpack.kernels.bitpack import thread_digits, thread_rows
     from kvpack.kernels.tables import register_table
     from kvpack.kernels.tiles import loaders
     from kvpack.kernels.triton_internals import plain
-    from kvpack.kernels.words import thread_digits, thread_rows
 
     codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
     tiles = loaders.tiles_of(codec)

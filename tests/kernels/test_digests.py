@@ -26,7 +26,7 @@ from kvpack.cache.device_copy import HostBus
 from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
 from kvpack.file import container, payload
-from kvpack.kernels.words import digests
+from kvpack.kernels.bitpack import digests
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.late_bus import LateBus

@@ -234,7 +234,7 @@ def test_unpacking(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("half", range(3))
 def test_halves_have_selectors_of_their_own(half: int) -> None:
-    from kvpack.kernels.words import row_registers
+    from kvpack.kernels.bitpack import row_registers
 
     # The register of halves has two bytes, the others four.
     last = [1 if register == half else 3 for register in range(3)]

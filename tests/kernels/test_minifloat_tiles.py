@@ -81,8 +81,8 @@ def executed(ptx: str, **given_registers: int) -> dict[str, int]:
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
     """Of every element at every place of a word, among bits of others."""
+    from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import plain
-    from kvpack.kernels.words import minifloats
 
     form = ELEMENTS[element]
     power = minifloats.E2M1_EXPONENT.value if element == "e2m1" else 0
@@ -106,8 +106,8 @@ def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
 @pytest.mark.parametrize("lowered", [0, 14])
 def test_powers_of_four_scales_are_exact(lowered: int) -> None:
     """Over the largest, wherever it is, of scales that are the same, just representable, too small, and as far away as can be."""
+    from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import plain
-    from kvpack.kernels.words import minifloats
 
     ptx = plain(minifloats._four_powers)(lowered)
     most = 14 + lowered

@@ -15,7 +15,7 @@ TOKENS = 64
 @pytest.mark.parametrize("turned", [False, True], ids=lambda turned: "turned" if turned else "straight")
 @pytest.mark.parametrize("symbols", [16, 9])
 def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
-    from kvpack.kernels.words.symbol_tiles import MOST_BITS, WIDTH
+    from kvpack.kernels.bitpack.symbol_tiles import MOST_BITS, WIDTH
     from support.symbol_tile_kernel import Rows, tile_of_words
 
     width, warps, bits = WIDTH.value, 2, MOST_BITS.value

@@ -159,7 +159,7 @@ def test_launches_of_one_class_are_bound_once(monkeypatch: pytest.MonkeyPatch) -
 def test_kept_launches_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from kvpack.kernels.words.columns import launch
+    from kvpack.kernels.bitpack.columns import launch
     from support.summing_kernel import planes_summed
 
     bound = []

@@ -227,7 +227,7 @@ def test_table_kernel_refuses_streams_that_it_would_read_past() -> None:
 
 
 def check_unpack(packing: Columns, seed: int = 0) -> None:
-    from kvpack.kernels.words import columns
+    from kvpack.kernels.bitpack import columns
 
     generator = torch.Generator().manual_seed(seed)
     words = {
@@ -271,7 +271,7 @@ def test_unpack_kernel_on_any_packing(packing: Columns, seed: int) -> None:
 
 @pytest.mark.kernels
 def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
-    from kvpack.kernels.words import columns
+    from kvpack.kernels.bitpack import columns
 
     packing = Columns(32, (8,), 8)
     planes = packing.pack([torch.zeros(1, 1, 3, 32, dtype=torch.int32)])
@@ -306,8 +306,8 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
 )
 def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import codecs
+    from kvpack.kernels.bitpack import columns
     from kvpack.kernels.decode import group, minifloat
-    from kvpack.kernels.words import columns
 
     called = set()
 

@@ -19,7 +19,7 @@ from kvpack.errors import InvalidPayload, KvpackError
 from kvpack.file import container
 from kvpack.formats.base import Codec
 from kvpack.kernels import codecs
-from kvpack.kernels.words import rules
+from kvpack.kernels.bitpack import rules
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED
 

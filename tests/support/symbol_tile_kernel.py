@@ -12,8 +12,8 @@ from typing import NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.words.symbol_tiles import WIDTH, symbol_tile
-from kvpack.kernels.words.thread_tiles import TOKENS
+from kvpack.kernels.bitpack.symbol_tiles import WIDTH, symbol_tile
+from kvpack.kernels.bitpack.thread_tiles import TOKENS
 
 PAIRS = tl.constexpr(WIDTH.value // 2)
 HALF = tl.constexpr(TOKENS // 2)

@@ -1,4 +1,4 @@
-"""What depends on Triton's insides: all of it is here, and says so when a version of Triton differs from those that were tested.
+"""What depends on Triton's internals: all of it is here, and says so when a version of Triton differs from those that were tested.
 
 Documented are Triton's language and its launches; a compiled kernel's handles and how code is named are not.
 """

@@ -38,8 +38,8 @@ ALONE = {"runtime": {"formats"}, "file": {"formats", "runtime"}, "kernels": {"fo
 """Those that know fewer than all below them."""
 
 KERNEL_LEVELS = (
-    "triton_insides",
-    "words",
+    "triton_internals",
+    "bitpack",
     "tables",
     "loaders",
     "encode",

@@ -16,6 +16,7 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, in_slots, norms_of, put_slots
 from kvpack.formats.side_cars import WithSideCars
@@ -41,7 +42,7 @@ def takes(codec: Codec) -> bool:
     side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
     if isinstance(codec, Opaque):
         return False
-    return all(isinstance(one, Balanced | ChannelScale | RawPositions) for one in side_cars) and all(
+    return all(isinstance(one, Balanced | ChannelScale | KeyMean | RawPositions) for one in side_cars) and all(
         packing.binary for packing in codec.packings().values()
     )
 

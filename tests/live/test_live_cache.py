@@ -246,6 +246,7 @@ def test_sides_whose_tails_differ_go_on_together() -> None:
     assert (live.attend(0, q) - exact(q, frozen[0])).norm() < 1e-3
 
 
+MEANS = "k=octahedral:b=2,mean=8,norm=log8;v=scalar:b=4,norm=log8;tail=8"
 UNEVEN = ["kivi-2", "oscar-2", "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axis=channel", "k=raw;v=group:b=2,g=64,axis=channel"]
 """Recipes whose keys and values are encoded in groups of different numbers of tokens."""
 
@@ -444,7 +445,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("recipe", "batch"), [("kv=group:b=4,g=8;tail=8", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=4", 2)])
+@pytest.mark.parametrize(("recipe", "batch"), [("kv=group:b=4,g=8;tail=8", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=4", 2), (MEANS, 1)])
 def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are on the device, and a rolled window changes work but no launch."""
     from kvpack.coding import dispatch

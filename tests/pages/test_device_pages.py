@@ -47,6 +47,7 @@ TOGETHER = [
     "k=polar:b=4.2.2.2.2.2;v=group:b=3,scales=u8,channel_scale=fp16",
     "kv=scalar:b=3,raw_low_norm=0.95",
     "k=group:b=2,g=8,raw_low_norm=0.95;v=octahedral:b=3,raw_low_norm=0.95",
+    "k=scalar:b=3,mean=16,norm=log8,raw_low_norm=0.95;v=octahedral:b=3,norm=log8",
 ]
 """Recipes whose pages are coded together."""
 BY_HOST = ["k=group:b=4,g=32,channel_order=u8,block_rotation=32;v=octahedral:b=3", "kv=angle:n=48,channel_scale=fp16"]

@@ -18,7 +18,7 @@ from kvpack.formats.balanced import FRAMES
 from kvpack.formats.base import DTYPE_BYTES, NORMS
 from kvpack.formats.basis import DIGEST_BYTES, MAX_LAYER
 from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
-from kvpack.formats.key_mean import BITS, PAGES
+from kvpack.formats.key_mean import BITS, PAGES, KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
@@ -134,6 +134,23 @@ def test_the_sizes_at_head_dim_128() -> None:
     found = outliers.fields, outliers.packing.row_bytes, 4 * DTYPE_BYTES[entry.dtype], qjl.packing.row_bytes
     assert found == tuple(map(int, figures.groups()))
     assert qjl.fields == outliers.fields
+
+
+def test_the_example_and_the_size_of_a_mean() -> None:
+    text = section(PAGE, "Layout")
+    example = r"the bytes `([\w ]+)` of such a page with the scale ([\d.]+) are the vector ([-\d. ]+)\.\n"
+    stored, scale, vector = re.findall(example, text)[0]
+    streams = {
+        "key_mean": torch.tensor(list(bytes.fromhex(stored)), dtype=torch.uint8).view(1, 1, 1, -1),
+        "key_mean_scale": torch.tensor([[[float(scale)]]], dtype=torch.float16),
+    }
+    assert KeyMean(8, 128, 4).vectors(streams).flatten().tolist() == numbers_of(vector)
+    figures = r"With dim (\d+) and pages of (\d+) tokens, `key_mean` takes ([\d.]+) bits .* 8 bits and ([\d.]+)"
+    dim, tokens, *sizes = re.findall(figures, text)[0]
+    for bits, size in zip((8, 4), sizes, strict=True):
+        layout = KeyMean(int(dim), int(tokens), bits).layout(1, 1, int(tokens))
+        stored_bytes = sum(DTYPE_BYTES[entry.dtype] * math.prod(entry.shape) for entry in layout.values())
+        assert round(8 * stored_bytes / (int(dim) * int(tokens)), 3) == float(size.rstrip("."))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128], ids=str)

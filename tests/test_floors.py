@@ -199,7 +199,7 @@ def test_imports_are_seen_wherever_they_are(source: str, found: str) -> None:
 
 
 def test_levels_are_told_apart() -> None:
-    names = ("words.columns", "decode.rows", "decode.decode", "tiles.work", "decode.tiles", "attend.plan", "cpu.library")
+    names = ("bitpack.columns", "decode.rows", "decode.decode", "tiles.work", "decode.tiles", "attend.plan", "cpu.library")
     levels = [kernel_level(f"kvpack.kernels.{name}") for name in names]
     assert levels[-1] is None
     assert levels[:-1] == sorted({level for level in levels if level is not None})

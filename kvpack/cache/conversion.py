@@ -14,7 +14,7 @@ from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import PAGE, RawPositions
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .packed_runs import PackedRun
 from .side import Side, packed_side
@@ -52,7 +52,7 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
                 # The recipe's codec has what no file holds: options of its encoder, and its basis.
                 sides.append(_with_window(replace(side, codec=codec), recipe.window, f"layers[{number}].{name}", first, norms))
             elif codec.same_codes(side.codec):
-                with own_modes(side.device):
+                with float32_no_grad(side.device):
                     repacked = side.repacked(codec)
                 sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}", first, norms))
             else:
@@ -90,7 +90,7 @@ def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norm
     if not (lossy and per_token and aligned and packed > step):
         return packed_side(side.unpack(dtype), codec, window, where, first, norms)
     parts = []
-    with own_modes(side.device):
+    with float32_no_grad(side.device):
         try:
             # The last part holds a page of raw_positions, whose median is that of all tokens' last page.
             starts = [start for start in range(0, packed, step) if not start or packed - start >= PAGE]
@@ -125,7 +125,7 @@ def _with_window(side: Side, window: int, where: str, first: int, norms: Callabl
     ready = tokens - tokens % window if window else tokens
     if not ready:
         return replace(side, window=window)
-    with own_modes(side.device):
+    with float32_no_grad(side.device):
         before = side.runs[-1].streams if side.runs else None
         packed, of_keys = side.packed_tokens, norms(side.codec)
         of_tail = None if of_keys is None else of_keys[:, packed : packed + ready]

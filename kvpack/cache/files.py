@@ -17,7 +17,7 @@ from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import check_callback, check_flag
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .arguments import checked_device, integer
 from .device_copy import StreamBus
@@ -157,7 +157,7 @@ def read_to(
     progress: Progress | None = None,
 ) -> Cache:
     """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises as ``load``."""
-    with own_modes(bus.device), file:
+    with float32_no_grad(bus.device), file:
         _with_basis(file, basis)
         part = _part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
@@ -175,7 +175,7 @@ def read_to(
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
     """The arguments of ``container.write`` for a cache. Raises LimitExceeded."""
     arrays = {}
-    with own_modes(torch.device("cpu")):
+    with float32_no_grad(torch.device("cpu")):
         for number, layer in enumerate(cache.layers):
             for name, side in layer.sides.items():
                 for stream, tensor in stored_streams(side.merged()).items():
@@ -199,7 +199,7 @@ def read(
     """
     header = _with_basis(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
-    with own_modes(cpu):
+    with float32_no_grad(cpu):
         chosen = list(range(len(header.layers)) if numbers is None else numbers)
         for done, number in enumerate(chosen, 1):
             sides = {}

@@ -11,7 +11,7 @@ import torch
 from kvpack.formats.columns import default_fields
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .packed_runs import PackedRun
 from .side import Side
@@ -57,7 +57,7 @@ class Minifloats:
     def __post_init__(self) -> None:
         self._check_types()
         _ = self.codec
-        with own_modes(self.elements.device):
+        with float32_no_grad(self.elements.device):
             self._check_values()
 
     def _check_types(self) -> None:
@@ -235,7 +235,7 @@ class Minifloats:
             raise InvalidParameter(
                 f"the side has {side.packed_tokens} packed tokens and a raw tail of {side.tail.shape[2]}: take a prefix of packed ones"
             )
-        with own_modes(side.device):
+        with float32_no_grad(side.device):
             pages = side.merged().runs
             if len(pages) > 1:
                 raise InvalidParameter(

@@ -18,7 +18,7 @@ import torch
 from kvpack.coding.dispatch import decode, decode_frame
 from kvpack.formats.batch import rows_of, select
 from kvpack.formats.errors import OutOfBounds
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -136,7 +136,7 @@ class Stretch:
         streams: Streams = self.rows(start, stop)
         part = (stop - self.run(last)[0]) % self.codec.token_group
         if part and stop < self.ends[last]:
-            with own_modes(next(iter(streams.values())).device):
+            with float32_no_grad(next(iter(streams.values())).device):
                 streams = self.codec.cut(streams, part)
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
@@ -227,7 +227,7 @@ class PackedRun:
         first = runs[0]
         if len(runs) == 1:
             return first
-        with own_modes(next(iter(first.streams.values())).device):
+        with float32_no_grad(next(iter(first.streams.values())).device):
             parts = _in_order(first.codec, [(page.tokens, page.streams) for page in runs])
             streams = {
                 name: first.streams[name] if layout.per == "run" else torch.cat([part[name] for part in parts], 2)
@@ -342,7 +342,7 @@ class PackedRuns(Sequence[PackedRun]):
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
         kept, one = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
         streams = {}
-        with own_modes(next(iter(one.streams.values())).device):
+        with float32_no_grad(next(iter(one.streams.values())).device):
             of_stretches = _in_order(one.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
             for name, layout in one.layout.items():
                 parts = [own[name] for own in of_stretches]

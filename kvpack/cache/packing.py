@@ -21,7 +21,7 @@ from kvpack.formats.arguments import check_callback, check_mapping, items
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackWarning, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.memory import together
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .arguments import integer
 from .cache import Cache
@@ -107,7 +107,7 @@ def pack(
     recipe.check_layers(len(states))
     layers = []
     # Modes that are set here need not be set for every side.
-    with own_modes(torch.device("cpu")), together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
+    with float32_no_grad(torch.device("cpu")), together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             norms = _norms_of_keys(k)

@@ -22,7 +22,7 @@ from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
 from kvpack.runtime.memory import empty
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .arguments import check_floating, checked_device, integer
 from .packed_runs import PackedRun, PackedRuns
@@ -132,7 +132,7 @@ class Side:
         Raises InvalidType unless ``dtype`` is a floating-point one.
         """
         check_floating(dtype)
-        with own_modes(self.device):
+        with float32_no_grad(self.device):
             result = empty((self.batch, self.heads, self.tokens, self.dim), dtype, self.device)
             self._unpack_into(result)
         return result
@@ -150,7 +150,7 @@ class Side:
             raise InvalidParameter(f"unpack_into: shape {list(out.shape)}, and the side has {list(expected)}")
         if out.device != self.device:
             raise InvalidParameter(f"unpack_into: the tensor is on {out.device} and the cache is on {self.device}")
-        with own_modes(self.device):
+        with float32_no_grad(self.device):
             # Kernels write whole rows.
             rows = out.is_contiguous() or (out.device.type == "cpu" and out.stride(3) == 1)
             self._unpack_into(out) if rows else out.copy_(self.unpack(out.dtype))
@@ -217,7 +217,7 @@ class Side:
         check_rows(rows, self.batch)
         if len(rows) == self.batch and rows == tuple(range(self.batch)):
             return self
-        with own_modes(self.device):
+        with float32_no_grad(self.device):
             chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)
             runs = self._runs.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
             return replace(self, runs=runs, tail=self.tail.index_select(0, chosen))
@@ -244,7 +244,7 @@ class Side:
             raise InvalidParameter(
                 f"{where}: the values are on {x.device} and the cache is on {self.device}: append x.to({str(self.device)!r})"
             )
-        with own_modes(self.device):
+        with float32_no_grad(self.device):
             if self.codec.exact_dtype is None:
                 # Checked here and not when the tail is encoded: by then the new tokens could not be told from older ones.
                 check_finite(x, self.tokens, where)
@@ -372,7 +372,7 @@ def packed_side(
     tokens = x.shape[2]
     # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
-    with own_modes(x.device):
+    with float32_no_grad(x.device):
         if codec.exact_dtype is None and packed < tokens:
             check_finite(x[:, :, packed:], packed, where)
         of_packed = None if norms is None else norms[:, :packed]

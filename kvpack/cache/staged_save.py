@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.file.streamed import PIECE_BYTES, WRITES_AT_ONCE, Piece, write_pieces
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .stored import stored_streams
 
@@ -42,7 +42,7 @@ def save_from(
 
     Raises as ``save``.
     """
-    with own_modes(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
+    with float32_no_grad(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
         return write_pieces(path, cache.contents, pieces, durable=durable, progress=progress)
 
 

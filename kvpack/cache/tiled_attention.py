@@ -9,7 +9,7 @@ import torch
 
 from kvpack.coding.blocks import for_each_block
 from kvpack.formats.products import plain_product
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .side import sequences_at_once, tokens_at_once
 
@@ -73,7 +73,7 @@ def attend_chunk(
         for block in blocks:
             attend_part(*block)
     else:
-        with own_modes(q.device):
+        with float32_no_grad(q.device):
             for_each_block(attend_part, blocks, q.device)
     if sink_logits is not None:
         sinks = sink_logits.to(q.device, torch.float32).reshape(k.heads, -1).repeat_interleave(q_len, 1)[None, :, :, None]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ def caches_of(device: torch.device) -> int:
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
     """Call ``work(start, stop)`` for every block; on the CPU, in as many threads as torch has. Raises the first error.
 
-    The caller is in ``own_modes``; the threads enter it too, because modes are per thread.
+    The caller is in ``float32_no_grad``; the threads enter it too, because modes are per thread.
     """
     threads = 1 if getattr(_state, "in_this_thread", False) else torch.get_num_threads()
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:
@@ -58,7 +58,7 @@ def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], de
         return
 
     def work_on(block: Block) -> None:
-        with own_modes(device):
+        with float32_no_grad(device):
             work(*block)
 
     workers = min(threads, len(blocks))

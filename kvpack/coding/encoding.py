@@ -17,7 +17,7 @@ from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import VALUES, RawPositions, replaced
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.memory import empty
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from . import dispatch
 from .blocks import caches_of, for_each_block
@@ -70,7 +70,7 @@ def encode(
     raw = codec.side_car(RawPositions)
     if raw is not None:
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
-    with own_modes(x.device):
+    with float32_no_grad(x.device):
         streams = dispatch.encode(codec, x, before)
     if streams is None:
         streams = _encode_in_blocks(codec, x, where, before, position)
@@ -91,7 +91,7 @@ def _encode_beside_raw(
     norms: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     """``encode``, for a codec that keeps some tokens raw: what encodes the others then sees a whole run, kernels too."""
-    with own_modes(x.device):
+    with float32_no_grad(x.device):
         chosen = raw.choose(dispatch.norms(x) if norms is None else norms.to(x.device), position, before is not None)
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
@@ -164,7 +164,7 @@ def _encode_in_blocks(
                 streams[name][:, :, start // entry.tokens_per_row : -(-stop // entry.tokens_per_row)] = encoded[name]
         entries[start] = {name: encoded[name] for name, entry in layout.items() if entry.per == "entry"}
 
-    with own_modes(x.device):
+    with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
         begin = partial(codec.begin, kernel=dispatch.encode) if isinstance(codec, WithSideCars) else codec.begin
         with _placed(where):

@@ -18,7 +18,7 @@ from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import check_flag, check_mapping, shown
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from . import operators
 from .cpu_steps import CpuSteps
@@ -99,7 +99,7 @@ class LiveCache:
         # Set once: each side would set them again.
         with contextlib.ExitStack() as modes:
             for device in {side.device for layer in cache for side in layer.sides.values()}:
-                modes.enter_context(own_modes(device))
+                modes.enter_context(float32_no_grad(device))
             live._layers = [live._made(number, layer) if layer.sides else None for number, layer in enumerate(cache)]
         live._prepare()
         return live
@@ -317,7 +317,7 @@ class LiveCache:
         for layer in self._chosen(None):
             for side in layer.sides.values():
                 own = side.tail[:, :, layer.raw_tokens - 1]
-                with own_modes(layer.device):
+                with float32_no_grad(layer.device):
                     places.append((own, own.clone()))
 
         def put_back() -> None:

@@ -15,7 +15,7 @@ from kvpack.coding import dispatch
 from kvpack.coding.encoding import check_finite
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from .side import LiveSide
 
@@ -104,11 +104,11 @@ class LiveLayer:
         self.commit()
         tokens = next((x.shape[2] for x in given.values()), 0)
         if self.raw_tokens + tokens > self.room:
-            with own_modes(self.device):
+            with float32_no_grad(self.device):
                 # They wait for the next update, and the caller's memory is the caller's.
                 self._wait({name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()})
             return
-        with own_modes(self.device):
+        with float32_no_grad(self.device):
             for name, x in given.items():
                 self.sides[name].tail[:, :, self.raw_tokens : self.raw_tokens + tokens] = x
         self.raw_tokens += tokens
@@ -198,7 +198,7 @@ class LiveLayer:
 
     def without_tokens(self, batch: int) -> Layer:
         """A layer of the same codecs for ``batch`` sequences, which holds no tokens."""
-        with own_modes(self.device):
+        with float32_no_grad(self.device):
             sides = {name: side.without_tokens(batch) for name, side in self.sides.items()}
         return Layer(sides.get("k"), sides.get("v"))
 
@@ -224,7 +224,7 @@ class LiveLayer:
         dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
         # What is dropped includes the tokens before the tail, so both sides end at one token.
         whole = max(dropped, self._windows(tokens)) if dropped else self._whole(tokens)
-        with own_modes(self.device), self._both_sides():
+        with float32_no_grad(self.device), self._both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
             places = {first: self._place(first, values.get("k")) for first in set(firsts.values())}
             encoded = {

@@ -11,7 +11,7 @@ import torch
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +89,7 @@ class LiveSide:
         self.unit = window if side.window else self.codec.token_group
         """Raw tokens are encoded in multiples of this number of tokens."""
         # Tensors made in inference mode could not be written outside it.
-        with own_modes(side.device):
+        with float32_no_grad(side.device):
             self.tail = torch.zeros(side.batch, side.heads, room, side.dim, dtype=side.tail.dtype, device=side.device)
             if raw_tokens:
                 self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
@@ -146,7 +146,7 @@ class LiveSide:
         """The unfinished tokens, then ``x`` ``[batch, kv_head, token, dim]``."""
         if not self.unfinished.shape[2]:
             return x
-        with own_modes(x.device):
+        with float32_no_grad(x.device):
             return torch.cat([self.unfinished, x], 2)
 
     def frozen(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
@@ -170,7 +170,7 @@ class LiveSide:
         Raises InvalidParameter and OutOfRange, which name ``where``.
         """
         runs = self._all_runs()
-        with own_modes(x.device):
+        with float32_no_grad(x.device):
             before = runs[len(runs) - 1].streams if len(runs) else None
             return encode(self.codec, x, where, before, position, None if norms is None else norms[:, : x.shape[2]])
 
@@ -178,7 +178,7 @@ class LiveSide:
         """Add ``tokens`` packed tokens."""
         self._joined = None
         before = self.packed_tokens
-        with own_modes(self.tail.device):
+        with float32_no_grad(self.tail.device):
             if not self._in_place:
                 self._runs = self._runs.added(PackedRun(self.codec, tokens, streams))
                 self.packed_tokens = before + tokens
@@ -222,7 +222,7 @@ class LiveSide:
 
     def take_unfinished(self, unfinished: torch.Tensor) -> None:
         """Hold ``unfinished`` ``[batch, kv_head, token, dim]`` behind the packed tokens, in place of those so far."""
-        with own_modes(self.tail.device):
+        with float32_no_grad(self.tail.device):
             self.unfinished = unfinished.clone()
 
     def select(self, indices: torch.Tensor) -> None:
@@ -230,13 +230,13 @@ class LiveSide:
         side = self.side(0).select(indices)
         assert isinstance(side.runs, PackedRuns)
         self._runs, self._open, self._joined = side.runs, [], None
-        with own_modes(self.tail.device):
+        with float32_no_grad(self.tail.device):
             rows = indices.to(self.tail.device)
             self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
 
     def widen(self, dtype: torch.dtype) -> None:
         """Let the tail hold values of ``dtype`` as well, exactly."""
-        with own_modes(self.tail.device):
+        with float32_no_grad(self.tail.device):
             wide = torch.promote_types(self.tail.dtype, dtype)
             self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)
 

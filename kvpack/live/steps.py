@@ -8,7 +8,7 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.formats.errors import OutOfBounds
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
     from kvpack.kernels.attend.growing import Append, GrowingCall
@@ -30,7 +30,7 @@ class Steps:
         """Whether replays of a graph may add tokens, of which ``settle`` learns."""
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
-        with own_modes(device):
+        with float32_no_grad(device):
             # One allocation, in which each begins where kernels take its address as aligned.
             numbers = torch.zeros(4 + -(-batch // ALIGNED), ALIGNED, dtype=torch.int32, device=device)
             self._packed, self._skipped, self._unchecked, self.not_finite = numbers[:4, :1].unbind()
@@ -108,7 +108,7 @@ class Steps:
                     del self._calls[asked]
                     changed = True
                 else:
-                    with own_modes(self._layer.device):
+                    with float32_no_grad(self._layer.device):
                         changed |= call.refresh(view)
             if not all(append.is_of(*(side.tail for side in self._layer.sides.values())) for append in self._appends.values()):
                 self._appends.clear()
@@ -136,7 +136,7 @@ class Steps:
     def _write(self) -> None:
         layer = self._layer
         self._packed_tokens = layer.older_tokens
-        with own_modes(layer.device):
+        with float32_no_grad(layer.device):
             self._packed.fill_(self._packed_tokens)
             self._skipped.fill_(layer.skipped)
             self._lengths.fill_(self._packed_tokens + layer.raw_tokens)
@@ -165,5 +165,5 @@ class Steps:
             return None
         scale = q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
         asked = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
-        with own_modes(self._layer.device):
+        with float32_no_grad(self._layer.device):
             return GrowingCall(q, view, asked)

@@ -15,7 +15,7 @@ import torch
 from kvpack.coding import dispatch
 from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, front_of
 from kvpack.formats.errors import DigestMismatch, KvpackError
-from kvpack.runtime.modes import own_modes, writing
+from kvpack.runtime.modes import float32_no_grad, writing
 
 from . import batched
 from .buffer import PageBuffer
@@ -83,7 +83,7 @@ class DevicePages:
         """Begin to encode to ``rows`` of any memory, those of the device best."""
         target = rows if self._holds(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
-        with own_modes(self._device):
+        with float32_no_grad(self._device):
             status = self._begin_encoding(pages, slots, target, digests)
             if status is None:
                 return PageJob.of(self._encode_by_host(pages, slots, rows, digests, range(len(slots))))
@@ -107,7 +107,7 @@ class DevicePages:
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
         """Begin to decode ``rows`` of any memory; those of the device are checked there, but for ``values``."""
         errors: list[Outcome] = []
-        with own_modes(self._device):
+        with float32_no_grad(self._device):
             if not values and self._holds(rows):
                 assert isinstance(rows, torch.Tensor)
                 on_device, status = rows, self._check(rows, digests)

@@ -12,7 +12,7 @@ import torch
 from kvpack.coding.blocks import in_this_thread
 from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_same, front_of, write_checksum
 from kvpack.formats.errors import KvpackError
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 from kvpack.runtime.threads import OwnThreads
 
 from .lanes import Lane, check_values
@@ -124,5 +124,5 @@ class HostPages:
 
 
 def _isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:
-    with own_modes(CPU), in_this_thread():
+    with float32_no_grad(CPU), in_this_thread():
         return work(number, threads)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-def own_modes(device: torch.device) -> AbstractContextManager[None]:
+def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
     """Encode and decode on ``device`` in true float32, on ordinary tensors without gradients.
 
     Autocast would round the rotation to bfloat16. Tensors made in inference mode cannot be used by other threads or by

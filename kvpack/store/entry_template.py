@@ -25,7 +25,7 @@ from kvpack.file.header_tensor import pack_header
 from kvpack.file.json_header import DIGEST_PLACE
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.raw_positions import POSITIONS, VALUES
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,7 +123,7 @@ class EntryTemplate:
 
     def cache(self, data: memoryview, start: int) -> Cache:
         """The cache of a matching entry, as views of it."""
-        with own_modes(torch.device("cpu")):
+        with float32_no_grad(torch.device("cpu")):
             dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
             arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.size // dtype.itemsize) for dtype in dtypes}
             layers = tuple(Layer(*(plan.side(arrays) if plan is not None else None for plan in sides)) for sides in self.plans)

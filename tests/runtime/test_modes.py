@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpack
 from kvpack.formats.quaternion import _search
-from kvpack.runtime.modes import flushes_subnormals, own_modes, without_autocast
+from kvpack.runtime.modes import float32_no_grad, flushes_subnormals, without_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,7 +171,7 @@ def test_only_the_calling_thread_keeps_subnormals_and_only_meanwhile() -> None:
     thread = threading.Thread(target=other_thread)
     thread.start()
     with flushed():
-        for modes in (own_modes, without_autocast):
+        for modes in (float32_no_grad, without_autocast):
             with modes(CPU):
                 assert not flushes_subnormals()
                 inside.set()
@@ -183,6 +183,6 @@ def test_only_the_calling_thread_keeps_subnormals_and_only_meanwhile() -> None:
     thread.join()
     assert states == [True], "the mode of another thread was changed"
     assert not flushes_subnormals()
-    with own_modes(CPU):
+    with float32_no_grad(CPU):
         assert not flushes_subnormals()
     assert not flushes_subnormals(), "a mode was set that the caller had not"

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from kvpack.cache_names import NAMES, cache_in
 from kvpack.formats.errors import KvpackWarning
-from kvpack.runtime.modes import own_modes
+from kvpack.runtime.modes import float32_no_grad
 
 from . import masks
 from .changes import adapters_in_effect
@@ -209,7 +209,7 @@ class _Graph:
     ) -> None:
         device = step.ids.device
         positions = torch.full_like(step.ids, 0) if step.positions is None else step.positions
-        with own_modes(device):
+        with float32_no_grad(device):
             self._ids, self._positions = step.ids.clone(), positions.clone()
             self._starts = None if step.starts is None else step.starts.clone()
         given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}

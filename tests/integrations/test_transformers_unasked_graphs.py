@@ -162,7 +162,7 @@ def test_code_of_others_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     makeup = Makeup(model)
     assert makeup.foreign is None
     change(model, monkeypatch)
-    assert not makeup.is_as_it_was()
+    assert not makeup.unchanged()
     assert reason in str(Makeup(model).foreign)
 
 
@@ -203,7 +203,7 @@ def test_code_that_changes_between_steps_is_run(name: str, device: Device, monke
 def test_the_code_of_the_zoo_is_known(name: str) -> None:
     makeup = Makeup(model_of(name))
     assert makeup.foreign is None
-    assert makeup.is_as_it_was()
+    assert makeup.unchanged()
 
 
 @pytest.mark.kernels

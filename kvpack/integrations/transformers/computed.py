@@ -67,7 +67,7 @@ class Computed:
             line.parts.append(own)
         self.tokens = tokens
 
-    def is_as_it_was(self, past: TransformersCache) -> bool:
+    def unchanged(self, past: TransformersCache) -> bool:
         """Whether ``past`` has the tensors that it had when tokens were last noted, if not what they held."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))

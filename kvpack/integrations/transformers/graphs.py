@@ -230,7 +230,7 @@ class _Graph:
     def is_of_the_model_as_it_is(self) -> bool:
         """Whether the model is as it was captured, but for values in place."""
         makeup = self._makeup()
-        return makeup is not None and makeup.is_as_it_was()
+        return makeup is not None and makeup.unchanged()
 
     def replayed(self, cache: Any, step: _Step, number: int) -> Any:
         """What the step returns, from a replay of the graph."""
@@ -262,7 +262,7 @@ class _KeptMakeup:
 
     def now(self, model: torch.nn.Module) -> Makeup:
         """The makeup of ``model``."""
-        if self._kept is None or not self._kept.is_as_it_was():
+        if self._kept is None or not self._kept.unchanged():
             self._kept = Makeup(model)
         return self._kept
 

@@ -175,7 +175,7 @@ class Recording:
         past = cache_in(arguments)
         for cache in _parts(past) if self._passes.idle else ():
             record, computed = self._of(cache)
-            if record.tokens and not (computed.is_as_it_was(cache) and _tokens(cache) == record.tokens):
+            if record.tokens and not (computed.unchanged(cache) and _tokens(cache) == record.tokens):
                 _follow(record, computed, cache, _tokens(cache))
         self._passes.enter(module, arguments, _tokens(past))
 

@@ -44,7 +44,7 @@ class Makeup:
         self._held = list(self._objects())
         self._found = self._now()
 
-    def is_as_it_was(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether nothing of it has changed but values in place."""
         try:
             return self._now() == self._found and all(map(is_, self._objects(), self._held))

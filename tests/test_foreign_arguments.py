@@ -297,7 +297,7 @@ PARTS = {
     "Cache": {"check_ends"},
     "Identity": {"of_header", "of_parts", "weights_of_kind"},
     "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice"},
-    "LiveCache": {"frozen_as_it_is"},
+    "LiveCache": {"snapshot"},
     "PageCodec": {"checked"},
     "PageGeometry": {"codec", "slots"},
     "Recipe": {"check_layers", "recorded"},

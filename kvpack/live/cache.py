@@ -121,7 +121,7 @@ class LiveCache:
         )
 
     def __deepcopy__(self, memo: object) -> LiveCache:
-        return self._continued(self.frozen_as_it_is())
+        return self._continued(self.snapshot())
 
     def _continued(self, cache: Cache) -> LiveCache:
         """A live cache like this one, whose tokens are those of ``cache``."""
@@ -358,11 +358,11 @@ class LiveCache:
         window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
         Raises InvalidParameter where an update of all layers is under way, and InvalidParameter.
         """
-        cache = self.frozen_as_it_is(packed)
+        cache = self.snapshot(packed)
         cache.check_ends()
         return cache
 
-    def frozen_as_it_is(self, packed: bool = False) -> Cache:
+    def snapshot(self, packed: bool = False) -> Cache:
         """``freeze``, also where a forward pass ended between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._settle()

@@ -292,7 +292,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             if self.live.tokens:
                 check_kept(self.layers)
             self.passes.check_states(ended=True)
-            packed = self.live.frozen_as_it_is(packed=True)
+            packed = self.live.snapshot(packed=True)
             layers, tokens = with_states(packed.layers, kept_states(self.layers)), packed.tokens
             states = MappingProxyType({position: own.now for position, own in self._states.items() if position < tokens})
             # Before the record is read, to which it may add.

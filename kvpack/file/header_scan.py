@@ -33,7 +33,7 @@ _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 """Floats and extension types of a fixed length: the bytes after the first one."""
 
 
-class News(NamedTuple):
+class UnknownFeatures(NamedTuple):
     """The ``format`` of a header (None if it is not an integer), its first unknown feature, and its first unknown codec."""
 
     format: int | None
@@ -45,7 +45,7 @@ class _Ended(Exception):
     """The bytes end within a value."""
 
 
-def news(data: bytes, features: Collection[str], codecs: Collection[str]) -> News:
+def news(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
     """Find what a reader with these ``features`` and ``codecs`` does not know in the header ``data``, in linear time."""
     walk = _Walk(data)
     found: dict[str, int | str | None] = {}
@@ -70,7 +70,7 @@ def news(data: bytes, features: Collection[str], codecs: Collection[str]) -> New
     except _Ended:
         pass
     version, feature, codec = found.get("format"), found.get("required"), found.get("codecs")
-    return News(
+    return UnknownFeatures(
         version if isinstance(version, int) else None,
         feature if isinstance(feature, str) else None,
         codec if isinstance(codec, str) else None,

@@ -130,12 +130,12 @@ def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.
     return prepared
 
 
-def know(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
+def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
     """Look at the pages of keys and values of all ``layers`` of a model, which long queries on ``device`` will attend, at once."""
     if dispatch.uses_triton(device):
         from kvpack.kernels.attend import layer_sharing
 
-        layer_sharing.know(layers)
+        layer_sharing.warm_up(layers)
 
 
 def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:

@@ -58,7 +58,7 @@ _together: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[Packed
 """Of the pages of keys, those of the keys and of the values of all layers of their model."""
 
 
-def know(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
+def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
     """Look at the pages of keys and values of all ``layers`` of a model at once: in less time than at each between other things."""
     all_of_them = []
     for k, v in layers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from kvpack.attention import know
+from kvpack.attention import warm_up
 from kvpack.cache.arguments import check_floating, checked_device, integer
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
@@ -246,7 +246,7 @@ class LiveCache:
         if not self._known:
             self._known = True
             both = (each.sides for each in self._chosen(None) if len(each.sides) == len(SIDES))
-            know([(sides["k"].runs, sides["v"].runs) for sides in both], own.device)
+            warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], own.device)
         found = own.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )

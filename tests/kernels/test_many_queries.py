@@ -273,7 +273,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
     q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     expected = [many_queries.Call(q, each, many_queries.Options(0.125))(q) for each in layers]
     # The last is not known with the others, and the fifth is gone before there are tables.
-    layer_sharing.know(map(pages, layers[:5]))
+    layer_sharing.warm_up(map(pages, layers[:5]))
     gone = [weakref.ref(found) for found in pages(layers[4])]
     del layers[4], expected[4]
     gc.collect()

@@ -20,7 +20,7 @@ from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import check_callback, check_mapping, items
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackWarning, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.runtime.memory import together
+from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
 
 from .arguments import integer
@@ -107,7 +107,7 @@ def pack(
     recipe.check_layers(len(states))
     layers = []
     # Modes that are set here need not be set for every side.
-    with float32_no_grad(torch.device("cpu")), together(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
+    with float32_no_grad(torch.device("cpu")), shared_arena(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             norms = _norms_of_keys(k)

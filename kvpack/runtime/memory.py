@@ -81,7 +81,7 @@ _pieces: ContextVar[list[_Piece] | None] = ContextVar("kvpack_pieces_of_memory",
 
 
 @contextlib.contextmanager
-def together(values: int) -> Iterator[None]:
+def shared_arena(values: int) -> Iterator[None]:
     """Place results side by side that are kept together, if they encode at least ``MANY_BYTES`` of ``values`` 16-bit values."""
     if 2 * values < MANY_BYTES or _pieces.get() is not None:
         yield

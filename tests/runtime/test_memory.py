@@ -30,7 +30,7 @@ def test_a_result_is_an_ordinary_tensor(values: int) -> None:
 
 
 def test_results_that_are_kept_together_do_not_overlap() -> None:
-    with memory.together(VALUES):
+    with memory.shared_arena(VALUES):
         found = [
             memory.empty((40_000 + number, 3), dtype, CPU) for number, dtype in enumerate((torch.float16, torch.uint16, torch.float32))
         ]
@@ -48,7 +48,7 @@ def test_results_that_are_kept_together_do_not_overlap() -> None:
 
 def test_memory_serves_the_next_pack_once_no_result_uses_it() -> None:
     def taken() -> list[torch.Tensor]:
-        with memory.together(VALUES):
+        with memory.shared_arena(VALUES):
             return [memory.empty((40_000 + number,), torch.float16, CPU).fill_(number) for number in range(3)]
 
     first = taken()
@@ -65,9 +65,9 @@ def test_memory_serves_the_next_pack_once_no_result_uses_it() -> None:
 
 def test_a_few_values_are_on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", None)
-    with memory.together(VALUES - 1):
+    with memory.shared_arena(VALUES - 1):
         memory.empty((1000, 1000), torch.float16, CPU)
-    with memory.together(VALUES):
+    with memory.shared_arena(VALUES):
         memory.empty((100,), torch.float16, CPU)
 
 

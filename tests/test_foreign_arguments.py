@@ -230,7 +230,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "LiveCache.try_update": (lambda **given: live().try_update(**given), {"layer": 0, "k": K, "v": V}),
         "LiveCache.attend": (lambda **given: live().attend(**given), {"layer": 0, "q": Q, **window}),
         "LiveCache.replayed": (lambda **given: live().replayed(**given), {"tokens": 0}),
-        "LiveCache.recount": (lambda **given: live().recount(**given), {"tokens": 40}),
+        "LiveCache.adjust_length": (lambda **given: live().adjust_length(**given), {"tokens": 40}),
         "LiveCache.layer": (lambda **given: live().layer(**given), {"layer": 0, "packed": False}),
         "LiveCache.unpacked": (lambda **given: live().unpacked(**given), {"layer": 0, "dtype": torch.float32}),
         "LiveCache.freeze": (lambda **given: live().freeze(**given), {"packed": False}),

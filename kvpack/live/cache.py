@@ -311,7 +311,7 @@ class LiveCache:
         for layer in self._chosen(None):
             layer.raw_tokens += tokens
 
-    def newest(self) -> Callable[[], None]:
+    def save_tail(self) -> Callable[[], None]:
         """What puts the newest token of every layer's raw tail back as it is now, where another was written over it."""
         places = []
         for layer in self._chosen(None):
@@ -320,13 +320,13 @@ class LiveCache:
                 with float32_no_grad(layer.device):
                     places.append((own, own.clone()))
 
-        def put_back() -> None:
+        def restore_tail() -> None:
             for own, values in places:
                 own.copy_(values)
 
-        return put_back
+        return restore_tail
 
-    def recount(self, tokens: int) -> None:
+    def adjust_length(self, tokens: int) -> None:
         """Count ``tokens`` more of the values in the raw tails, or fewer: a step goes back before what it added, to add the same again."""
         self.replayed(tokens)
         for number in range(self._count):

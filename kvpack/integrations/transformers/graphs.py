@@ -153,19 +153,19 @@ class StepGraphs:
             if self.refused:
                 return
         live, tokens, generator = cache.live, cache.live.seen(self._number), _generator_of(step.ids.device)
-        put_back, random = live.newest(), generator.get_state()
+        restore_tail, random = live.save_tail(), generator.get_state()
         try:
             _check_model(model, step.ids.device)
             if not isinstance(expected, ModelOutput):
                 raise _Refusal("the model returns no ModelOutput")
             # The step once more: its tokens are where they were.
-            live.recount(-1)
+            live.adjust_length(-1)
             graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(makeup.now, model))
             if not _same(graph.replayed(cache, step, self._number), expected):
                 raise _Refusal("a captured step gives other results, so that it depends on more than token ids and positions")
         except BaseException as error:
-            live.recount(tokens - live.seen(self._number))
-            put_back()
+            live.adjust_length(tokens - live.seen(self._number))
+            restore_tail()
             if not isinstance(error, Exception):
                 raise
             # Whatever the model raises in a capture, it has just run without one.
@@ -247,7 +247,7 @@ class _Graph:
             cache.live.replayed(1)
         except BaseException:
             # An interrupt may come between: the device is to count what the host does.
-            cache.live.recount(0)
+            cache.live.adjust_length(0)
             raise
         cache.passes.appended(before + 1)
         copied = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self._values.items()}

@@ -107,7 +107,8 @@ def pack(
     recipe.check_layers(len(states))
     layers = []
     # Modes that are set here need not be set for every side.
-    with float32_no_grad(torch.device("cpu")), shared_arena(sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))):
+    values = sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))
+    with float32_no_grad(torch.device("cpu")), shared_arena(values):
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             norms = _norms_of_keys(k)

@@ -149,6 +149,11 @@ class Basis:
             raise OutOfBounds(f"{self.where}: the basis has no {frame} frames of the keys of layer {layer}: kvpack calibrate makes them")
         return CalibratedFrames(self.digest, layer, found)
 
+    @property
+    def has_balanced_frames(self) -> bool:
+        """Whether keys of some layer have balanced frames."""
+        return bool(self._balanced)
+
     def channel_queries(self, layer: int) -> CalibratedFrames:
         """The mean squares of the queries of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``. Raises OutOfBounds."""
         return CalibratedFrames(self.digest, layer, queries=self.queries(layer).diagonal(dim1=1, dim2=2).contiguous())

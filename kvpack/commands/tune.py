@@ -28,6 +28,11 @@ def add(commands: Any) -> None:
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--fast", action="store_true", help="measure only 3 to 5 recipes, with finer keys or values in the first layers")
+    mode.add_argument(
+        "--widths",
+        action="store_true",
+        help="measure 2 bits in one layer and side at a time, and give each a width by what that costs: two recipes per layer",
+    )
     mode.add_argument("--thorough", action="store_true", help="measure every codec in every layer and side, then choose (default)")
     parser.add_argument(
         "--candidate", action="append", metavar="CODEC", help="a codec to choose from, such as k=scalar:b=3; may be repeated"
@@ -35,7 +40,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--basis",
         metavar="FILE",
-        help="the model's basis (kvpack calibrate makes one): adds the codecs klt and transform to the candidates",
+        help="the model's basis (kvpack calibrate makes one): adds the codecs klt and transform to the candidates, or with --widths the "
+        "balanced frames of keys",
     )
     parser.add_argument(
         "--attendable", action="store_true", help="leave out codecs that attention decodes tile by tile: transform, for files that are kept"
@@ -70,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.bits,
             tune.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed),
             quick=arguments.fast,
+            widths=arguments.widths,
             candidates=arguments.candidate,
             out=arguments.out,
             measurements=arguments.measurements,

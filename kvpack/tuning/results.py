@@ -114,5 +114,5 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
 
 
 def uniform_name(report: dict[str, Any]) -> str:
-    """The description of a report's uniform recipe: the fast search takes the largest that fits and tries no other."""
-    return "largest uniform recipe" if report["mode"] == "fast" else "best uniform recipe"
+    """The description of a report's uniform recipe: only the thorough search tries more than the largest that fits."""
+    return "best uniform recipe" if report["mode"] == "thorough" else "largest uniform recipe"

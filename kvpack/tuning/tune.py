@@ -24,12 +24,14 @@ from kvpack.store.fingerprint import model_name
 
 from .allocation import recipe_clauses, recipe_text
 from .calibrate import check_basis
-from .candidates import CALIBRATED, FRAMED, LADDER, RUNGS, attendable, parse_candidates, price
+from .candidates import BALANCED, BY_WIDTHS, CALIBRATED, FRAMED, LADDER, RUNGS, attendable, parse_candidates, price
 from .early_boost import RUNS, fast
 from .journal import open_journal
 from .measurement import Windows, read_once
 from .results import recipe_file, results
 from .search import Search, steps, thorough
+from .widths import by_widths
+from .widths import steps as by_width_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,6 +98,7 @@ def run(
     settings: Settings,
     *,
     quick: bool = False,
+    widths: bool = False,
     candidates: Sequence[str] | None = None,
     out: str | None = None,
     measurements: str | None = None,
@@ -105,16 +108,16 @@ def run(
 ) -> dict[str, Any]:
     """Search for a recipe of at most ``bits`` bits per value, counted as all bytes of a window's file, and return JSON values.
 
-    ``quick`` is the search of three to five recipes; ``candidates`` are codecs such as ``k=scalar:b=3``; ``out`` is the recipe
-    file to write; ``measurements`` is a file that keeps the losses for later searches; ``basis`` is the model's basis file, for
-    candidates with the codecs klt and transform, which it adds to the usual ones. ``only_attendable`` leaves out codecs that attention
-    decodes tile by tile. Two runs with one seed find the same recipe if torch has the same number of threads.
+    ``quick`` is the search of three to five recipes, ``widths`` that of one recipe for each layer and side; ``candidates`` are codecs
+    such as ``k=scalar:b=3``; ``out`` is the recipe file to write; ``measurements`` is a file that keeps the losses for later searches;
+    ``basis`` is the model's basis file, for candidates that need one, which it adds to the usual ones. ``only_attendable`` leaves out
+    codecs that attention decodes tile by tile. Two runs with one seed find the same recipe if torch has the same number of threads.
     Raises InvalidParameter for sizes that do not fit and for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
     given = None if basis is None else Basis.load(basis)
-    codecs = parse_candidates(candidates or _candidates(quick, given, only_attendable=only_attendable))
+    codecs = parse_candidates(candidates or _candidates(quick, given, widths=widths, only_attendable=only_attendable))
     if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
         raise InvalidParameter(f"--candidate is {decoded!r}, whose tiles attention decodes: leave it, or --attendable, out")
     for path in (out, measurements):
@@ -132,20 +135,21 @@ def run(
         searched = Windows(network, folder_name, counter, basis=given)
         chosen, kept = _windows(words, sizes, settings.seed)
         layers = network.config.get_text_config().num_hidden_layers
-        counter.total = sizes.windows * (1 + (RUNS if quick else steps(layers, codecs))) + 3 * sizes.held_out
+        runs = RUNS if quick else by_width_steps(layers) if widths else steps(layers, codecs)
+        counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
         priced = price(searched.read(chosen, sizes.score), codecs, given)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
         journal = open_journal(measurements, searched.exact)
         searched.losses, searched.measured = dict(journal.losses), journal.keep
         try:
-            tuned, uniform = (fast if quick else thorough)(search)
+            tuned, uniform = (fast if quick else by_widths if widths else thorough)(search)
         finally:
             journal.write()
         held_out = read_once(searched, kept, sizes.score, [recipe_text(it.allocation) for it in (tuned, uniform) if it is not None])
         report = {
             "model": name,
             "text": words.name,
-            "mode": "fast" if quick else "thorough",
+            "mode": "fast" if quick else "widths" if widths else "thorough",
             "bits": bits,
             "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
             "recipe": recipe_text(tuned.allocation),
@@ -159,8 +163,11 @@ def run(
     return report
 
 
-def _candidates(quick: bool, basis: Basis | None, *, only_attendable: bool) -> Sequence[str]:
-    """The usual candidates: the fast search has one family, in which more bytes mean smaller errors."""
+def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
+    """The usual candidates: the fast search has one family, in which more bytes mean smaller errors, and that by widths another."""
+    if widths:
+        values = tuple(f"v={codec}" for codec in BY_WIDTHS)
+        return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else BY_WIDTHS
     if basis is None:
         return RUNGS if quick else LADDER
     framed = FRAMED if basis.framed() and not only_attendable else ()

@@ -1,0 +1,74 @@
+"""The search by widths: the loss of every layer and side at 2 bits, and for other widths what theory makes of it.
+
+Each bit more divides the error of a Lloyd-Max code, and with it the loss, by about 4. What a place loses at 2 bits then tells all widths:
+a bit goes where loss * 4^(2 - bits) falls the most per byte. Only the chosen recipes are measured besides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpack.coding.recipes import parse_recipe
+from kvpack.formats.errors import InvalidParameter
+
+from .allocation import uniform
+from .greedy import allocate
+
+if TYPE_CHECKING:
+    from .greedy import Losses
+    from .search import Measurement, Search
+
+BITS = (1, 2, 3, 4, 5, 6, 8)
+"""The widths of the usual candidates."""
+
+MEASURED_BITS = 2.0
+"""The width at which places are measured: coarse enough for a loss above the noise, and fine enough that the losses of places add up."""
+
+CHECKED = 2
+"""Recipes measured after the places: the one found, and the best uniform one that fits."""
+
+
+def steps(layers: int) -> int:
+    """How many recipes the search measures."""
+    return 2 * layers + CHECKED
+
+
+def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
+    """The allocation found, and the largest uniform one within the budget; None when none fits.
+
+    Raises InvalidParameter for a budget below the smallest candidates.
+    """
+    allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
+    measured = {}
+    for (layer, side), codecs in search.priced.packed.items():
+        codec = min(codecs, key=lambda codec: (abs(bits_of(codec, side) - MEASURED_BITS), codec))
+        loss = search.windows.loss(f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}").kl_divergence
+        measured[layer, side] = codec, loss
+        search.sensitivities[layer, side] = {codec: loss}
+    tuned = search.measure("widths", allocate(search.priced, _predicted(search, measured), search.budget))
+    pairs = zip(*(search.everywhere(side) for side in "kv"), strict=False)
+    fitting = [found for k, v in pairs if search.fits(found := uniform(search.priced.places, k, v))]
+    plain = search.measure("uniform", fitting[-1]) if fitting else None
+    if plain is not None and plain.loss.kl_divergence < tuned.loss.kl_divergence:
+        tuned = plain
+    return tuned, plain
+
+
+def _predicted(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
+    """The losses of all candidates in every place, less what any place loses: that is noise, and no width lowers it."""
+    floor = min(loss for _, loss in measured.values())
+    found: Losses = {}
+    for (layer, side), codecs in search.priced.packed.items():
+        codec, loss = measured[layer, side]
+        bits = {other: bits_of(other, side) for other in codecs}
+        found[layer, side] = {other: (loss - floor) * 4.0 ** (bits[codec] - bits[other]) for other in codecs}
+    return found
+
+
+def bits_of(codec: str, side: str) -> float:
+    """The bits per value of the codes of ``codec``, in the words of a recipe. Raises InvalidParameter for one without such a width."""
+    recipe = parse_recipe(f"kv=raw;{side}={codec}")
+    words = dict(next(rule for rule in reversed(recipe.rules) if side in rule.sides).words)
+    if not words.get("b", "").isdigit():
+        raise InvalidParameter(f"--candidate is {codec!r}, and the search by widths takes codecs with b=<bits>, such as scalar:b=3")
+    return float(words["b"])

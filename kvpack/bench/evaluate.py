@@ -149,7 +149,8 @@ def _places(
     scored = _size("score", min(SCORE, size // 2) if score is None else score, 1, size - 1, f"of a window of {size} tokens")
     step = _size("step", step, 1, size, f"of a window of {size} tokens")
     rooms = [len(text.ids) // window_ids(size, text) for text in words]
-    count = _size("windows", min(WINDOWS, sum(rooms)) if windows is None else windows, 1, sum(rooms), f"of {size} tokens in the texts")
+    fitting, why = sum(rooms), f"of {size} tokens in the texts: pass longer texts or fewer windows"
+    count = _size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)
     # Each text in turn, as long as it has room for one more.
     shares = [0] * len(words)
     while sum(shares) < count:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STREAM = "channel_order"
 DTYPES = {"u8": "U8", "u16": "U16"}
-_MOST_OF_U8 = 256
+_MAX_OF_U8 = 256
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class ChannelOrder(ValueMap):
     size: int = field(default=1, compare=False)
 
     def __post_init__(self) -> None:
-        if self.dtype == "u8" and self.dim > _MOST_OF_U8:
-            raise InvalidParameter(f"side-car {STREAM} is u8, which names {_MOST_OF_U8} channels, and the head dim is {self.dim}")
+        if self.dtype == "u8" and self.dim > _MAX_OF_U8:
+            raise InvalidParameter(f"side-car {STREAM} is u8, which names {_MAX_OF_U8} channels, and the head dim is {self.dim}")
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:

@@ -37,7 +37,7 @@ GAINS = {"none": None, "fp16": "F16"}
 ROWS = {"basis": None, **NORMS}
 """Stored dtypes of the rows of the basis, by parameter value; they are not stored for ``basis``."""
 
-MOST_WITHOUT_GAIN = 64
+MAX_WITHOUT_GAIN = 64
 """The largest head dim at which tokens of heads with their own widths have no gain unless a recipe asks for one: its bits are worth more
 in columns there."""
 
@@ -362,7 +362,7 @@ class Klt(CodecFamily):
 
 def default_gain(dim: int, own: bool) -> str:
     """The gain of a recipe that names none, at head dim ``dim``; ``own``: of heads with widths of their own."""
-    return "none" if own and dim <= MOST_WITHOUT_GAIN else "fp16"
+    return "none" if own and dim <= MAX_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:

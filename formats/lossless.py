@@ -67,10 +67,10 @@ class Lossless(CodecFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chunk * self.dim > rans.MOST_SYMBOLS:
+        if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
                 f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
-                f"the most are {rans.MOST_SYMBOLS}"
+                f"the most are {rans.MAX_SYMBOLS}"
             )
         check_fields(self.id, self.fields, ("signed_fractions",))
         self.packings()
@@ -78,7 +78,7 @@ class Lossless(CodecFamily):
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
         dtype = cls.option(options, "dtype", "bf16", omitted=None)
-        largest = max(chunk for chunk in CHUNKS if chunk * dim <= rans.MOST_SYMBOLS or chunk == CHUNKS[0])
+        largest = max(chunk for chunk in CHUNKS if chunk * dim <= rans.MAX_SYMBOLS or chunk == CHUNKS[0])
         chunk = cls.option(options, "chunk", largest, omitted=None)
         options.finish()
         return cls(dim, dtype, chunk, (("signed_fractions", default_fields(dim, (2 << FORMS[dtype].fraction_bits,))),))

@@ -64,7 +64,7 @@ E8M0_BIAS = 127
 _CONVERTING = ("cpu", "cuda")
 """Devices on which torch converts float32 to floats of 8 bits."""
 
-_MOST_HEADROOM = 16.0
+_MAX_HEADROOM = 16.0
 _GROWTH = 2.0
 _LARGEST_SCALED = 3.4e38
 _MORE_THAN_LARGEST = 1 + 1 / 32
@@ -318,7 +318,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
     scale = _scale_for(largest, most, half)
     if last is None:
         return scale
-    fits = (scale <= last) & ((last.to(torch.float32) <= _MOST_HEADROOM * scale.to(torch.float32)) | (scale == 0))
+    fits = (scale <= last) & ((last.to(torch.float32) <= _MAX_HEADROOM * scale.to(torch.float32)) | (scale == 0))
     grown = _scale_for(largest * _GROWTH, most, half)
     return torch.where(fits, last, torch.where((scale > last) & (last > 0) & torch.isfinite(grown), grown, scale))
 

@@ -42,7 +42,7 @@ _DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24
 _ONE_DIGIT_BITS = 8
 _SIGNS = 4
-_MOST_SCALED = 1 << 14
+_MAX_SCALED = 1 << 14
 """Up to this number of pairs of direction and norm, a table has their products."""
 _SMALLEST_NORMAL = 2.0**-126
 _SQUARES_FIT = (2.0**-40, 2.0**40)
@@ -156,7 +156,7 @@ class Octahedral(CodecFamily):
         # Every base is a power of two.
         norm_index = carrier >> place.bit_length() - 1
         symbol = (index & self._directions - 1) + (sign & _SIGNS - 1) * self._directions
-        if _SIGNS * self._directions << self.b_norm <= _MOST_SCALED:
+        if _SIGNS * self._directions << self.b_norm <= _MAX_SCALED:
             scaled = _scaled_directions(self.direction_table, self.norm_table, symbol.device)
             triplet = functional.embedding(symbol + norm_index * (_SIGNS * self._directions), scaled)
         else:

@@ -16,11 +16,11 @@ ROUNDINGS = ("scalar", "local2x2", "local3x3", "full")
 
 _SETTLING = "local2x2"
 _CELLS_A_LEVEL = 64
-_MOST_CELLS = 1024
+_MAX_CELLS = 1024
 _ROWS_OF_CELLS = 64
 _CODEBOOKS_KEPT = 4
 _LARGEST_GRID_CODEBOOK = 1 << 12
-_MOST_COMPARISONS = 15
+_MAX_COMPARISONS = 15
 _FULL_SEARCH_PRODUCTS = 1 << 22
 _SMALLEST_SUM = 1e-30
 
@@ -55,7 +55,7 @@ def midpoints(table: bytes) -> list[float]:
 
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
     """The number of ascending ``bounds`` below each value, float32 in the shape of ``values``."""
-    if len(bounds) > _MOST_COMPARISONS:
+    if len(bounds) > _MAX_COMPARISONS:
         return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
     # A few comparisons are up to ten times faster than one binary search per element.
     level, above = torch.zeros_like(values), torch.empty_like(values)
@@ -136,7 +136,7 @@ class Codebook:
     @property
     def _cells(self) -> int:
         """Cells along each side of the lookup grid: few enough that only some percent of directions fall into shared cells."""
-        return min(_CELLS_A_LEVEL * self.levels, _MOST_CELLS)
+        return min(_CELLS_A_LEVEL * self.levels, _MAX_CELLS)
 
     @cached_property
     def _grid(self) -> torch.Tensor:

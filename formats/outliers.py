@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FLAGS, VALUES = "outlier_flags", "outliers"
 CHUNK = 4
 
-_LEAST_NORM = 2.0**-13
+_MIN_NORM = 2.0**-13
 """The codec keeps chunks of a smaller norm: binary16 holds numbers below 2^-14 with ever fewer bits."""
 
 _LARGEST_MULTIPLIER = 1000
@@ -92,7 +92,7 @@ class Outliers(FramePart):
         if not norms.shape[1]:
             return norms.new_full((norms.shape[0], 1, 1), torch.inf)
         median = norms.masked_fill(norms == 0, torch.nan).nanmedian(1).values
-        return (self.multiplier * median).clamp_min(_LEAST_NORM)[:, None, None]
+        return (self.multiplier * median).clamp_min(_MIN_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``u`` ``[batch, kv_head, token, dim]`` with zeros for its outliers, and the streams that hold them.

@@ -21,13 +21,13 @@ LANES = 32
 PRECISION = 12
 """Frequencies of a table sum to 2^PRECISION."""
 TOTAL = 1 << PRECISION
-LEAST_STATE = 1 << 16
+MIN_STATE = 1 << 16
 """A coder's state is at least this and below 2^32, and it is this before the first symbol is encoded and after the last is decoded."""
 
-MOST_SYMBOLS = 1 << 16
+MAX_SYMBOLS = 1 << 16
 """The most symbols of a chunk: its words can then be counted in 16 bits."""
 
-_MOST_SLOT_BYTES = 1 << 24
+_MAX_SLOT_BYTES = 1 << 24
 
 
 class Chunks(NamedTuple):
@@ -49,8 +49,8 @@ class Decoded(NamedTuple):
     states: Numbers
 
     def faulty(self, counts: Numbers) -> Numbers:
-        """Which chunks do not end as an encoder began them: ``counts`` words are read, and every state is ``LEAST_STATE``."""
-        found: Numbers = (self.read != counts) | (self.states != LEAST_STATE).any(1)
+        """Which chunks do not end as an encoder began them: ``counts`` words are read, and every state is ``MIN_STATE``."""
+        found: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
         return found
 
 
@@ -98,7 +98,7 @@ def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers)
     chunks, longest = len(symbols), int(lengths.max(initial=0))
     steps = -(-longest // LANES)
     starts = numpy.cumsum(tables, 1) - tables
-    states = numpy.full((chunks, LANES), LEAST_STATE, numpy.uint64)
+    states = numpy.full((chunks, LANES), MIN_STATE, numpy.uint64)
     words = numpy.zeros((chunks, steps, LANES), numpy.uint16)
     written = numpy.zeros((chunks, steps, LANES), bool)
     padded = numpy.zeros((chunks, steps * LANES), symbols.dtype)
@@ -146,7 +146,7 @@ def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -
         symbols[step] = (found & numpy.uint32(0xFF)).reshape(count, LANES)
         following = ((found >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
         following += slot - (found >> numpy.uint32(20))
-        low = following < LEAST_STATE
+        low = following < MIN_STATE
         if (step + 1) * LANES > shortest:
             active = (numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]).reshape(-1)
             low &= active

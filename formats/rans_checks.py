@@ -23,7 +23,7 @@ def check_states(states: Array, where: str) -> None:
         low = block[:, 1::2] == 0
         if low.any():
             at = first_place(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
-            raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.LEAST_STATE}")
+            raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.MIN_STATE}")
 
 
 def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
@@ -33,5 +33,5 @@ def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequ
         one = int(faulty.argmax())
         raise InvalidPayload(
             f"{where}.words: the chunk at {list(place(one))} reads {found.read[one]} of its {counts[one]} words "
-            f"and ends in the states {sorted({int(state) for state in found.states[one]})[:4]}, expected all words and {rans.LEAST_STATE}"
+            f"and ends in the states {sorted({int(state) for state in found.states[one]})[:4]}, expected all words and {rans.MIN_STATE}"
         )

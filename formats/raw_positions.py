@@ -36,7 +36,7 @@ SLOT_TOKENS = 64
 
 _HALVES = 4
 """Words of a position: three of its token, least first, and one of its sequence."""
-_MOST_FIRST = 1 << 16
+_MAX_FIRST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RawPositions(KeptTokens):
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("raw_dtype", "", tuple(DTYPES), omitted="bf16")
-        first = options.integer("raw_first", 0, 1, _MOST_FIRST)
+        first = options.integer("raw_first", 0, 1, _MAX_FIRST)
         low_norm, high_norm = options.share("raw_low_norm", 0.0), options.ratio("raw_high_norm", 0.0)
         if not (first or low_norm or high_norm):
             if dtype:

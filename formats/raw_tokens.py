@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FLAGS, VALUES = "raw_token_flags", "raw_tokens"
 
-_MOST_RAW_TOKENS = 1 << 16
+_MAX_RAW_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RawTokens(KeptTokens):
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("raw_tokens", "", tuple(DTYPES), omitted="bf16")
-        first = options.integer("sinks", 0, 1, _MOST_RAW_TOKENS)
-        low_norm = options.integer("low_norm_tokens", 0, 1, _MOST_RAW_TOKENS)
+        first = options.integer("sinks", 0, 1, _MAX_RAW_TOKENS)
+        low_norm = options.integer("low_norm_tokens", 0, 1, _MAX_RAW_TOKENS)
         if not (first or low_norm):
             if dtype:
                 raise InvalidParameter(

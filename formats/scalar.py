@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SMALLEST_DIM = 2
 """The smallest head dim: below it, a coordinate of a unit vector has no density."""
 
-_MOST_COMPARISONS = 15
+_MAX_COMPARISONS = 15
 _CHUNK_ROWS = 2048
 
 
@@ -192,7 +192,7 @@ def _packings(parts: tuple[Part, ...], fields: Fields) -> dict[str, Columns]:
 def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
     """The level of ``table`` nearest to each magnitude, as float32 or int32."""
     bounds = midpoints(table)
-    if len(bounds) <= _MOST_COMPARISONS:
+    if len(bounds) <= _MAX_COMPARISONS:
         return nearest_level(magnitudes, bounds)
     # Bisection with one lookup per step is several times as fast as a search element by element.
     values, stored = magnitudes.view(-1), _bounds(table, magnitudes.device)

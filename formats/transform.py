@@ -71,10 +71,10 @@ class Transform(CodecFamily):
         super().__post_init__()
         if len(self.basis) != DIGEST_BYTES:
             raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
-        if self.chunk * self.dim > rans.MOST_SYMBOLS:
+        if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
                 f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
-                f"the most are {rans.MOST_SYMBOLS}"
+                f"the most are {rans.MAX_SYMBOLS}"
             )
 
     @classmethod
@@ -354,7 +354,7 @@ class Transform(CodecFamily):
 
 def default_chunk(dim: int) -> int:
     """The most tokens of a chunk at head dim ``dim``."""
-    return max(chunk for chunk in CHUNKS if chunk * dim <= rans.MOST_SYMBOLS)
+    return max(chunk for chunk in CHUNKS if chunk * dim <= rans.MAX_SYMBOLS)
 
 
 def _positions(stream: torch.Tensor) -> Numbers:

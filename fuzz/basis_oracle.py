@@ -29,7 +29,7 @@ SEEDS = (
     balanced_basis({0: (2, 8)}, 1, "fp16", SHAPES),
 )
 """Small bases: without frames, with those of heads and of layers, and with balanced ones."""
-_MOST_VALUES = 1 << 13
+_MAX_VALUES = 1 << 13
 _TOKENS = 5
 
 
@@ -81,7 +81,7 @@ def _layers(basis: Basis) -> list[Any] | None:
             frames = basis.balanced(layer, "balanced").frames
             assert frames is not None
             shapes[layer, "k"] = frames.heads, _TOKENS, frames.dim
-    if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MOST_VALUES:
+    if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MAX_VALUES:
         return None
     found = []
     for layer in range(basis.layers_described):

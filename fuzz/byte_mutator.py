@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-MOST_BLOCK_BYTES = 64
+MAX_BLOCK_BYTES = 64
 
 _NUMERALS = tuple(b"0 1 -1 2 3 4 5 7 8 9 16 32 64 128 256 65536 18446744073709551615 99999999999999999999 0.5 1e9".split(b" "))
 
@@ -72,7 +72,7 @@ def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
     elif kind == 2:
         result[min(at + source.randrange(size), len(result) - 1)] ^= 1 << source.randrange(8)
     elif kind == 3:
-        count = source.randrange(1, MOST_BLOCK_BYTES)
+        count = source.randrange(1, MAX_BLOCK_BYTES)
         result[at : at + count] = source.randbytes(count)
     elif kind == 4:
         other = source.randrange(max(1, len(result) // size)) * size
@@ -82,7 +82,7 @@ def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
     elif kind == 6:
         return source.randbytes(len(data))
     else:
-        count = source.randrange(1, MOST_BLOCK_BYTES) * size
+        count = source.randrange(1, MAX_BLOCK_BYTES) * size
         result[at : at + count] = source.choice(values) * (count // size)
     return bytes(result[: len(data)].ljust(len(data), b"\0"))
 

@@ -12,7 +12,7 @@ import torch
 import kvpack
 from fuzz.memory import check_growth
 from fuzz.oracles import MAX_DECODED_BYTES
-from fuzz.value_oracles import MOST_VALUES, assert_equal, loaded
+from fuzz.value_oracles import MAX_VALUES, assert_equal, loaded
 from kvpack.cache import files
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.errors import RoundedWarning
@@ -34,7 +34,7 @@ def check_attend(data: bytes) -> bool:
 
     def attend() -> bool:
         cache = loaded(data)
-        if cache is None or cache.values > MOST_VALUES:
+        if cache is None or cache.values > MAX_VALUES:
             return cache is not None
         for layer, q, options in _queries(cache, data):
             try:
@@ -51,7 +51,7 @@ def check_attend(data: bytes) -> bool:
 def compare_attend(data: bytes) -> None:
     """Attention over packed tokens equals attention over their decoded values."""
     cache = loaded(data)
-    if cache is None or cache.values > MOST_VALUES:
+    if cache is None or cache.values > MAX_VALUES:
         return
     for layer, q, options in _queries(cache, data):
         if layer.k is None or layer.v is None:
@@ -75,11 +75,11 @@ def check_append(data: bytes) -> bool:
 
     def append() -> bool:
         cache = loaded(data)
-        if cache is None or cache.values > MOST_VALUES:
+        if cache is None or cache.values > MAX_VALUES:
             return cache is not None
         source = _source(data)
         count = source.randrange(1, 40)
-        if any(side.batch * side.heads * side.dim * count > MOST_VALUES for layer in cache for side in layer.sides.values()):
+        if any(side.batch * side.heads * side.dim * count > MAX_VALUES for layer in cache for side in layer.sides.values()):
             return True
         pairs = [tuple(_values(source, side, count) for side in (layer.k, layer.v)) for layer in cache]
         try:
@@ -138,7 +138,7 @@ def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[
     """For each layer with keys, queries and options derived from the bytes of the file."""
     source, found = _source(data), []
     for layer in cache:
-        if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MOST_VALUES:
+        if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MAX_VALUES:
             continue
         length, groups = source.randrange(1, 4), source.randrange(1, 3)
         generator = torch.Generator().manual_seed(source.randrange(2**32))

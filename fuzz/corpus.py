@@ -18,7 +18,7 @@ from fuzz.line_coverage import minimized
 from fuzz.seeds import committed, corpus_path
 from fuzz.targets import TARGETS
 
-MOST_BYTES = 60_000
+MAX_BYTES = 60_000
 """The most bytes of a target's archive: all archives together stay below a megabyte."""
 _DATE = (2026, 1, 1, 0, 0, 0)
 
@@ -30,7 +30,7 @@ def write(name: str, inputs: list[bytes]) -> int:
     kept = minimized(target.check, [data for data in inputs if data not in known and len(data) <= target.most_bytes], target.seeds)
     corpus_path(name).parent.mkdir(exist_ok=True)
     count = len(kept)
-    while _archived(name, kept[:count]) > MOST_BYTES:
+    while _archived(name, kept[:count]) > MAX_BYTES:
         count = count * 3 // 4
     return count
 

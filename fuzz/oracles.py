@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_DECODED_BYTES = 1 << 20
 """The readers' ``memory_limit`` for one input, as a program would set it for untrusted files."""
-MOST_COMPARED_BYTES = 1 << 15
+MAX_COMPARED_BYTES = 1 << 15
 """The second decoder skips tensors of more decoded bytes, because it is slow."""
 
 
@@ -63,7 +63,7 @@ def compare_container(data: bytes) -> None:
     """The second decoder accepts exactly the files that the library accepts."""
     try:
         file = container.open_bytes(data, memory_limit=MAX_DECODED_BYTES)
-        if sum(map(layout_bytes, file.header.layouts.values())) > MOST_COMPARED_BYTES:
+        if sum(map(layout_bytes, file.header.layouts.values())) > MAX_COMPARED_BYTES:
             return
     except KvpackError:
         file = None

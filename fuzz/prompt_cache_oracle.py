@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "U64": 8, "U8": 1, "BOOL": 1}
-MOST_MIB = 64
+MAX_MIB = 64
 """What a file may take besides its own bytes."""
 _COUNTS = (0, 1, 2, 5, 16, 255, 256, 2**31 - 1, 2**31, 2**32, 2**40 - 1, 2**40, 9 * 10**9, 2**63 - 1, 2**63, 2**64 - 1)
 _WORDS = ("0.0", "0.1", "0.2", "0.5", "1.0", "2.0", "KVCache", "RotatingKVCache", "ConcatenateKVCache", "QuantizedKVCache", *SIZES, "", "5")
@@ -109,7 +109,7 @@ class PromptCacheOracle:
         """Whether the file is accepted; fails where reading takes memory, and unless what is written again has the same tokens."""
         self._file.write_bytes(data)
         taken = growth(lambda: self._accepted(len(data)))
-        assert taken is None or taken <= MOST_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"
+        assert taken is None or taken <= MAX_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"
         return self._accepted(len(data))
 
     def _accepted(self, size: int) -> bool:

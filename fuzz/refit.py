@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-MOST_PAYLOAD_BYTES = 1 << 14
+MAX_PAYLOAD_BYTES = 1 << 14
 
 _POSITION_BYTES = 8
 
@@ -48,7 +48,7 @@ def refitted(parts: Parts, source: random.Random) -> Parts:
             entries[name] = None if side is None else _side(side)
         layers.append(LayerEntry(**entries))
     layouts = Contents(codecs=tuple(codecs), layers=tuple(layers), required=features_of(codecs)).layouts
-    if sum(map(layout_bytes, layouts.values())) > MOST_PAYLOAD_BYTES:
+    if sum(map(layout_bytes, layouts.values())) > MAX_PAYLOAD_BYTES:
         raise LimitExceeded("the tensors would be larger than a fuzzer's input")
     rows, tensors = [], []
     for name, layout in layouts.items():
@@ -70,7 +70,7 @@ def _content(row: list[Any], data: bytes) -> bytes:
     except zstandard.ZstdError:
         return b""
     # The decompressor allocates the size that a frame states, whatever limit it is given.
-    return decompress(data, MOST_PAYLOAD_BYTES) if size <= MOST_PAYLOAD_BYTES else b""
+    return decompress(data, MAX_PAYLOAD_BYTES) if size <= MAX_PAYLOAD_BYTES else b""
 
 
 def _fitted(known: bytes, size: int, source: random.Random) -> bytes:
@@ -92,7 +92,7 @@ def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[
         side["entries"] |= {"raw_positions": count, "raw_values": count}
     for stream, layout in side_tensors(codec, _side(side)).items():
         name = _COUNTED.get(stream.split(".")[0])
-        if name is not None and layout_bytes(layout) <= MOST_PAYLOAD_BYTES:
+        if name is not None and layout_bytes(layout) <= MAX_PAYLOAD_BYTES:
             place = f"{where}.{stream}"
             stored[place] = flags = _fitted(stored.get(place, b""), layout_bytes(layout), source)
             side["entries"][name] += _COUNTS[name](flags)

@@ -22,7 +22,7 @@ from kvpack.formats import CODECS
 from support.strategies import check_round_trip, codecs, tensors
 
 EXAMPLES_AT_A_TIME = 50
-MOST_FAILURES = 5
+MAX_FAILURES = 5
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Report:
 def run(seconds: float, codec_id: str | None, first_seed: int) -> Report:
     """Run examples of ``codec_id`` (None: every codec) for ``seconds``, at least one batch; each batch has its own seed.
 
-    Ends early after ``MOST_FAILURES`` failing batches.
+    Ends early after ``MAX_FAILURES`` failing batches.
     """
     report = Report()
     end = time.monotonic() + seconds
@@ -60,7 +60,7 @@ def run(seconds: float, codec_id: str | None, first_seed: int) -> Report:
         except Exception:
             report.failures.append(f"--seed {number}:\n{traceback.format_exc()}")
         number += 1
-        if time.monotonic() >= end or len(report.failures) == MOST_FAILURES:
+        if time.monotonic() >= end or len(report.failures) == MAX_FAILURES:
             return report
 
 

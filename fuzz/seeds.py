@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "fuzz" / "corpus"
 _FOLDERS = (ROOT / "spec" / "vectors", ROOT / "tests" / "golden")
-MOST_SEED_BYTES = 1 << 14
+MAX_SEED_BYTES = 1 << 14
 
 
 @cache
 def kvpack_files() -> tuple[bytes, ...]:
     """All vectors, including the refused ones, and small golden files, the smallest first."""
-    paths = sorted(path for folder in _FOLDERS for path in folder.rglob("*.kvpack") if path.stat().st_size <= MOST_SEED_BYTES)
+    paths = sorted(path for folder in _FOLDERS for path in folder.rglob("*.kvpack") if path.stat().st_size <= MAX_SEED_BYTES)
     return tuple(sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data)))
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fuzz.targets import Target
 
 HANG_SECONDS = 1.0
-MOST_FAILURES = 20
+MAX_FAILURES = 20
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Session:
     @property
     def over(self) -> bool:
         now = time.perf_counter()
-        return now >= self._end or (self._most is not None and self.report.executions >= self._most) or len(self._seen) >= MOST_FAILURES
+        return now >= self._end or (self._most is not None and self.report.executions >= self._most) or len(self._seen) >= MAX_FAILURES
 
     def run(self, data: bytes) -> None:
         """Check and time one input; one in ``every`` inputs is also compared."""

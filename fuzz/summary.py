@@ -7,9 +7,9 @@ from typing import Any
 from fuzz.line_coverage import READERS, runnable_lines
 from kvpack.output import print_table
 
-MOST_MEMORY = 256.0
+MAX_MEMORY = 256.0
 """The most MiB of a process, without library code mapped from files, of which PyTorch has 75."""
-MOST_GROWTH = 80.0
+MAX_GROWTH = 80.0
 """The most MiB that a run may add to the libraries: PyTorch alone takes more than 140, and libFuzzer adds 30 for its tables."""
 MORE_OF_ENCODERS = {"append": 40.0}
 """Additional MiB for a target whose inputs are encoded: encoders keep search tables, within the constant of kvpack.file.footprint."""
@@ -27,10 +27,10 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
                 found.append(f"{name}: {kind}: {text}{repeat}")
         growth = report.get("memory_peak", 0.0) - report.get("memory_of_libraries", 0.0)
         more = MORE_OF_ENCODERS.get(name, 0.0)
-        if growth > MOST_GROWTH + more:
-            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MOST_GROWTH + more:.0f}")
-        if (memory := _memory(report)) > MOST_MEMORY + more:
-            found.append(f"{name}: took {memory:.0f} MiB, the limit is {MOST_MEMORY + more:.0f}")
+        if growth > MAX_GROWTH + more:
+            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MAX_GROWTH + more:.0f}")
+        if (memory := _memory(report)) > MAX_MEMORY + more:
+            found.append(f"{name}: took {memory:.0f} MiB, the limit is {MAX_MEMORY + more:.0f}")
         if not report.get("executions"):
             found.append(f"{name}: ran no input")
     return found

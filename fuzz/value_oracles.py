@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuzz.oracles import MAX_DECODED_BYTES, MOST_COMPARED_BYTES, compare_container, needs_basis, opened, refused_by_decoder
+from fuzz.oracles import MAX_COMPARED_BYTES, MAX_DECODED_BYTES, compare_container, needs_basis, opened, refused_by_decoder
 from fuzz.seeds import bases
 from kvpack.cache import files
 from kvpack.cache.cache import Cache
@@ -27,7 +27,7 @@ BASES = bases()
 _LOADED = [Basis.of_bytes(data) for data in BASES]
 """The bases of the vectors, which every reader is given."""
 
-MOST_VALUES = 1 << 16
+MAX_VALUES = 1 << 16
 _MODERATE = 2.0**40
 """Below this, stored and decoded values are far from every limit of binary32, and no intermediate step overflows."""
 _HUGE = 2.0**96
@@ -48,7 +48,7 @@ def check_values(data: bytes) -> bool:
     cache = loaded(data)
     if cache is None:
         return False
-    if cache.values <= MOST_VALUES:
+    if cache.values <= MAX_VALUES:
         for layer in cache:
             for side in layer.sides.values():
                 values = side.unpack(torch.float32)
@@ -62,10 +62,10 @@ def compare_values(data: bytes) -> None:
     compare_container(data)
     cache = loaded(data)
     file = opened(data)
-    if file is not None and needs_basis(file) and sum(map(layout_bytes, file.header.layouts.values())) <= MOST_COMPARED_BYTES:
+    if file is not None and needs_basis(file) and sum(map(layout_bytes, file.header.layouts.values())) <= MAX_COMPARED_BYTES:
         rule = refused_by_decoder(data, BASES)
         assert (cache is not None) == (rule is None), f"the library {'accepts' if cache else 'refuses'} it, the second decoder: {rule}"
-    if cache is None or cache.values > MOST_VALUES or _stored_bytes(cache) > MOST_COMPARED_BYTES:
+    if cache is None or cache.values > MAX_VALUES or _stored_bytes(cache) > MAX_COMPARED_BYTES:
         return
     assert_same_cache(decoder.read(data, decompress, BASES), cache)
     _check_finite(cache)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 QUERIES_AT_A_TIME = 1024
 """The most queries of one head that share a pass over the pages; longer chunks take several passes."""
 
-MOST_PAGES = 1 << 14
+MAX_PAGES = 1 << 14
 """The most pages of a side that the kernels plan for: a plan takes about a kilobyte per page, too much for one run per token."""
 
-MOST_KINDS = 64
+MAX_KINDS = 64
 """Kinds of layers and calls that are known at most."""
 
 _kinds: dict[Any, Any] = {}
@@ -143,7 +143,7 @@ def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> N
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_of(layer)) is not None:
-        if len(_kinds) >= MOST_KINDS:
+        if len(_kinds) >= MAX_KINDS:
             _kinds.clear()
         _kinds[asked, layer.skipped, kind] = options
 
@@ -173,7 +173,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     """
     if not dispatch.uses_triton(q.device) or q.requires_grad:
         return None
-    if any(len(side.runs) > MOST_PAGES for side in layer.sides.values()):
+    if any(len(side.runs) > MAX_PAGES for side in layer.sides.values()):
         return None
     from kvpack.kernels.attend import attention
 

@@ -1225,7 +1225,7 @@ def raw(entry: Mapping[str, Any]) -> Codec:
 
 RANS_LANES = 32
 RANS_TOTAL = 4096
-LEAST_STATE = 65536
+MIN_STATE = 65536
 
 
 def check_frequencies(where: str, table: Sequence[int]) -> None:
@@ -1248,8 +1248,8 @@ def slots(table: tuple[int, ...]) -> tuple[list[int], list[int]]:
 def first_states_of(where: str, halves: Sequence[int]) -> list[int]:
     """Chunks: the first states of lanes from their low and high halves."""
     states = [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
-    least = min(states, default=LEAST_STATE)
-    require(least >= LEAST_STATE, "rans.md, Chunks", f"{where}: a first state is {least}")
+    least = min(states, default=MIN_STATE)
+    require(least >= MIN_STATE, "rans.md, Chunks", f"{where}: a first state is {least}")
     return states
 
 
@@ -1265,13 +1265,13 @@ def any_symbols(
         slot = x % RANS_TOTAL
         s = symbol_of[slot]
         x = table[s] * (x // RANS_TOTAL) + slot - below[s]
-        if x < LEAST_STATE:
+        if x < MIN_STATE:
             require(taken < len(chunk_words), "rans.md, Decode", f"{where} needs more than its {len(chunk_words)} words")
             x = x * 65536 + chunk_words[taken]
             taken += 1
         states[i % RANS_LANES] = x
         symbols.append(s)
-    require(max(states) == LEAST_STATE, "rans.md, Decode", f"{where} ends in the state {max(states)}")
+    require(max(states) == MIN_STATE, "rans.md, Decode", f"{where} ends in the state {max(states)}")
     return symbols, taken
 
 

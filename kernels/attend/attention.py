@@ -13,17 +13,17 @@ from weakref import WeakKeyDictionary
 from kvpack.kernels.tiles import addresses
 
 from . import plan, segments
-from .prepared import MOST_ROWS, Options, Prepared, Shape
+from .prepared import MAX_ROWS, Options, Prepared, Shape
 
 if TYPE_CHECKING:
     import torch
 
     from kvpack.kernels.tiles.layers import Layer
 
-MOST_DUAL_ROWS = 8
+MAX_DUAL_ROWS = 8
 """Up to which two tokens may share a row of a tile: each has query rows of its own."""
 
-FEW_ROW_BLOCKS, MOST_ROW_BLOCKS, MOST_BLOCK_TOKENS = 6, 32, 6 << 16
+FEW_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
 """Blocks of query rows, of which each decodes the layer again, that are always few; most blocks; and most of them times tokens, where
 they are more than few. With more, tokens are decoded to a scratch first (``many_queries``).
 
@@ -38,8 +38,8 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
-    blocks = -(-q.shape[1] // k.heads * q.shape[2] // MOST_ROWS)
-    few = blocks <= FEW_ROW_BLOCKS or (blocks <= MOST_ROW_BLOCKS and blocks * k.tokens <= MOST_BLOCK_TOKENS)
+    blocks = -(-q.shape[1] // k.heads * q.shape[2] // MAX_ROWS)
+    few = blocks <= FEW_ROW_BLOCKS or (blocks <= MAX_ROW_BLOCKS and blocks * k.tokens <= MAX_BLOCK_TOKENS)
     if not few or not q.device == k.device == v.device:
         return False
     return segments.of_side(k).supported and segments.of_side(v).supported
@@ -90,6 +90,6 @@ def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
     elif window and not options.starts:
         # Each sequence has a window of its own: its tokens are masked.
         whole = end, end
-    dual = shape.rows <= MOST_DUAL_ROWS and not (segments.of_side(k).outliers or segments.of_side(v).outliers)
+    dual = shape.rows <= MAX_DUAL_ROWS and not (segments.of_side(k).outliers or segments.of_side(v).outliers)
     launches = plan.launches(k, v, layer, begin, end, whole, shape.padded // shape.block, dual)
     return Prepared(launches, shape, q.dtype, options, position, dual, v.dim, [options.lengths] * len(launches))

@@ -11,7 +11,7 @@ from triton import language as tl
 from kvpack.kernels.bitpack.tile_layout import repeated
 from kvpack.kernels.loaders.qjl import factor_of_signs
 
-LEAST_OF_OUTLIERS = tl.constexpr(2.0**-7)
+MIN_OF_OUTLIERS = tl.constexpr(2.0**-7)
 """The least factor that a token with outliers is taken for: weights over its power of two are at most 2^7."""
 
 
@@ -81,7 +81,7 @@ def power_and_rests(
     else:
         most = tl.abs(factor)
         if V.outliers is not None:
-            most = tl.maximum(most, LEAST_OF_OUTLIERS)
+            most = tl.maximum(most, MIN_OF_OUTLIERS)
         of_signs = most
         if V.signs is not None:
             of_signs = factor_of(loaded, 1, second, factor_of_signs, SIGNS, False, FAST)

@@ -15,7 +15,7 @@ import torch
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import append, plan, segments
-from .attention import MOST_DUAL_ROWS, supports
+from .attention import MAX_DUAL_ROWS, supports
 from .prepared import EVERYTHING, Options, Prepared, Shape
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class GrowingCall:
         assert layer.v is not None
         batch, q_heads, q_len, dim = q.shape
         self._shape, self._options = Shape(batch, q_heads, q_len, dim, layer.k.heads), options._replace(lengths=True)
-        self._dual = self._shape.rows <= MOST_DUAL_ROWS and not any(segments.of_side(side).outliers for side in (layer.k, layer.v))
+        self._dual = self._shape.rows <= MAX_DUAL_ROWS and not any(segments.of_side(side).outliers for side in (layer.k, layer.v))
         self._dtype, self._dim_v = q.dtype, layer.v.dim
         self._plan(self._planned(layer))
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
-MOST_KINDS = 256
+MAX_KINDS = 256
 """Kinds of pages that are known at most."""
 
-MOST_PAGES = 64
+MAX_PAGES = 64
 """Pages of a side up to which it is compared with those of other layers."""
 
 ALIGNED = 16
@@ -75,7 +75,7 @@ def _known_pages(pages: Sequence[PackedRun]) -> _Pages | None:
 
 
 def _looked_at(pages: Sequence[PackedRun]) -> _Pages | None:
-    if not 0 < len(pages) <= MOST_PAGES:
+    if not 0 < len(pages) <= MAX_PAGES:
         return None
     kind: list[Hashable] = [len(pages)]
     addresses: list[int] = []
@@ -89,7 +89,7 @@ def _looked_at(pages: Sequence[PackedRun]) -> _Pages | None:
             addresses.append(address)
     asked = tuple(kind)
     if asked not in _kinds:
-        if len(_kinds) >= MOST_KINDS:
+        if len(_kinds) >= MAX_KINDS:
             _kinds.clear()
         _kinds[asked] = next(_numbers)
     return _Pages(_kinds[asked], tuple(addresses))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-MOST_DIM = 256
+MAX_DIM = 256
 """Head dims above this are left to torch: a tile of ``flash`` would not fit a multiprocessor."""
 
 SCRATCH_BYTES = 256 << 20
@@ -37,26 +37,26 @@ SCRATCH_BYTES = 256 << 20
 FEWEST_TOKENS = 256
 """Tokens of a block, however many sequences there are."""
 
-MOST_QUERIES = 1 << 13
+MAX_QUERIES = 1 << 13
 """Queries that share a pass over the tokens: their sums are binary32. Decoding again takes a hundredth of attending as many."""
 
 ROWS_OF_A_PROGRAM = 128
 """Rows of a query that a program of cuDNN's or FlashAttention's takes."""
 
-MOST_PEERS = 256
+MAX_PEERS = 256
 """Shapes for which it is kept which library attends them: asking takes longer than attending a few queries."""
 
-FEWEST_SPLIT_TOKENS, MOST_SPLITS = 1024, 16
+FEWEST_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
 """Tokens of a part of a block, and parts, of which there are several where there are fewer programs than multiprocessors."""
 
 
-MOST_TOKENS_AT_ONCE, MOST_SCORES_AT_ONCE = 1 << 14, 1 << 28
+MAX_TOKENS_AT_ONCE, MAX_SCORES_AT_ONCE = 1 << 14, 1 << 28
 """Tokens, and scores of all heads, up to which one call of FlashAttention attends all: what the host saves is more than what cuDNN does."""
 
 FEW_QUERIES = 128
 """Queries up to which ``flash`` attends their own tokens: as many as one of its programs takes."""
 
-MOST_CALLS = 64
+MAX_CALLS = 64
 """Calls that are kept with a layer."""
 
 _peers: dict[Any, str | None] = {}
@@ -70,7 +70,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
-    return q.device == k.device == v.device and q.dtype in DTYPES and max(k.dim, v.dim) <= MOST_DIM
+    return q.device == k.device == v.device and q.dtype in DTYPES and max(k.dim, v.dim) <= MAX_DIM
 
 
 def attend(
@@ -93,12 +93,12 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
     """The call for queries like ``q``: kept with the layer, and then called.
 
     Decoded keys and values, and rotated queries, are rounded to the queries' dtype: the result is as exact as attention over an
-    unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MOST_QUERIES`` queries.
+    unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MAX_QUERIES`` queries.
     """
     kept = _calls.setdefault(layer, {})
     asked = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
     if asked not in kept:
-        if len(kept) >= MOST_CALLS:
+        if len(kept) >= MAX_CALLS:
             kept.clear()
         kept[asked] = call_of(q, layer, options, layer_sharing.kind_of(layer))
     return kept[asked]
@@ -113,7 +113,7 @@ def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | No
         return found.over(layer)
     call = Call(q, layer, options)
     if asked not in _alike:
-        if len(_alike) >= MOST_CALLS:
+        if len(_alike) >= MAX_CALLS:
             _alike.clear()
         _alike[asked] = call.alike(layer)
     return call
@@ -163,7 +163,7 @@ class Call:
         self._uncut = all(given is None for given in (options.softcap, options.sliding_window)) and not (options.lengths or options.starts)
         token_bytes = 2 * k.batch * k.heads * (k.dim + v.dim)
         self._block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
-        self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MOST_QUERIES)]
+        self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for one in self._passes for part in one.parts)
         self._at_once: dict[bool, bool] = {}
         """Whether one call of FlashAttention attends all, by whether PyTorch may choose it."""
@@ -226,7 +226,7 @@ class Call:
             return out
 
     def _pass(self, first: int, k: Side, v: Side) -> _Pass:
-        count = min(MOST_QUERIES, self._shape[2] - first)
+        count = min(MAX_QUERIES, self._shape[2] - first)
         position = k.tokens - self._shape[2] + first
         parts = []
         for start, stop in self._blocks(position, count):
@@ -306,7 +306,7 @@ class Call:
         allowed = switches.flash_sdp_enabled()
         if allowed not in self._at_once:
             whole = self._uncut and self._options.causal and not self._options.sink_logits and self._frames[1].is_original
-            few = self._tokens <= MOST_TOKENS_AT_ONCE and self._shape[:3].numel() * self._tokens <= MOST_SCORES_AT_ONCE
+            few = self._tokens <= MAX_TOKENS_AT_ONCE and self._shape[:3].numel() * self._tokens <= MAX_SCORES_AT_ONCE
             one_block = len(self._passes) == len(one.parts) == 1
             self._at_once[allowed] = whole and few and one_block and takes_lower_right(q, *_held(one.parts[0], memory, 0, self._tokens))
         return self._at_once[allowed]
@@ -347,7 +347,7 @@ def _multiprocessors(device: torch.device) -> int:
 def _splits(programs: int, tokens: int, device: torch.device) -> int:
     """The parts of a block of tokens, a power of two, so that there are about as many programs as multiprocessors."""
     most = max(1, tokens // FEWEST_SPLIT_TOKENS)
-    return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MOST_SPLITS)
+    return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -393,7 +393,7 @@ def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> st
     allowed = switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled()
     asked = (*((x.shape, x.stride()) for x in (q, k, v)), q.dtype, q.device, causal, allowed)
     if asked not in _peers:
-        if len(_peers) >= MOST_PEERS:
+        if len(_peers) >= MAX_PEERS:
             _peers.clear()
         _peers[asked] = _found_peer(q, k, v, causal)
     return _peers[asked]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 DECODED_VALUES = 1 << 22
 """Values decoded at a time."""
 
-MOST_IN_PLACE = 2.0
+MAX_IN_PLACE = 2.0
 """What a codec may decode to in an outlier's place, in norms of its token: subtracting it again costs its rounding."""
 
-LEAST_NORM = 2.0**-20
+MIN_NORM = 2.0**-20
 """Smallest norm of a token that is not zero: weights of outliers and of other values share a power of two (``softmax``)."""
 
 _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
@@ -60,9 +60,9 @@ def _of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tenso
         complete = side_car.put(decoded, rows)
         norms = torch.linalg.vector_norm(complete, dim=-1)
         chunks = decoded.reshape(*flags.shape, CHUNK)
-        inexact = (chunks.norm(dim=-1) > MOST_IN_PLACE * norms[..., None]) & flags
+        inexact = (chunks.norm(dim=-1) > MAX_IN_PLACE * norms[..., None]) & flags
         values = (complete.reshape(chunks.shape) - chunks)[flags]
-        if inexact.any() or ((norms > 0) & (norms < LEAST_NORM)).any() or not (values.abs() < HALF_LIMIT).all():
+        if inexact.any() or ((norms > 0) & (norms < MIN_NORM)).any() or not (values.abs() < HALF_LIMIT).all():
             return None
         sequence, token, chunk = flags.flatten(0, 1).nonzero().T
         token += first - start

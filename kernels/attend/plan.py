@@ -44,7 +44,7 @@ MASKED_TILES = 3
 PROGRAM_TILES = 3
 """Tiles that take as long as what a program does beside its own."""
 
-MOST_ROUNDS, FEWEST_TILES = 4, 8
+MAX_ROUNDS, FEWEST_TILES = 4, 8
 """Rounds of programs that run at once, at most, and fewest tiles of a program where there is more than one."""
 
 
@@ -208,7 +208,7 @@ def programs_of(shape: Shape, tokens: int, tile: int, sequences: int, multiproce
     def tokens_of_rounds(programs: int) -> float:
         return -(-programs * sequences // at_once) * (tokens / programs + PROGRAM_TILES * tile)
 
-    most = min(MOST_ROUNDS * at_once // sequences, tokens // (FEWEST_TILES * tile))
+    most = min(MAX_ROUNDS * at_once // sequences, tokens // (FEWEST_TILES * tile))
     return min(range(one_round, max(one_round, most) + 1), key=tokens_of_rounds)
 
 

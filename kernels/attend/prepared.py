@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     _Placed = tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]
 
-FEWEST_ROWS, MOST_ROWS = 8, 16
+FEWEST_ROWS, MAX_ROWS = 8, 16
 """Query rows of one program: the rows of a block are the short side of the matrix products."""
 
 MERGE_PARTS, MERGE_COLUMNS = 512, 32
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
     @property
     def block(self) -> int:
         """The query rows of one program."""
-        return min(MOST_ROWS, max(FEWEST_ROWS, next_power_of_two(self.rows)))
+        return min(MAX_ROWS, max(FEWEST_ROWS, next_power_of_two(self.rows)))
 
     @property
     def sequences(self) -> int:

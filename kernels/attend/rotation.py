@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpack.formats.columns import next_power_of_two
 
-MOST_CHANNELS = 128
+MAX_CHANNELS = 128
 """Channels of sums that a product takes at once, at most."""
 
 
@@ -129,7 +129,7 @@ def rotate_sums(
 
 def sums_block(dim: int) -> int:
     """The channels of sums that a product takes at once."""
-    return min(MOST_CHANNELS, query_block(dim))
+    return min(MAX_CHANNELS, query_block(dim))
 
 
 def query_block(dim: int) -> int:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-RAW_TOKENS, MOST_RAW_TOKENS = (64, 16), 4096
+RAW_TOKENS, MAX_RAW_TOKENS = (64, 16), 4096
 """Tokens that are decoded together if one of them is raw, fewer if a page would have more than so many of them (or half of it)."""
 
 HALF_ERROR = 2**-11
@@ -124,7 +124,7 @@ def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: Pa
     kept = {token for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()}
     for size in (math.lcm(tokens, codec.family.token_group) for tokens in RAW_TOKENS):
         flagged = sorted({token // size for token in kept})
-        if len(flagged) * size <= max(MOST_RAW_TOKENS, page.tokens // 2):
+        if len(flagged) * size <= max(MAX_RAW_TOKENS, page.tokens // 2):
             break
     else:
         return [SideSegment(codec, first, page.tokens, page.streams)]

@@ -21,7 +21,7 @@ from .columns import launch, table_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LEAST_BYTES = 241
+MIN_BYTES = 241
 """Fewer bytes are hashed in other ways, which are not here."""
 
 BLOCK_BYTES = tl.constexpr(1024)
@@ -67,7 +67,7 @@ def _constants(device: str) -> torch.Tensor:
 def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
     """The digests of bytes ``[begin, end)`` of memory on one device, int64 ``[place, 2]``: the high half and the low half.
 
-    The memory is uint8 and dense; each place begins at a multiple of 8 bytes and has ``LEAST_BYTES`` or more.
+    The memory is uint8 and dense; each place begins at a multiple of 8 bytes and has ``MIN_BYTES`` or more.
     """
     device = places[0][0].device
     found = torch.empty(len(places), 2, dtype=torch.int64, device=device)

@@ -20,7 +20,7 @@ from .thread_tiles import tile_of_f16x2
 WIDTH = tl.constexpr(16)
 """Symbols of a tile: the step of the matrix units."""
 
-MOST_BITS = tl.constexpr(16)
+MAX_BITS = tl.constexpr(16)
 """Bits of a symbol, at most."""
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 
-MOST_TOGETHER = 8
+MAX_TOGETHER = 8
 """16-bit words that one load takes, at most."""
 
 
@@ -37,7 +37,7 @@ def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
 
 def stream_of_words(name: str, words: int) -> Stream:
     """A stream of rows of ``words`` words of 16 bits."""
-    together = math.gcd(words, MOST_TOGETHER)
+    together = math.gcd(words, MAX_TOGETHER)
     return Stream(name, 16 * together, words // together)
 
 
@@ -123,7 +123,7 @@ def load_row(
 @triton.constexpr_function
 def _together(stored_words: int) -> int:
     """The 16-bit words of a row of ``stored_words`` that one load takes, an aligned element of ``stream_of_words``."""
-    return math.gcd(stored_words, MOST_TOGETHER)
+    return math.gcd(stored_words, MAX_TOGETHER)
 
 
 @triton.constexpr_function

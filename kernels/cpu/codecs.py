@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from kvpack.formats.basis import BasisRows
     from kvpack.formats.columns import Columns
 
-LEAST_ENTRIES = 16
+MIN_ENTRIES = 16
 """Tables have a power of two of entries from here up: the registers of one lookup."""
 
-MOST_DIM = 1024
+MAX_DIM = 1024
 
-MOST_TABLE_BYTES = 1 << 19
+MAX_TABLE_BYTES = 1 << 19
 """The tables of a codec that C takes: larger ones, of which every header may ask for others, are not kept twice."""
 
 _KEPT = 64
@@ -70,7 +70,7 @@ def described(codec: Codec) -> Described | None:
     if isinstance(codec, WithSideCars):
         return _completed(codec)
     describe = FAMILIES.get(type(codec))
-    if describe is None or codec.dim > MOST_DIM:
+    if describe is None or codec.dim > MAX_DIM:
         return None
     return describe(codec)
 
@@ -79,7 +79,7 @@ def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec |
     """The parts that all families share; ``values`` gives the numbers per token and dtype of each stream of numbers."""
     result = library.Codec()
     packings = codec.packings()
-    if len(packings) > library.MOST_PACKINGS or any(len(packing.bases) > library.MOST_DIGITS for packing in packings.values()):
+    if len(packings) > library.MAX_PACKINGS or any(len(packing.bases) > library.MAX_DIGITS for packing in packings.values()):
         return None
     result.family = library.FAMILIES.index(codec.id)
     result.dim, result.token_group = codec.dim, codec.token_group
@@ -106,7 +106,7 @@ def _log8() -> torch.Tensor:
 
 
 def _packing(packing: Columns) -> library.Packing:
-    digits = (library.Digit * library.MOST_DIGITS)()
+    digits = (library.Digit * library.MAX_DIGITS)()
     for number, (base, places) in enumerate(zip(packing.bases, packing.place_values, strict=True)):
         bits = (base - 1).bit_length()
         digits[number] = library.Digit(base, bits, places[0].bit_length() - 1 if packing.binary else 0, float(places[0]))
@@ -119,13 +119,13 @@ def _planes(codec: Codec) -> list[str]:
 
 
 def _finished(result: library.Codec | None, codec: Codec, streams: list[str], tables: list[torch.Tensor], *kept: Any) -> Described | None:
-    if result is None or len(tables) > library.MOST_TABLES or sum(table.nbytes for table in tables) > MOST_TABLE_BYTES:
+    if result is None or len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
         return None
     names = (*_planes(codec), *streams)
     result.streams = len(names)
     padded = []
     for number, table in enumerate(tables):
-        entries = max(LEAST_ENTRIES, next_power_of_two(len(table)))
+        entries = max(MIN_ENTRIES, next_power_of_two(len(table)))
         padded.append(torch.nn.functional.pad(table.to(torch.float32), (0, entries - len(table))).contiguous())
         result.table[number] = library.Table(padded[-1].data_ptr(), entries)
     return Described(result, names, (padded, *kept))
@@ -194,7 +194,7 @@ def _angle(codec: Angle) -> Described | None:
     result.norm_kind, result.norm_levels, result.bins = ANGLE_NORMS.index(codec.norm), 1 << codec.norm_bits, codec.bins
     bases = packings["angle_low"].bases + packings["angle_high"].bases if result.factored else next(iter(packings.values())).bases[:1]
     directions = torch.nn.functional.pad(bin_directions(codec.bins, "cpu"), (0, 0, 0, math.prod(bases) - codec.bins))
-    if is_power_of_two(codec.bins) and codec.bins > LEAST_ENTRIES:
+    if is_power_of_two(codec.bins) and codec.bins > MIN_ENTRIES:
         # Correctly rounded directions repeat in every quarter turn.
         directions, result.quarter_bits = directions[: codec.bins // 4], codec.bins.bit_length() - 3
     return _finished(result, codec, [name], list(directions.T))
@@ -202,7 +202,7 @@ def _angle(codec: Angle) -> Described | None:
 
 def _polar(codec: Polar) -> Described | None:
     result = _struct(codec, {"radius": (codec.radii, NORMS[codec.norm])})
-    if result is None or len(codec.levels) > library.MOST_PACKINGS:
+    if result is None or len(codec.levels) > library.MAX_PACKINGS:
         return None
     result.levels, result.radii = len(codec.levels), codec.radii
     tables: list[torch.Tensor] = []
@@ -296,7 +296,7 @@ def _basis_places(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
         at = codec.dim
         for run in range(count):
             if width := codec.widths[count * head + run]:
-                places[head, run], at = at, at + max(LEAST_ENTRIES, 1 << width)
+                places[head, run], at = at, at + max(MIN_ENTRIES, 1 << width)
         last = max(last, at)
     return places, last
 
@@ -357,7 +357,7 @@ def _completed(codec: WithSideCars) -> Described | None:
     kept: list[Any] = [plain]
     for sketch in codec.sketches:
         assert isinstance(sketch, Qjl)
-        if struct.packings == library.MOST_PACKINGS or struct.value_streams == library.MOST_VALUES:
+        if struct.packings == library.MAX_PACKINGS or struct.value_streams == library.MAX_VALUES:
             return None
         signs = _packing(sketch.packing)
         struct.packing[struct.packings] = signs

@@ -34,13 +34,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FEWEST_VALUES = 1 << 18
 """Values of a call for each of its threads: below it, starting one costs more than it saves."""
 
-MOST_SECONDARY = 192
+MAX_SECONDARY = 192
 """Above this number of secondary quaternions, the grid of ``formats/`` finds the nearest codeword faster than trying all."""
 
-MOST_LEVELS = 64
+MAX_LEVELS = 64
 """Up to this number of levels per octahedral coordinate, local3x3 of ``formats/`` finds what local2x2 finds: the nearest direction."""
 
-MOST_EVEN_LEVELS = 8
+MAX_EVEN_LEVELS = 8
 """Up to this number of levels of ``direction_table``, a line tells between which two of them the nearest direction is."""
 
 _CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
@@ -61,8 +61,8 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
         (packing,) = codec.packings().values()
         stored = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
         # Where a width does not divide the channels, some columns have unused fields.
-        return stored and packing.symbols % packing.width == 0 and packing.column_bytes <= 4 and codec.dim <= codecs.MOST_DIM
-    if type(codec) is Quaternion and codec.secondary > MOST_SECONDARY:
+        return stored and packing.symbols % packing.width == 0 and packing.column_bytes <= 4 and codec.dim <= codecs.MAX_DIM
+    if type(codec) is Quaternion and codec.secondary > MAX_SECONDARY:
         return False
     return type(codec) in (Scalar, Octahedral, Quaternion, Angle, Trellis) and codecs.described(codec) is not None
 
@@ -131,10 +131,10 @@ def _bounds(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
 def _candidates(codec: Octahedral) -> int:
     """The candidates per coordinate, 0 for all. Two are those on either side of it: where ``formats/`` tries one, it is the nearer."""
     levels = 1 << codec.b_dir - 1
-    settled = codec.rounding == "local3x3" and levels <= MOST_LEVELS
+    settled = codec.rounding == "local3x3" and levels <= MAX_LEVELS
     alone = levels == 1 and codec.rounding != "scalar"
     rounding = "full" if alone else "local2x2" if settled else codec.rounding
-    even = rounding == "local2x2" and levels <= MOST_EVEN_LEVELS and codec.direction_table == direction_table(levels)
+    even = rounding == "local2x2" and levels <= MAX_EVEN_LEVELS and codec.direction_table == direction_table(levels)
     return _IN_EVEN_BRACKETS if even else _CANDIDATES[rounding]
 
 
@@ -154,5 +154,5 @@ def _per_length(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(values: list[float], padding: float) -> torch.Tensor:
-    entries = max(codecs.LEAST_ENTRIES, next_power_of_two(len(values)))
+    entries = max(codecs.MIN_ENTRIES, next_power_of_two(len(values)))
     return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INTERFACE = 27
 """The number of interface.h that the structures below mirror."""
 
-MOST_PACKINGS, MOST_DIGITS, MOST_VALUES, MOST_TABLES, MOST_BOUNDS = 12, 2, 3, 48, 4
+MAX_PACKINGS, MAX_DIGITS, MAX_VALUES, MAX_TABLES, MAX_BOUNDS = 12, 2, 3, 48, 4
 FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless", "trellis")
 DTYPES = ("F16", "BF16", "F32", "U8", "LOG8")
 
@@ -32,7 +32,7 @@ class Digit(Structure):
 class Packing(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("symbols", "width", "planes", "odd", "binary", "digits")),
-        ("digit", Digit * MOST_DIGITS),
+        ("digit", Digit * MAX_DIGITS),
     )
 
 
@@ -51,9 +51,9 @@ class Rotation(Structure):
 class Codec(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("family", "dim", "streams", "packings", "columns")),
-        ("packing", Packing * MOST_PACKINGS),
+        ("packing", Packing * MAX_PACKINGS),
         *((name, c_int64) for name in ("value_streams", "numbers")),
-        ("values", Values * MOST_VALUES),
+        ("values", Values * MAX_VALUES),
         *((name, c_int64) for name in ("token_group", "size", "token_scale", "scales_stream", "table_stream", "patch_stream")),
         *((name, c_int64) for name in ("outlier_stream", "mean_stream", "mean_tokens", "mean_bits", "sketches")),
         ("sketch_rotation", Rotation),
@@ -64,8 +64,8 @@ class Codec(Structure):
         *((name, c_int64) for name in ("chunk_stream", "fraction_bits", "bias", "finite", "scale_kind")),
         ("channels", POINTER(c_int32)),
         *((name, c_int64) for name in ("matrix_place", "heads_stream", "levels", "radii")),
-        *((name, c_int64 * MOST_PACKINGS) for name in ("level_stream", "level_first", "level_angles", "level_equal")),
-        ("table", Table * MOST_TABLES),
+        *((name, c_int64 * MAX_PACKINGS) for name in ("level_stream", "level_first", "level_angles", "level_equal")),
+        ("table", Table * MAX_TABLES),
     )
 
 
@@ -122,7 +122,7 @@ class Encode(Structure):
         ("zero_centre", c_int64),
         ("per_middle", c_float),
         *((name, c_int64) for name in ("unbiased", "candidates")),
-        ("bounds", Table * MOST_BOUNDS),
+        ("bounds", Table * MAX_BOUNDS),
         *((name, c_int64) for name in ("threads", "level")),
     )
 

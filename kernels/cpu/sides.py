@@ -104,7 +104,7 @@ class Part(NamedTuple):
         return found
 
 
-MOST_FRAMES = 64
+MAX_FRAMES = 64
 """Above this number of coded frames in a side, each with queries and sums of its own, torch attends."""
 
 _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDictionary()
@@ -133,7 +133,7 @@ def _packed(side: Side) -> list[Part] | None:
     codec = side.codec
     framed = _framed(codec)
     described = codecs.described(codec)
-    if described is None or (framed and len(side.runs) > MOST_FRAMES):
+    if described is None or (framed and len(side.runs) > MAX_FRAMES):
         return None
     tables = []
     first = 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-MOST_TOKEN_STRIDE = 1 << 20
+MAX_TOKEN_STRIDE = 1 << 20
 """Elements between two tokens of an output, at most: offsets within a block are 32-bit."""
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
@@ -65,4 +65,4 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 def fits(out: torch.Tensor) -> bool:
     """Whether the kernels' offsets reach all of an output: its channels are dense, and its tokens not too far apart."""
-    return out.stride(3) == 1 and out.stride(2) < MOST_TOKEN_STRIDE
+    return out.stride(3) == 1 and out.stride(2) < MAX_TOKEN_STRIDE

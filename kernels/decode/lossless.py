@@ -34,7 +34,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GROUP_INTEGERS = tl.constexpr(14)
 """Integers of a token group in the work table: those that ``_load_group`` names."""
 
-_MOST_TABLES = 1 << 8
+_MAX_TABLES = 1 << 8
 """Tables whose slots are found at once: the numbers on the way to a slot take some 100 bytes."""
 
 
@@ -110,7 +110,7 @@ def _slots(frequencies: torch.Tensor) -> torch.Tensor:
 
     Tables that do not sum to ``TOTAL``, which no reader lets through, have some symbol in every slot.
     """
-    return torch.cat([_slots_of(frequencies[first : first + _MOST_TABLES]) for first in range(0, len(frequencies), _MOST_TABLES)])
+    return torch.cat([_slots_of(frequencies[first : first + _MAX_TABLES]) for first in range(0, len(frequencies), _MAX_TABLES)])
 
 
 def _slots_of(frequencies: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.columns import constant_at
-from kvpack.kernels.encode.polar import MOST_ANGLES, directions_of
+from kvpack.kernels.encode.polar import MAX_ANGLES, directions_of
 
 from . import rows
 from .digits import code_streams, load_digit
@@ -54,7 +54,7 @@ def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
     return rows.prepared(
         _decode, work, out, matrix, directions_of(codec.levels[0].bits, codec.tables[1:], out.device),
-        CODES=code_streams(codec), LEVELS=levels, RADII=codec.radii, RADIUS=len(names) - 1, MOST=MOST_ANGLES,
+        CODES=code_streams(codec), LEVELS=levels, RADII=codec.radii, RADIUS=len(names) - 1, MOST=MAX_ANGLES,
         ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels,
     )  # fmt: skip
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.formats.rans import LANES, LEAST_STATE, PRECISION
+from kvpack.formats.rans import LANES, MIN_STATE, PRECISION
 
 _LANES = tl.constexpr(LANES)
 _PRECISION = tl.constexpr(PRECISION)
-_LEAST_STATE = tl.constexpr(LEAST_STATE)
+_MIN_STATE = tl.constexpr(MIN_STATE)
 _LAST_SLOT = tl.constexpr((1 << PRECISION) - 1)
 
 
@@ -61,7 +61,7 @@ def advance(
 ) -> tl.tuple:
     """The states after the symbols of ``entry``, and the number of the next word. Words from number ``end`` on are 0."""
     after = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
-    low = active & (after < _LEAST_STATE)
+    low = active & (after < _MIN_STATE)
     taking = lanes_of(low, lane)
     source = at + before(taking, lane)
     word = tl.load(words + source, low & (source < end), 0).to(tl.uint32) & 0xFFFF

@@ -35,13 +35,13 @@ ROTATED_TOKENS, FEW_ROTATED_TOKENS, MANY_CHANNELS = 64, 16, 256
 WARPS, ROTATED_WARPS = 4, 8
 """Warps per program; a program that rotates holds its tile in twice as many registers."""
 
-MOST_REGISTERS = 128
+MAX_REGISTERS = 128
 """Registers per thread at most: a multiprocessor then runs sixteen warps."""
 
-MOST_STAGED = 1 << 14
+MAX_STAGED = 1 << 14
 """Bytes of ordinary memory that the driver of a device copies aside, and later to the device: more than these wait for the device."""
 
-PROGRAMS, MOST_TILES = 1 << 11, 8
+PROGRAMS, MAX_TILES = 1 << 11, 8
 """Programs that fill a device, and tiles per program at most: with more tiles than programs, each takes several."""
 
 ONE_ROW = 0
@@ -142,7 +142,7 @@ def work_of(
     first axes may be 1 for any number.
     """
     tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.moves))
-    block = tile * max(1, min(MOST_TILES, tiles // PROGRAMS))
+    block = tile * max(1, min(MAX_TILES, tiles // PROGRAMS))
     held: list[torch.Tensor] = []
     places, blocks = [], []
     for streams, tokens, first in packed:
@@ -180,7 +180,7 @@ def divides_all(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
 def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
     """A table of the host on ``device``, for which the host does not wait: the driver would, for large ones in ordinary memory."""
     made = torch.from_numpy(table)
-    if device.type == "cuda" and table.nbytes > MOST_STAGED:
+    if device.type == "cuda" and table.nbytes > MAX_STAGED:
         made = made.pin_memory()
     return made.to(device, non_blocking=True)
 
@@ -213,7 +213,7 @@ def prepared(
     """``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``, whose channels are dense.
 
     ``tables`` follow the work table and the status. ``threads``: times as many as usual, of which none then takes more than
-    ``MOST_REGISTERS`` registers. ``lasting``: the streams are those of the rows, and no copies of them.
+    ``MAX_REGISTERS`` registers. ``lasting``: the streams are those of the rows, and no copies of them.
 
     Products and sums round apart, as torch's do, where the output is wide enough to show it.
     """
@@ -258,7 +258,7 @@ def _launch(
     options = {
         "num_warps": threads * (ROTATED_WARPS if given["ROTATED"] else WARPS),
         "num_stages": 1,
-        "maxnreg": MOST_REGISTERS if threads > 1 else None,
+        "maxnreg": MAX_REGISTERS if threads > 1 else None,
         "enable_fp_fusion": dtype != torch.float32,
     }
     return CachedLaunch(kernel, (programs, 1, 1), arguments, given, options)

@@ -48,7 +48,7 @@ TOKENS = 32
 PROGRAMS = 1 << 10
 """Programs that fill a device: with fewer tokens, each takes fewer."""
 
-MOST_TILES = 4
+MAX_TILES = 4
 """Tiles per warp of a program, at most."""
 
 FIRST_ADDRESS = tl.constexpr(3)
@@ -107,7 +107,7 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     check(codec, packed, batch, heads)
     span = warps * tile_tokens(tiles)
     spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
-    block = span * max(1, min(MOST_TILES, spans // PROGRAMS))
+    block = span * max(1, min(MAX_TILES, spans // PROGRAMS))
     held: list[torch.Tensor] = []
     found, blocks = [], 0
     for part in packed:

@@ -19,7 +19,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.rans import LANES, LEAST_STATE, Decoded
+from kvpack.formats.rans import LANES, MIN_STATE, Decoded
 from kvpack.kernels.bitpack.columns import check_shape
 
 from .transform_chunks import chunks_of, decode_symbols, factors_for, joined, on_device, tile_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PART_BYTES = 1 << 27
 """Bytes of factors at once, if a token group of all heads has no more; those of columns without symbols are never touched."""
 
-MOST_TOKENS, COLUMNS = 64, 64
+MAX_TOKENS, COLUMNS = 64, 64
 """Tokens of a program that multiplies, at most, and the columns that it takes at once."""
 
 WARPS, STAGES = 4, 3
@@ -68,7 +68,7 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
         # Angles of far positions need binary64.
         angles = positions.to(torch.float64)[:, None] * there.frequencies
         shift_cos, shift_sin = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
-    tokens, channels = min(MOST_TOKENS, codec.chunk), tile_of(codec.dim)
+    tokens, channels = min(MAX_TOKENS, codec.chunk), tile_of(codec.dim)
     of_group = codec.dim * codec.chunk * batch * heads
     at_once = max(1, PART_BYTES // (there.values.element_size() * of_group))
     factors = factors_for(chunks, there, min(at_once, len(groups)) * of_group)
@@ -102,7 +102,7 @@ def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: s
     states = torch.empty(rows * batch * heads, LANES, dtype=torch.int32, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         decode_symbols(codec, chunks, there, 0, rows * batch * heads, heads, None, (read, states))
-    if ((read != chunks.counts) | (states != LEAST_STATE).any(1)).any():
+    if ((read != chunks.counts) | (states != MIN_STATE).any(1)).any():
         found = Decoded(numpy.empty((len(read), 0), numpy.uint8), read.cpu().numpy(), states.cpu().numpy().view(numpy.uint32))
         codec.check_ends(found, chunks.counts.cpu().numpy(), (batch, heads), where)
 

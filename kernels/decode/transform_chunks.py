@@ -32,7 +32,7 @@ _SLOTS = tl.constexpr(TOTAL)
 _LARGEST = tl.constexpr(65504)
 """The largest level that binary16 holds."""
 
-MOST_CHANNELS = 128
+MAX_CHANNELS = 128
 """Channels of a tile of a product, at most."""
 
 
@@ -174,7 +174,7 @@ def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) 
 
 def tile_of(dim: int) -> int:
     """The channels of a tile: heads have whole tiles."""
-    return min(MOST_CHANNELS, max(16, next_power_of_two(dim)))
+    return min(MAX_CHANNELS, max(16, next_power_of_two(dim)))
 
 
 def _in_pairs(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:

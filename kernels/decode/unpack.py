@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 BOUNDED = (Angle, Octahedral, Polar, Quaternion, Scalar)
 """Codecs whose values are entries of a table times a token's factor: tiles of binary16 hold the entries of any file."""
 
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 """Columns and channels at most."""
 
 
@@ -79,7 +79,7 @@ def takes(codec: Codec, out: torch.Tensor) -> bool:
         and fits(out)
         and (loader := tiles.loader_of(codec)) is not None
         and loader.factor is not None
-        and max(len(frame_columns.columns(codec, False)), codec.dim) <= MOST_COLUMNS
+        and max(len(frame_columns.columns(codec, False)), codec.dim) <= MAX_COLUMNS
         and _shape_of(codec, str(out.device)) is not None
     )
 

@@ -18,7 +18,7 @@ from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .rows import (
-    MOST_PRODUCTS,
+    MAX_PRODUCTS,
     all_moved,
     component,
     components,
@@ -60,7 +60,7 @@ def encode(
     origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
-    plan = _plan(codec, x.device) if codec.dim <= MOST_PRODUCTS else None
+    plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
     if plan is None:
         return False
     symbols = _symbols(codec)

@@ -20,7 +20,7 @@ from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .largest import largest_magnitudes
-from .rows import MOST_PRODUCTS, all_moved, flag_unless, input_of, load_rows, moved, nearest_integer, origin_of
+from .rows import MAX_PRODUCTS, all_moved, flag_unless, input_of, load_rows, moved, nearest_integer, origin_of
 
 if TYPE_CHECKING:
     from kvpack.formats.minifloat import Minifloat
@@ -46,7 +46,7 @@ def encode(
 
     A scale per run is at first that of the run before, 0 where there is none; with ``origins`` each of the batch is a run of its own.
     """
-    plan = _plan(codec, x.device) if codec.dim <= MOST_PRODUCTS else None
+    plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
     if plan is None:
         return False
     batch, heads, tokens, _ = x.shape

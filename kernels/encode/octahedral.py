@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16
 
-_MOST_LEVELS = 64
+_MAX_LEVELS = 64
 """Levels per coordinate, at most: with more, formats/ searches only the nine directions around a triplet's own."""
 
 
@@ -70,7 +70,7 @@ def encode(
     if codec.norm == LOG8:
         return False
     levels = 1 << codec.b_dir - 1
-    if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MOST_LEVELS):
+    if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False
     plan = _plan(codec, x.device)
     if plan is None:

@@ -23,7 +23,7 @@ from kvpack.kernels.bitpack.columns import launch, tile_origin
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
 from .rows import (
-    MOST_PRODUCTS,
+    MAX_PRODUCTS,
     all_moved,
     component,
     components,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from .rows import Origins
 
-MOST_ANGLES = 1 << 8
+MAX_ANGLES = 1 << 8
 """Angles in the table of a level above the first, at most."""
 
 
@@ -60,7 +60,7 @@ def encode(
 
     It does not take a level with an odd number of radii, the last of which has no partner, nor dims of more than one product.
     """
-    plan = _plan(codec, x.device) if codec.dim <= MOST_PRODUCTS else None
+    plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
     if plan is None:
         return False
     pairs = _first_tile(codec)
@@ -72,7 +72,7 @@ def encode(
         *arguments, components(codec.rotation, 2, pairs, pairs, x), _bounds(codec.tables[1:], x.device),
         directions_of(codec.levels[0].bits, codec.tables[1:], x.device), plan.places, planes, streams[name], flag,
         **constants, PAIRS=pairs, BITS=tuple(level.bits for level in codec.levels), RADII=codec.radii, SYMBOLS=sum(_tiles(codec)),
-        MOST=MOST_ANGLES, SCALE=scale_of(codec.rotation), LIMIT=limit_of(layout.dtype),
+        MOST=MAX_ANGLES, SCALE=scale_of(codec.rotation), LIMIT=limit_of(layout.dtype),
         RULE=rule_of(codec.norm_rule, layout.dtype), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM, STREAMS=plan.streams,
         COMPILED=x.device.type == "cuda", BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
     )  # fmt: skip
@@ -110,8 +110,8 @@ def _plan(codec: Polar, device: torch.device) -> Plan | None:
 
 @kept_on_device
 def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """The bounds between neighbours in the table of each level above the first, in turns, ``[level, MOST_ANGLES]``, then one above all."""
-    bounds = torch.full((len(tables) + 1, MOST_ANGLES), 2.0, dtype=torch.float32)
+    """The bounds between neighbours in the table of each level above the first, in turns, ``[level, MAX_ANGLES]``, then one above all."""
+    bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
         between = midpoints(table)
         row[: len(between)] = torch.tensor(between, dtype=torch.float64) / (2 * math.pi)
@@ -120,8 +120,8 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 @kept_on_device
 def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """(cos, sin) of the angles of every level, ``[level, MOST_ANGLES, 2]``; those of the first level are bins' centres."""
-    directions = torch.zeros(len(tables) + 1, MOST_ANGLES, 2, dtype=torch.float32)
+    """(cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are bins' centres."""
+    directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
     found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, found, strict=True):
         row[: len(level)] = level

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LARGEST_ROW = 1024
 """Bytes of a row of values up to which the rows of a tile fit shared memory."""
 
-MOST_PRODUCTS = 256
+MAX_PRODUCTS = 256
 """Head dim up to which all coordinates of a row come from products at once; beyond, encoders take a block of them at a time."""
 
 SMALLEST_SQUARE = 2.0**-80
@@ -50,7 +50,7 @@ _PARTS = 3
 
 def block_tokens(x: torch.Tensor, most: int) -> int:
     """The tokens of a tile of rows of ``x``, ``most`` or fewer: more of the longest rows would fill the registers."""
-    return most if x.shape[3] <= MOST_PRODUCTS else max(SMALLEST_AXIS, most // 2)
+    return most if x.shape[3] <= MAX_PRODUCTS else max(SMALLEST_AXIS, most // 2)
 
 
 class Input(NamedTuple):

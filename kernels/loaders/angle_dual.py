@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 INTERLEAVE = DUAL_WIDTH // 2
 """Words of a row of bins, and columns of one token before as many of the other."""
 
-MOST_SLICES = 2
+MAX_SLICES = 2
 """Slices that a row of norm codes is loaded in, one per two fields of bins, at most: more would fetch the same memory too often."""
 
 
@@ -64,7 +64,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
         return None
     bins, norms = every
     slices = norms.width // DUAL_WIDTH
-    if bins.width != INTERLEAVE or norms.width not in (DUAL_WIDTH, MOST_SLICES * DUAL_WIDTH) or norms.column_bytes != WORD_BITS // 8:
+    if bins.width != INTERLEAVE or norms.width not in (DUAL_WIDTH, MAX_SLICES * DUAL_WIDTH) or norms.column_bytes != WORD_BITS // 8:
         return None
     copies = DUAL_WIDTH // INTERLEAVE
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)

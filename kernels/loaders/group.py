@@ -38,13 +38,13 @@ from .tiles import Tiles, step_symbols, tile_field_stride
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
-FEWEST_TOKENS, MOST_TOKENS = 16, 64
+FEWEST_TOKENS, MAX_TOKENS = 16, 64
 """Fewest and most tokens of a warp's tile: tiles of tokens with ``MANY_SCALES`` each are small."""
 
 MANY_SCALES = 32
 """Scales per token from which a tile has the fewest tokens."""
 
-MOST_SCALES_PER_LOAD = 8
+MAX_SCALES_PER_LOAD = 8
 """Scales of one token per load, at most, if a step does not need more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) for number in range(4))
@@ -101,10 +101,10 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     scale_bits = 0 if codec.token_scale == "none" else 8 * DTYPE_BYTES[TOKEN_SCALE_DTYPES[codec.token_scale]]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
-    most_tokens = MOST_TOKENS
+    most_tokens = MAX_TOKENS
     if kind == WITHIN_FIELDS.value and scales_per_row >= MANY_SCALES:
         most_tokens = FEWEST_TOKENS
-    elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MOST_TOKENS):
+    elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MAX_TOKENS):
         most_tokens = Tiles.most_tokens
     constants = Constants(
         packing=tile_packing(0, packing, dual),
@@ -221,7 +221,7 @@ def load(
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
     """How many of a token's ``scales`` one load takes: few enough that those of eight tokens lie in few rows of shared-memory banks."""
-    return min(scales, max(each, MOST_SCALES_PER_LOAD))
+    return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
 
 @triton.jit

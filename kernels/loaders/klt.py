@@ -57,7 +57,7 @@ LARGEST = 2.0**15
 LARGEST_POWER = 8
 """Tables are multiplied by a power of two of at most this size, and queries divided by it."""
 
-MOST_TOKENS = tl.constexpr(64)
+MAX_TOKENS = tl.constexpr(64)
 """Tokens of a warp's tile, at most."""
 
 
@@ -268,7 +268,7 @@ class _Plan:
         heads = next(iter(self._bits.values())).shape[0]
         entries = [self._tables] if self.count else []
         constants = [values.expand(heads, COLUMNS.value) for values in self.constants]
-        halves = torch.tensor([0, 16] * (MOST_TOKENS.value // 2 + 1), dtype=torch.int32, device="cpu").expand(heads, -1)
+        halves = torch.tensor([0, 16] * (MAX_TOKENS.value // 2 + 1), dtype=torch.int32, device="cpu").expand(heads, -1)
         return torch.cat([*entries, *constants, halves], 1).contiguous().view(torch.float16).view(heads, -1, 2)
 
 

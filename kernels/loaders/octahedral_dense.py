@@ -17,7 +17,7 @@ from kvpack.kernels.bitpack.thread_rows import row_streams, rows_constants
 from kvpack.kernels.bitpack.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, factor_beside_rows, load_rows_and_factor, tiles_of
 from kvpack.kernels.bitpack.tile_packing import WIDEST_DIGIT
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS
-from kvpack.kernels.tables.register_table import MOST_BITS, select_of_four, table_of_bytes
+from kvpack.kernels.tables.register_table import MAX_BITS, select_of_four, table_of_bytes
 from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, unit
 
 from .octahedral import VALUES, table
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SIGN_BITS = tl.constexpr(2)
 
-MOST_BITS_OF_ONE_INDEX = 8
+MAX_BITS_OF_ONE_INDEX = 8
 """Bits of an index and its signs together, at most, for a table of whole triplets."""
 
 
@@ -58,14 +58,14 @@ def tiles(codec: Octahedral) -> Tiles | None:
     index_bits, sign_bits = (packings[name].bases[0].bit_length() - 1 for name in ("index", "sign"))
     if index_bits > WIDEST_DIGIT:
         return None
-    whole = index_bits + sign_bits <= MOST_BITS_OF_ONE_INDEX
+    whole = index_bits + sign_bits <= MAX_BITS_OF_ONE_INDEX
     both = tuple(packings.values())
     rows = rows_constants(both)
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
     norm_bits = FACTOR_BITS[codec.norm]
     registers, channels = tiles_of(f16x2_of_symbols(codec.triplets, VALUES, codec.dim), VALUES)
     found = table(codec, whole)
-    few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MOST_BITS
+    few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MAX_BITS
     norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
     constants = Constants(
         rows=rows,

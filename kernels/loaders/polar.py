@@ -34,7 +34,7 @@ from .tiles import Tiles
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
-MOST_DIM = 128
+MAX_DIM = 128
 """Head dim up to which the kernel compiles in less than minutes."""
 
 
@@ -71,7 +71,7 @@ def tiles(codec: Polar) -> Tiles | None:
     """The loader of ``codec``, or None if a level has an unequal pair, several radii are binary32, or the head dim is too large."""
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
-    if rest or codec.dim > MOST_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
+    if rest or codec.dim > MAX_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
         return None
     packings = codec.packings()
     every = tuple(packings.values())

@@ -21,7 +21,7 @@ from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
-MOST_BITS_TOGETHER = 6
+MAX_BITS_TOGETHER = 6
 """Bits of two angles of a level together, at most, for the table to have entries of both."""
 
 SCALES = 1 << 12
@@ -51,7 +51,7 @@ def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[in
     found = []
     while left:
         angle = left.pop(0)
-        together = 2 * bits <= MOST_BITS_TOGETHER and angle + width in left
+        together = 2 * bits <= MAX_BITS_TOGETHER and angle + width in left
         if together:
             left.remove(angle + width)
         found.append((angle, 2 if together else 1))

@@ -14,7 +14,7 @@ from triton import language as tl
 
 from kvpack.kernels.bitpack.f16_tiles import code_as_f16, product
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.symbol_tiles import MOST_BITS, steps_of, symbol_tile
+from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, steps_of, symbol_tile
 from kvpack.kernels.bitpack.thread_digits import RowPacking, above, row_packing, two_digits
 from kvpack.kernels.bitpack.thread_rows import row_streams, rows_constants
 from kvpack.kernels.bitpack.thread_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
@@ -108,8 +108,8 @@ def decode(
     """
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
-    TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MOST_BITS
-    POSITION: tl.constexpr = MOST_BITS - CODEWORD_BITS if TOGETHER else 0
+    TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MAX_BITS
+    POSITION: tl.constexpr = MAX_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
         symbols = symbol_tile(loaded, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
         radius = code_as_f16(symbols, 0, RADIUS_BITS, FAST)
@@ -129,7 +129,7 @@ def decode(
 @triton.jit
 def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """The radius codes of an even chunk and of the next one, and their codewords, which end at the highest bit."""
-    return _codewords_from(words, CHUNK, MOST_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | two_radii(words, CHUNK, CONSTANTS, FAST)
+    return _codewords_from(words, CHUNK, MAX_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | two_radii(words, CHUNK, CONSTANTS, FAST)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpack.formats.raw import Raw
 
 
-MOST_WIDTH = 32
+MAX_WIDTH = 32
 """Channels of a tile, at most."""
 
 
@@ -38,7 +38,7 @@ class Constants(NamedTuple):
 
 def tiles(codec: Raw) -> Tiles:
     """The loader of ``codec``."""
-    width = math.gcd(codec.dim, MOST_WIDTH) if codec.dim % SMALLEST_WIDTH == 0 else MOST_WIDTH
+    width = math.gcd(codec.dim, MAX_WIDTH) if codec.dim % SMALLEST_WIDTH == 0 else MAX_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
     stream = Stream("values", 32 if codec.dtype == "fp32" else 16, codec.dim)

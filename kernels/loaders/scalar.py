@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
     from kvpack.formats.scalar import Scalar
 
-MOST_INDEX_BITS = 8
+MAX_INDEX_BITS = 8
 """Bits of an index of several fields, at most: 256 entries fit shared memory once per bank."""
 
 
@@ -106,7 +106,7 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
 
 def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
     """Whether so many fields can share one index: they fill whole steps, and the table fits."""
-    return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MOST_INDEX_BITS)
+    return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MAX_INDEX_BITS)
 
 
 def _entries(values: torch.Tensor, fields: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from triton import language as tl
 
 from kvpack.kernels.bitpack.thread_digits import RowPacking, pieces_at
 
-MOST_BITS = 3
+MAX_BITS = 3
 """Bits of an index into a table in registers, at most: a permutation selects one of 8 bytes."""
 
 

@@ -29,7 +29,7 @@ MULTIPROCESSOR_BYTES = 228 << 10
 SHARED_BYTES = 220 << 10
 """Shared memory of a multiprocessor for tables and tiles in flight."""
 
-MOST_BYTES_IN_FLIGHT = 96 << 10
+MAX_BYTES_IN_FLIGHT = 96 << 10
 """Bytes of tiles that a program fetches ahead of time, at most."""
 
 LARGE_TABLE_BYTES, FEWEST_COPIES = 80 << 10, 8
@@ -101,7 +101,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
         shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
     stages = shape.stages if plain else min(shape.stages, 2)
-    return shape._replace(stages=max(1, min(stages, MOST_BYTES_IN_FLIGHT // tile_bytes)))
+    return shape._replace(stages=max(1, min(stages, MAX_BYTES_IN_FLIGHT // tile_bytes)))
 
 
 def table_budget(k: Tiles, v: Tiles) -> int:

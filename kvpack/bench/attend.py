@@ -34,7 +34,7 @@ RECIPES = (
 
 TOKENS = (1024, 16384, 65536)
 Q_HEADS, HEADS, DIM = 32, 8, 128
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 
 _READ_BYTES = 1 << 28
 _CALLS = 3
@@ -58,7 +58,7 @@ def run(
     """
     check_size("repeats", repeats, 1, 1000, "timings")
     for count in tokens:
-        check_size("tokens", count, 1, MOST_TOKENS, "tokens")
+        check_size("tokens", count, 1, MAX_TOKENS, "tokens")
     for recipe in recipes:
         parse_recipe(recipe)
     with one_thread():

@@ -78,7 +78,7 @@ QUERIES_SHAPE = Shape(1, 32, 8, 128, 65536)
 """The shape of many queries, if none is given for that part alone."""
 
 _COLD_BYTES = 150 << 20
-_MOST_COPIES = 64
+_MAX_COPIES = 64
 _CHUNK_TOKENS = 8192
 _COPIED_BYTES = 1 << 30
 
@@ -220,7 +220,7 @@ def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
 
 def _copies(size: int) -> int:
     """The number of buffers that together exceed the L2 cache."""
-    return max(1, min(_MOST_COPIES, math.ceil(_COLD_BYTES / size)))
+    return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / size)))
 
 
 def _copied(layer: Layer) -> Layer:

@@ -73,7 +73,7 @@ OTHERS = ("code", LONG_TEXT)
 
 _TWIN_SAMPLE = 256
 
-_LEAST_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
+_MIN_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
 """The least tokens of a prompt of bytes with key lines."""
 
 
@@ -216,7 +216,7 @@ def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | Non
     check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
     check_size("step", settings.step, 1, tokens, f"of a window of {tokens} tokens")
-    sized = f"with windows of {_LEAST_BYTES} tokens or more" if long.of_bytes else f"of {max(lengths, default=needles.LENGTHS[0]):,} tokens"
+    sized = f"with windows of {_MIN_BYTES} tokens or more" if long.of_bytes else f"of {max(lengths, default=needles.LENGTHS[0]):,} tokens"
     check_size("needles", asked, 0, prompts, f"prompts in {long.name}, {sized}")
     most = (most_positions or len(long.ids)) - generated.PROMPT
     written = settings.generated or 0
@@ -227,7 +227,7 @@ def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | Non
 def _lengths(tokens: int, text: Text, most_positions: int | None) -> tuple[int, ...]:
     """Tokens of the prompts with needles: those of a window for a model of bytes, or else some lengths, as far as they fit."""
     if text.of_bytes:
-        return (tokens,) if tokens >= _LEAST_BYTES else ()
+        return (tokens,) if tokens >= _MIN_BYTES else ()
     most = min(len(text.ids), most_positions or len(text.ids))
     return tuple(length for length in needles.LENGTHS if length <= most)
 

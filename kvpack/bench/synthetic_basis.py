@@ -42,7 +42,7 @@ _NORMAL = 1 << 14
 _OCTAVES = 8
 """By how many powers of 2 the columns of a frame are less and less widely distributed: at 0.6 bits, two fifths of them have symbols."""
 _FIRST_DEVIATION = 2.0**-4
-_LEAST_TABLE, _TABLES, _REACH = -4, 41, 63
+_MIN_TABLE, _TABLES, _REACH = -4, 41, 63
 """Standard deviations of the tables, in steps: from 2^-4 on, four to an octave; and their largest level."""
 
 
@@ -156,7 +156,7 @@ def _normal_tables() -> Tables:
     # Level l, above 0, begins where half a step and the dead zone are above l - 1.
     edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5 + DEAD_ZONE
     edges = torch.cat([-edges.flip(0), edges])
-    deviations = torch.exp2(_LEAST_TABLE + torch.arange(_TABLES, dtype=torch.float64) * SCALES_PER_TABLE / SCALES_PER_OCTAVE)[:, None]
+    deviations = torch.exp2(_MIN_TABLE + torch.arange(_TABLES, dtype=torch.float64) * SCALES_PER_TABLE / SCALES_PER_OCTAVE)[:, None]
     below = torch.special.ndtr(edges / deviations)
     parts = below.diff(dim=1)
     escapes = (1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-20)

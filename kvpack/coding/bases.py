@@ -45,9 +45,9 @@ MAX_FILE_BYTES = 1 << 32
 
 SIDES = ("k", "v")
 
-LEAST_BITS, MOST_BITS = 0.25, 8.0
+MIN_BITS, MAX_BITS = 0.25, 8.0
 
-LEAST_TRANSFORM_BITS = 0.05
+MIN_TRANSFORM_BITS = 0.05
 
 CHUNK_BITS = 1024
 """Bits of the states of a chunk of the codec transform, besides those of its symbols."""
@@ -67,7 +67,7 @@ _GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 """What each bit of a column takes from its error."""
 
 _STEPS = 100
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 _PIECE_BYTES = 1 << 20
 
 
@@ -188,7 +188,7 @@ class Basis:
         Errors of all layers and sides are in one unit, so that one step is the best for all. Raises InvalidParameter for bits out of
         range, and for fewer than files of the basis take at the coarsest step.
         """
-        _check_bits(bits, LEAST_TRANSFORM_BITS)
+        _check_bits(bits, MIN_TRANSFORM_BITS)
         if bits not in self._steps:
             least = self.least_transform_bits
             if bits < least:
@@ -247,7 +247,7 @@ class Basis:
         "fp16"; None stands for what ``default_gain`` says), also where these are more than ``bits``, as at small head dims. Raises
         InvalidParameter for bits out of range.
         """
-        _check_bits(bits, LEAST_BITS)
+        _check_bits(bits, MIN_BITS)
         key = bits, gain, own
         if key not in self._widths:
             low, high = -60.0, 60.0
@@ -319,9 +319,9 @@ class Basis:
 
 
 def _check_bits(bits: float, least: float) -> None:
-    if not isinstance(bits, int | float) or not least <= bits <= MOST_BITS:
+    if not isinstance(bits, int | float) or not least <= bits <= MAX_BITS:
         found = f"{bits:g}" if isinstance(bits, float) else shown(bits)
-        raise InvalidParameter(f"bits is {found}, expected {least:g} to {MOST_BITS:g} bits per value")
+        raise InvalidParameter(f"bits is {found}, expected {least:g} to {MAX_BITS:g} bits per value")
 
 
 class BalancedKeys(NamedTuple):
@@ -503,8 +503,8 @@ def _longest(file: container.File) -> int | None:
     text = file.header.model.get(LONGEST)
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text)):
-        raise InvalidHeader(f"{file.where}: model.{LONGEST} is {text!r:.100}, expected a number of tokens of at most {_MOST_DIGITS} digits")
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS and int(text)):
+        raise InvalidHeader(f"{file.where}: model.{LONGEST} is {text!r:.100}, expected a number of tokens of at most {_MAX_DIGITS} digits")
     return int(text)
 
 

@@ -138,7 +138,7 @@ def checks_digests(nbytes: int, device: torch.device) -> bool:
         return False
     from kvpack.kernels.bitpack import digests
 
-    return nbytes >= digests.LEAST_BYTES
+    return nbytes >= digests.MIN_BYTES
 
 
 def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:

@@ -17,7 +17,7 @@ from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
 
 from . import raw_clause
-from .bases import LEAST_BITS, LEAST_TRANSFORM_BITS, MOST_BITS
+from .bases import MAX_BITS, MIN_BITS, MIN_TRANSFORM_BITS
 from .canonical import Spelled
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _BALANCED_SCALE = ("channel_scale", BALANCED)
 WORDS_OF_BASES = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
 """How options begin that need a basis, of codecs that need none."""
 
-CALIBRATED = {"klt": ("2", LEAST_BITS), "transform": ("0.6", LEAST_TRANSFORM_BITS)}
+CALIBRATED = {"klt": ("2", MIN_BITS), "transform": ("0.6", MIN_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
 
 
@@ -120,8 +120,8 @@ class Rule:
         default, least = CALIBRATED[self.codec_id]
         text = dict(self.words).get("bits", default)
         bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0
-        if not least <= bits <= MOST_BITS:
-            raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MOST_BITS:g} bits per value", f"bits={text}")
+        if not least <= bits <= MAX_BITS:
+            raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MAX_BITS:g} bits per value", f"bits={text}")
         return bits
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ALIGNED = 16
 """Bytes that divide those from one page to the next where pages are copied (``kernels.encode.rows.STREAMS_ALIGNED``)."""
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Bytes of values that are gathered or decoded at once, and some times as many for the steps of a codec: engines leave little memory."""
 
 
@@ -97,10 +97,10 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _some(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """The slots in parts of at most ``MOST_BYTES`` of ``dtype``, and the number of the first of each."""
+    """The slots in parts of at most ``MAX_BYTES`` of ``dtype``, and the number of the first of each."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
-    at_once = max(1, MOST_BYTES // page)
+    at_once = max(1, MAX_BYTES // page)
     for first in range(0, len(slots), at_once):
         yield first, list(slots[first : first + at_once])
 

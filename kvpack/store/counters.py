@@ -55,7 +55,7 @@ NAMES = {
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """The upper bounds of the classes of a latency histogram."""
 
-MOST_RECENT = 4096
+MAX_RECENT = 4096
 """Latencies that are kept for an engine's own histograms, which take them one by one."""
 
 
@@ -71,7 +71,7 @@ class Counters:
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str, str]] = Counter()
         self._latencies: dict[str, Latency] = {}
-        self._recent: deque[tuple[str, float]] = deque(maxlen=MOST_RECENT)
+        self._recent: deque[tuple[str, float]] = deque(maxlen=MAX_RECENT)
         self._lock = Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -109,7 +109,7 @@ class Counters:
             return self._faults.total()
 
     def recent(self) -> list[tuple[str, float]]:
-        """The operations that were timed since the last call, at most ``MOST_RECENT``, and their seconds."""
+        """The operations that were timed since the last call, at most ``MAX_RECENT``, and their seconds."""
         with self._lock:
             found = list(self._recent)
             self._recent.clear()

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _MAGIC = b"kvpusag2"
 _FIELDS = struct.Struct("<8s8sQQQQQ")
 _ID_BYTES = _SUM_BYTES = 8
-_MOST_RUNS = 32
+_MAX_RUNS = 32
 """The runs of machines that are remembered; a machine that is forgotten counts the folder once more."""
-_MOST_BYTES = _FIELDS.size + _MOST_RUNS * _ID_BYTES + _SUM_BYTES
+_MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
 """How long a writer waits for a writer that is stopped while it holds the lock."""
@@ -109,7 +109,7 @@ class Usage:
             late = 0 if count is None or before is None else max(0, count.taken - before.taken)
             # One that this run of the machine may not trust still tells the budget and the other machines.
             known = count or _read(descriptor, self._node(), any_run=True) or Count(b"", 0, 0)
-            runs = (run_of_machine(), *(run for run in known.runs if run != run_of_machine()))[:_MOST_RUNS]
+            runs = (run_of_machine(), *(run for run in known.runs if run != run_of_machine()))[:_MAX_RUNS]
             taken = known.taken if count else 0
             anew = known._replace(generation=os.urandom(8), total=total + late, taken=taken, node=self._node(), runs=runs)
             _write(descriptor, anew)
@@ -175,9 +175,9 @@ def _read(descriptor: int, here: int, *, any_run: bool = False) -> Count | None:
 
     With ``any_run`` these will do.
     """
-    data = read_beginning(descriptor, _MOST_BYTES + 1)
+    data = read_beginning(descriptor, _MAX_BYTES + 1)
     body = data[:-_SUM_BYTES]
-    if not _FIELDS.size <= len(body) <= _MOST_BYTES - _SUM_BYTES or data[len(body) :] != xxhash.xxh3_64_digest(body):
+    if not _FIELDS.size <= len(body) <= _MAX_BYTES - _SUM_BYTES or data[len(body) :] != xxhash.xxh3_64_digest(body):
         return None
     magic, generation, total, taken, limit, until, node = _FIELDS.unpack(body[: _FIELDS.size])
     runs = tuple(body[at : at + _ID_BYTES] for at in range(_FIELDS.size, len(body), _ID_BYTES))

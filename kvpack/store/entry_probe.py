@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .encryption import Cipher
     from .entry_kind import Form
 
-_MOST_KNOWN = 65_536
+_MAX_KNOWN = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[container.File], None] | None = None) -> None:
@@ -73,7 +73,7 @@ class Known:
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Remember ``keys``; beyond a limit the earliest are forgotten."""
-        if len(self._keys) > _MOST_KNOWN:
+        if len(self._keys) > _MAX_KNOWN:
             self._keys = set()
         self._keys.update(keys)
 

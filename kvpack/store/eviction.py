@@ -38,9 +38,9 @@ FUTURE_NS = 3600 * 10**9
 
 _BEYOND = 64
 """A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
-_MOST_BEYOND = 256
+_MAX_BEYOND = 256
 """The most that it removes more where it need not list what is there."""
-_MOST_AT_ONCE = 384
+_MAX_AT_ONCE = 384
 """The most that one such round removes, so that it takes some ten milliseconds."""
 _PAGE = 64
 """Entries that are removed before others may change the index."""
@@ -220,7 +220,7 @@ class Evictor:
         latest = time.time_ns() + FUTURE_NS
         order = least_recently_used(self._index, self.folder, latest)
         with contextlib.closing(order):
-            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MOST_BEYOND), _MOST_AT_ONCE)
+            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MAX_BEYOND), _MAX_AT_ONCE)
         self.usage.give_back(freed, before)
         # Where more is to go, others have their turn first.
         return Round(not freed, len(pending))

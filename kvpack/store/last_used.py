@@ -24,7 +24,7 @@ INTERVAL_SECONDS = 60.0
 """The time between two records of a user; a crash loses the uses noted since the last."""
 GRACE_NS = 3600 * 10**9
 """An entry that no record names may await its writer's next record if it is younger than this."""
-_MOST_NOTED = 65_536
+_MAX_NOTED = 65_536
 SECOND_NS = 10**9
 _AGES = 1.25
 """Uses whose ages differ by less than this factor may become one record."""
@@ -65,7 +65,7 @@ class Uses:
         """Whether a record should be put."""
         with self._lock:
             waited = time.monotonic() - self._since >= self._interval
-            return bool(self._noted) and (waited or len(self._noted) >= _MOST_NOTED)
+            return bool(self._noted) and (waited or len(self._noted) >= _MAX_NOTED)
 
     def noted(self) -> set[bytes]:
         """The keys that are in no record yet."""

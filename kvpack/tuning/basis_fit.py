@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 RIDGE = 1e-2
 """What is added to the cost of every channel, as a part of its own: a calibration sees only some of what errors do."""
 
-LEAST_CHANNEL = 1e-3
+MIN_CHANNEL = 1e-3
 """What an error in a channel counts for at least, as a part of the mean over channels, where costs are added channel by channel."""
 
-LEAST_COST = 0.1
+MIN_COST = 0.1
 """What an error of any layer costs at least, as a part of what one as large beside the keys (or the values) costs on average over layers:
 few tokens of a calibration, or none, tell of a layer that the model needs for a single token afar. Chosen on a fifth of a calibration's
 text that the calibration had not read (spec/codecs/klt.md, Encoder notes)."""
 
 LARGEST_MEAN = 2.0**23
 """Columns that vary less than this part of their mean have a larger scale, so that binary16 holds the mean."""
-LEAST_ROW = 2.0**-11
+MIN_ROW = 2.0**-11
 """The least norm of a row of the matrix, as a part of the largest."""
 
 TRAINED = 1 << 15
@@ -42,7 +42,7 @@ _SPREAD = 1.05
 def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
     """The rows ``[kv_head, row, dim]`` of every layer and side; ``step`` is called after each."""
     fitted = {}
-    for name, cost in costs_of(found, [name for name in found.sums if name.count(".") == 1], LEAST_COST).items():
+    for name, cost in costs_of(found, [name for name in found.sums if name.count(".") == 1], MIN_COST).items():
         sums = found.sums[name]
         layer, side = name.split(".")
         samples = torch.cat(found.samples[name], 1).to(torch.float64)
@@ -61,7 +61,7 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
 
 
 def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str, torch.Tensor]:
-    """What errors cost, float64 ``[part, dim, dim]`` by ``names`` of statistics, of heads or frames; ``least`` as ``LEAST_COST``."""
+    """What errors cost, float64 ``[part, dim, dim]`` by ``names`` of statistics, of heads or frames; ``least`` as ``MIN_COST``."""
     # Every temperature has the same share, and layers and sides keep their proportions.
     shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     costs = {name: (found.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
@@ -75,7 +75,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
     Costs are added in proportion to these. So a model whose keys are larger in a channel, and its queries smaller, is coded the same.
     """
     own = cost.diagonal(dim1=-2, dim2=-1)
-    least = LEAST_CHANNEL * own.mean()
+    least = MIN_CHANNEL * own.mean()
     return own + least if least > 0 else torch.ones_like(own)
 
 
@@ -102,7 +102,7 @@ def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tup
     norms = numpy.linalg.norm(matrix, axis=1)
     coded_mean = mean @ back
     scales = numpy.maximum(deviations, numpy.abs(coded_mean) / LARGEST_MEAN)
-    scales = numpy.maximum(scales, LEAST_ROW * (deviations * norms).max() / norms)
+    scales = numpy.maximum(scales, MIN_ROW * (deviations * norms).max() / norms)
     columns = (samples - mean) @ back / scales
     runs = [_trained(columns[:, run_slice(run, dim)].ravel()) for run in range(runs_of(dim))]
     tables = [[_table(values, width) for width in range(1, MAX_WIDTH + 1)] for values in runs]

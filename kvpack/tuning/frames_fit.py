@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 SUFFIX = "frames"
 """What names the statistics of frames: layer, side and this."""
 
-LEAST_COST = 0.03
+MIN_COST = 0.03
 """What an error of any layer costs at least, as basis_fit.py has it for the rows of a basis; chosen on the same text, for this codec."""
 
 LARGEST_DEVIATION = 2.0**-4
 """The unit: the largest standard deviation of a column, over all layers and sides."""
-LEAST_OCTAVES, MOST_OCTAVES = -4, 6
+MIN_OCTAVES, MAX_OCTAVES = -4, 6
 """Standard deviations of columns, in steps, that tables are for: 2^-4 to 2^6."""
 REACH = 63
 """The largest level that has a symbol."""
-_TABLES = (MOST_OCTAVES - LEAST_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
-_LEAST_BITS, _MOST_BITS = 0.1, 3.0
+_TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
+_MIN_BITS, _MAX_BITS = 0.1, 3.0
 """Average bits per value of a side, between which a step counts for the tables."""
 LARGEST_SCALE = 1.25
 """What the values of a table are multiplied by at most: most columns of small tables are 0, and their energy is not to be made up for."""
 _SMOOTHED = 8.0
 """Levels of a Laplace distribution that are added to those of a table."""
-_LEAST_PART = 1e-5
+_MIN_PART = 1e-5
 """Levels that are rarer have no symbol: the room of one costs more than the escapes."""
 
 
@@ -48,7 +48,7 @@ def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None])
     """The frames of every layer and side of ``found``; ``step`` is called after each."""
     names = [name for name in found.sums if name.endswith(f".{SUFFIX}")]
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
-    for name, cost in costs_of(found, names, LEAST_COST).items():
+    for name, cost in costs_of(found, names, MIN_COST).items():
         layer, side, _ = name.split(".")
         frames = []
         for number in range(len(found.sums[name])):
@@ -74,7 +74,7 @@ def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None])
 def _scales(deviations: Array) -> Array:
     """The scales of columns with these standard deviations: a table is in the middle of the four that share it."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
-    middle = SCALES_PER_OCTAVE * LEAST_OCTAVES - SCALES_PER_TABLE / 2
+    middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
     found: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
     return found
 
@@ -101,20 +101,20 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
             steps = found * 2.0 ** (step / SCALES_PER_OCTAVE)
             coded = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - DEAD_ZONE))
             bits = _entropy(coded)
-            if bits > _MOST_BITS:
+            if bits > _MAX_BITS:
                 break
-            if bits >= _LEAST_BITS:
+            if bits >= _MIN_BITS:
                 table = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :]
                 at = table * (levels + 1) + numpy.where(numpy.abs(coded) <= REACH, coded + REACH, levels).astype(numpy.int64)
                 counts += numpy.bincount(at.ravel(), minlength=counts.size).reshape(counts.shape)
                 for of, added in ((sums, steps), (squares, numpy.square(steps))):
                     of += numpy.bincount(at.ravel(), weights=added.ravel(), minlength=counts.size).reshape(counts.shape)
     seen, within = counts[:, :levels], sums[:, :levels]
-    deviations = 2.0 ** (LEAST_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
+    deviations = 2.0 ** (MIN_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
     usual = numpy.exp(-math.sqrt(2) * numpy.abs(grid) / deviations[:, None])
     parts = seen + _SMOOTHED * usual / usual.sum(1, keepdims=True)
     total = parts.sum(1, keepdims=True) + counts[:, levels:]
-    rare = parts < _LEAST_PART * total
+    rare = parts < _MIN_PART * total
     rare[:, REACH] = False
     # A count of 1 in 2^20 keeps a symbol in a table; escapes always have one.
     kept = numpy.where(rare, 0, numpy.ceil(parts / total * 2**20)).astype(numpy.int64)

@@ -12,7 +12,7 @@ from kvpack.bench.timing import eager_seconds, queued_seconds, repeated_seconds
 from kvpack.evaluation.sizes import check_size
 from kvpack.formats.errors import InvalidParameter
 
-from .pages import DIM, HEADS, LAYERS, MOST_PAGES, TOKENS
+from .pages import DIM, HEADS, LAYERS, MAX_PAGES, TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: P
     the pages in the device's memory. ``path`` is "device", or "host" where pages pass through the host's memory.
     Raises InvalidParameter, also without a CUDA device, and InvalidParameter.
     """
-    check_size("pages", pages, 1, MOST_PAGES, "pages")
+    check_size("pages", pages, 1, MAX_PAGES, "pages")
     if not torch.cuda.is_available():
         raise InvalidParameter("--device is cuda, and PyTorch sees no CUDA device")
     rows = []

@@ -28,7 +28,7 @@ RECIPES = ("raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turb
 """Engines' usual choices, and one preset per family that C encodes."""
 
 PAGES, LAYERS, HEADS, TOKENS, DIM = 16, 4, 8, 128, 128
-MOST_PAGES = 1024
+MAX_PAGES = 1024
 
 
 def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 
     Raises InvalidParameter.
     """
     check_size("repeats", repeats, 1, 1000, "timings")
-    check_size("pages", pages, 1, MOST_PAGES, "pages")
+    check_size("pages", pages, 1, MAX_PAGES, "pages")
     geometry = PageGeometry(LAYERS, HEADS, TOKENS, DIM, DIM)
     source = torch.Generator().manual_seed(0)
     # K and V are next to each other in every head and token, as vLLM keeps them.

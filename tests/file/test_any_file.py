@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
 
-MOST_DIM = 64
+MAX_DIM = 64
 VOCABULARY = Vocabulary.of(kvpack_files())
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -37,7 +37,7 @@ def files(draw: DrawFn) -> bytes:
 def _layers(draw: DrawFn) -> tuple[Side | None, Side | None]:
     batch, tail = draw(st.integers(1, 2)), draw(st.integers(0, 2))
     chosen = [
-        draw(codecs(side=side).filter(lambda codec: codec.dim <= MOST_DIM and not codec.bases_needed)) if draw(st.booleans()) else None
+        draw(codecs(side=side).filter(lambda codec: codec.dim <= MAX_DIM and not codec.bases_needed)) if draw(st.booleans()) else None
         for side in "kv"
     ]
     # Both sides have the same runs; a codec that encodes tokens one by one has one run.

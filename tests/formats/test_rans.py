@@ -34,7 +34,7 @@ def test_any_symbols_come_back(chunks: int, longest: int, alphabet: int, seed: i
     decoded = rans.decode(made, lengths, tables, table)
     assert not decoded.faulty(made.counts).any()
     assert made.counts.sum() == len(made.words)
-    assert (made.states >= rans.LEAST_STATE).all()
+    assert (made.states >= rans.MIN_STATE).all()
     for row, found, length in zip(symbols, decoded.symbols, lengths, strict=True):
         assert found[:length].tolist() == row[:length].tolist()
 
@@ -81,9 +81,9 @@ def test_the_words_are_as_many_as_the_entropy_asks_for() -> None:
 def test_the_largest_chunk_has_words_that_16_bits_count() -> None:
     tables = numpy.ones((1, 256), numpy.int64)
     tables[0, 255] = rans.TOTAL - 255
-    symbols = numpy.arange(rans.MOST_SYMBOLS, dtype=numpy.int64)[None] % 255
-    made = rans.encode(symbols.astype(numpy.uint8), numpy.array([rans.MOST_SYMBOLS]), tables, numpy.zeros(1, numpy.int64))
-    assert rans.MOST_SYMBOLS * 12 // 16 - 64 < made.counts[0] < 1 << 16
+    symbols = numpy.arange(rans.MAX_SYMBOLS, dtype=numpy.int64)[None] % 255
+    made = rans.encode(symbols.astype(numpy.uint8), numpy.array([rans.MAX_SYMBOLS]), tables, numpy.zeros(1, numpy.int64))
+    assert rans.MAX_SYMBOLS * 12 // 16 - 64 < made.counts[0] < 1 << 16
 
 
 @pytest.mark.parametrize(

@@ -552,11 +552,11 @@ def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool,
 
 @pytest.mark.kernels
 def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.attend.attention import MOST_ROW_BLOCKS, MOST_ROWS
+    from kvpack.kernels.attend.attention import MAX_ROW_BLOCKS, MAX_ROWS
 
     layer = kvpack.pack(random_pairs(1, 70, dims=(64, 64)), "kivi-4").to(DEVICE)[0]
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    most = MOST_ROWS * MOST_ROW_BLOCKS // 2
+    most = MAX_ROWS * MAX_ROW_BLOCKS // 2
     assert attention_kernels(torch.randn(1, 4, most, 64, device=DEVICE), layer) is not None
     assert attention_kernels(torch.randn(1, 4, most + 1, 64, device=DEVICE), layer) is None
     assert attention_kernels(torch.randn(1, 4, 1, 64, device=DEVICE, requires_grad=True), layer) is None

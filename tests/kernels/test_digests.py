@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.kernels, needs_loaded_bounds]
 
 BLOCK = digests.BLOCK_BYTES.value
-LEAST = digests.LEAST_BYTES
+LEAST = digests.MIN_BYTES
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, mon
     monkeypatch.setattr(many_queries, "SCRATCH_BYTES", 0)
     monkeypatch.setattr(many_queries, "FEWEST_TOKENS", 48)
     monkeypatch.setattr(many_queries, "FEWEST_SPLIT_TOKENS", 16)
-    monkeypatch.setattr(many_queries, "MOST_QUERIES", queries)
+    monkeypatch.setattr(many_queries, "MAX_QUERIES", queries)
     # Blocks begin within pages and groups of tokens; the last queries are of the tail, and of two pages.
     check(layer_of("group:b=4,g=32", "octahedral:b=3", (64, 96), 21), 4, 130, **mode)
 
@@ -136,7 +136,7 @@ def test_queries_of_all_tokens() -> None:
 def test_attend_takes_it_for_many_queries(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import attention
 
-    monkeypatch.setattr(attention, "MOST_ROW_BLOCKS", 8)
+    monkeypatch.setattr(attention, "MAX_ROW_BLOCKS", 8)
     layer = kvpack.pack(random_pairs(1, 300, dims=(64, 64)), recipe)[0]
     q = torch.randn(1, 4, 200, 64, generator=torch.Generator().manual_seed(0)).to(torch.float16)
     expected = exact(q, layer)
@@ -406,7 +406,7 @@ def test_one_call_attends_all_where_it_gives_the_result(
         monkeypatch.setattr(many_queries, "takes_lower_right", lambda *_: True)
     check(layer_of(k, v, (40, 30), 9, batch), 4, 17, torch.bfloat16, **mode)
     assert counted == [79] * calls
-    monkeypatch.setattr(many_queries, "MOST_TOKENS_AT_ONCE", 78)
+    monkeypatch.setattr(many_queries, "MAX_TOKENS_AT_ONCE", 78)
     monkeypatch.setattr(many_queries, "_alike", {})
     check(layer_of(k, v, (40, 30), 9, batch), 4, 17, torch.bfloat16, **mode)
     assert len(counted) == calls

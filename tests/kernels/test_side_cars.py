@@ -213,7 +213,7 @@ def test_raw_tokens_all_over_a_page_leave_it_to_the_kernels(recipe: str, monkeyp
     from kvpack.kernels.attend import attention, segments
     from kvpack.kernels.attend.prepared import Options
 
-    monkeypatch.setattr(segments, "MOST_RAW_TOKENS", 64)
+    monkeypatch.setattr(segments, "MAX_RAW_TOKENS", 64)
     k, v = random_pairs(1, 640, dims=(64, 64))[0]
     k[:, :, 30::64] *= 0.1
     layer = kvpack.pack([(k, v)], recipe)[0]

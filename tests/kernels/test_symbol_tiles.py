@@ -15,10 +15,10 @@ TOKENS = 64
 @pytest.mark.parametrize("turned", [False, True], ids=lambda turned: "turned" if turned else "straight")
 @pytest.mark.parametrize("symbols", [16, 9])
 def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
-    from kvpack.kernels.bitpack.symbol_tiles import MOST_BITS, WIDTH
+    from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, WIDTH
     from support.symbol_tile_kernel import Rows, tile_of_words
 
-    width, warps, bits = WIDTH.value, 2, MOST_BITS.value
+    width, warps, bits = WIDTH.value, 2, MAX_BITS.value
     for begin in range(0, 1 << bits, warps * TOKENS * width):
         # Neighbours in a tile differ in more than their lowest bits.
         given = ((torch.arange(warps * TOKENS * width) + begin) * 4099).to(torch.int16).reshape(-1, width)

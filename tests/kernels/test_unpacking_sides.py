@@ -114,7 +114,7 @@ def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(tiles, "PROGRAMS", 1)
     found = fused(side, torch.float16)
     assert relative_error(found, side.unpack(torch.float32)) < 2.0**-11
-    monkeypatch.setattr(tiles, "MOST_TILES", 1)
+    monkeypatch.setattr(tiles, "MAX_TILES", 1)
     assert torch.equal(fused(side, torch.float16), found)
 
 
@@ -211,7 +211,7 @@ def test_tokens_beyond_the_reach_of_offsets_are_left(codec: str) -> None:
     from kvpack.kernels.decode import decode, sides
 
     made, _ = codecs(codec, codec, (64, 64))
-    far = torch.empty_strided((1, 1, 2, 64), (0, 0, decode.MOST_TOKEN_STRIDE, 1), dtype=torch.float16, device=DEVICE)
+    far = torch.empty_strided((1, 1, 2, 64), (0, 0, decode.MAX_TOKEN_STRIDE, 1), dtype=torch.float16, device=DEVICE)
     assert sides.unpack_into(random_side(made, 1, (2,), 0, 4).to(DEVICE), 0, 2, far) == [(0, 2)]
 
 

@@ -312,7 +312,7 @@ def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """What must go at once goes in several rounds, between which others have their turn."""
     size = 100 + len(HEAD)
     indexed(tmp_path)
-    monkeypatch.setattr(eviction, "_MOST_AT_ONCE", 3)
+    monkeypatch.setattr(eviction, "_MAX_AT_ONCE", 3)
     small, rounds = opened(tmp_path, max_bytes=8 * size), []
     real = eviction.Evictor._freed
     monkeypatch.setattr(eviction.Evictor, "_freed", lambda self, keys: rounds.append(len(keys)) or real(self, keys))

@@ -57,7 +57,7 @@ CHIPS = {
 OVERLAPS_FROM = 90
 """Programmatic dependent launch exists from this capability on."""
 
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 """Registers of a thread, at most."""
 
 _REGISTERS = 0x2F
@@ -234,8 +234,8 @@ def main(arguments: list[str]) -> int:
         code(layer, recipe, compiled)
     chip, room = CHIPS[options.capability]
     for name, (registers, shared) in compiled.used.items():
-        if shared > room or registers > MOST_REGISTERS:
-            compiled.failed[name] = f"{registers} registers and {shared} bytes of shared memory; {chip} has {MOST_REGISTERS} and {room}"
+        if shared > room or registers > MAX_REGISTERS:
+            compiled.failed[name] = f"{registers} registers and {shared} bytes of shared memory; {chip} has {MAX_REGISTERS} and {room}"
     found = {
         "triton": triton.__version__,
         "chip": chip,

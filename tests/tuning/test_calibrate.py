@@ -283,7 +283,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
     found.check_model({**other, "weights": "sample-sha256:0"})
 
 
-@pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.LEAST_COST), (".frames", frames_fit.LEAST_COST)])
+@pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.MIN_COST), (".frames", frames_fit.MIN_COST)])
 def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
     """Of the rows and of the frames, though one layer's gradients are next to nothing."""
     generator = torch.Generator().manual_seed(0)
@@ -325,7 +325,7 @@ def test_larger_keys_and_smaller_queries_change_nothing() -> None:
         scaled.products[name] = found.products[name] * sizes * sizes[:, None]
         scaled.costs[name] = found.costs[name] / sizes / sizes[:, None]
     for name in found.sums:
-        own, other = (basis_fit.costs_of(one, list(one.sums), basis_fit.LEAST_COST)[name] for one in (found, scaled))
+        own, other = (basis_fit.costs_of(one, list(one.sums), basis_fit.MIN_COST)[name] for one in (found, scaled))
         for head in range(2):
             of = [
                 basis_fit.transform_of((one.products[name][head] / 100).numpy(), cost[head].numpy())
@@ -420,7 +420,7 @@ def test_levels_have_the_energy_of_the_columns() -> None:
     deviations = 2.0 ** -(4 + numpy.arange(32) / 4)
     columns = numpy.random.default_rng(0).standard_normal((1, 8000, 32)) * deviations
     tables = frames_fit._tables({(0, "k"): columns}, {(0, "k"): frames_fit._scales(deviations)[None]})
-    steps = 2.0 ** (frames_fit.LEAST_OCTAVES + numpy.arange(tables.count) / 4)
+    steps = 2.0 ** (frames_fit.MIN_OCTAVES + numpy.arange(tables.count) / 4)
     parts = tables.frequencies[:, 1:] / tables.frequencies.sum(1, keepdims=True)
     energy = (parts * tables.values.numpy() ** 2).sum(1) / steps**2
     assert energy[(steps > 0.7) & (steps < 8)] == pytest.approx(1, abs=0.05)

@@ -19,7 +19,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
-from kvpack.store.counters import MOST_RECENT
+from kvpack.store.counters import MAX_RECENT
 from kvpack.store.identity import Identity
 from kvpack.store.page_store import PageStore
 
@@ -210,7 +210,7 @@ class Pool:
     def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
         self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages
         self._size = getattr(pool, "page_size", 1) or 1
-        self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MOST_RECENT) for kind in ("load", "save")}
+        self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MAX_RECENT) for kind in ("load", "save")}
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
         """Load pages to the pool: for each key whether it was loaded."""
@@ -223,7 +223,7 @@ class Pool:
             return self._set(keys, host_indices, ancestors)
 
     def take_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """The loads and the saves since the last call, at most ``MOST_RECENT``: pages, and GB/s of the pool's bytes."""
+        """The loads and the saves since the last call, at most ``MAX_RECENT``: pages, and GB/s of the pool's bytes."""
         found = []
         for calls in self._calls.values():
             found.append([calls.popleft() for _ in range(len(calls))])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Note = Callable[[str, int], None]
 
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Cell:
 
     def problem(self, text: str) -> None:
         self.counts["problems"] += 1
-        if len(self.problems) < MOST_SHOWN:
+        if len(self.problems) < MAX_SHOWN:
             self.problems.append(text)
 
     @contextlib.contextmanager

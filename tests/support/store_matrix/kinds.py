@@ -21,7 +21,7 @@ ENTRY_BYTES = 6720
 """The size of the largest entry, that of a prompt's first chunk, which has the most raw tokens."""
 BUDGET = 12 * ENTRY_BYTES
 """About a seventh of what all prompts of all identities take."""
-MOST_ENTRY_BYTES = 2**20
+MAX_ENTRY_BYTES = 2**20
 KEYS = {"now": bytes(range(32)), "before": bytes(32)}
 
 _STORED = """
@@ -94,7 +94,7 @@ class Place:
                 assert self.server is not None
                 location, own = self.server.url, {"max_bytes": options["max_bytes"], "timeout": 5}
             tiers.append((location, own))
-        given: dict[str, Any] = {"chunk": chunk, "encryption": KEYS if self.kind.encrypted else None, "max_entry_bytes": MOST_ENTRY_BYTES}
+        given: dict[str, Any] = {"chunk": chunk, "encryption": KEYS if self.kind.encrypted else None, "max_entry_bytes": MAX_ENTRY_BYTES}
         if len(tiers) == 1:
             return kvpack.Store(tiers[0][0], identity, **given, **tiers[0][1])
         several = [kvpack.Tier(location, **own) for location, own in tiers]

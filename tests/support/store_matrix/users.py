@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from support.store_matrix.cells import Note
 
 ALICE, BOB = 54_321, 54_322
-MOST_GROWTH = 64 * 2**20
+MAX_GROWTH = 64 * 2**20
 """Bytes of memory that a planted entry may cost."""
 VICTIM = (0, 2)
 """The prompt (identity, number) at one of whose chunks something is planted."""
@@ -298,8 +298,8 @@ def _small_growth() -> Iterator[None]:
     before = _largest_bytes() - _file_bytes()
     yield
     grown = _largest_bytes() - _file_bytes() - before
-    if grown > MOST_GROWTH:
-        raise Wrong(f"{grown:,} bytes of memory were taken, the limit is {MOST_GROWTH:,}")
+    if grown > MAX_GROWTH:
+        raise Wrong(f"{grown:,} bytes of memory were taken, the limit is {MAX_GROWTH:,}")
 
 
 def _largest_bytes() -> int:

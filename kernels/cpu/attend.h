@@ -63,17 +63,17 @@ static __attribute__((noinline)) void all_row_values(const Codec *codec, const L
 }
 
 /* Above this number of rows a tile is decoded once for all of them. */
-enum { MOST_FUSED_ROWS = 4 };
+enum { MAX_FUSED_ROWS = 4 };
 
 static void key_scores(const Item *item, Scratch *scratch) {
     const Codec *codec = item->span->k.codec;
     Loaded *in = &scratch->k;
-    if (item->rows <= MOST_FUSED_ROWS && has_rows(codec)) {
+    if (item->rows <= MAX_FUSED_ROWS && has_rows(codec)) {
         all_row_scores(codec, in, scratch->queries, item->rows, scratch->scores);
         return;
     }
     load_tile(codec, 1, in);
-    if (item->rows <= MOST_FUSED_ROWS && has_fused_scores(codec, in)) {
+    if (item->rows <= MAX_FUSED_ROWS && has_fused_scores(codec, in)) {
         all_group_scores(codec, in, scratch->queries, item->rows, scratch->spare, scratch->scores);
         return;
     }
@@ -86,11 +86,11 @@ static void key_scores(const Item *item, Scratch *scratch) {
 static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float *sums) {
     const Codec *codec = item->span->v.codec;
     Loaded *in = &scratch->v;
-    if (item->rows <= MOST_FUSED_ROWS && has_rows(codec)) {
+    if (item->rows <= MAX_FUSED_ROWS && has_rows(codec)) {
         all_row_values(codec, in, hidden, scratch->scores, item->rows, sums);
         return;
     }
-    if (item->rows <= MOST_FUSED_ROWS && has_fused_values(codec)) {
+    if (item->rows <= MAX_FUSED_ROWS && has_fused_values(codec)) {
         load_tile(codec, 0, in);
         if (!in->patches) {
             all_group_values(codec, in, item, scratch->scores, scratch->spare, sums);
@@ -113,7 +113,7 @@ static int64_t aligned_start(const Item *item, int64_t seen) {
 static void attend_item(const Attend *call, const Item *item, Scratch *scratch, float *largest, float *total, float *sums) {
     const Side *k = &item->span->k, *v = &item->span->v;
     int64_t k_dim = k->codec->dim, begin = item->stop, end = item->start;
-    int64_t row_begin[MOST_ROWS], row_end[MOST_ROWS];
+    int64_t row_begin[MAX_ROWS], row_end[MAX_ROWS];
     for (int64_t r = 0; r < item->rows; r++) {
         const int64_t *visible = call->visible + 2 * (item->batch * call->q_len + (item->first + r) % call->q_len);
         row_begin[r] = visible[0];

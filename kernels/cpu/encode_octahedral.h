@@ -5,11 +5,11 @@ enum { DIRECTION_BOUNDS, NORM_BOUNDS, MAGNITUDES, PER_LENGTH, IN_EVEN_BRACKETS =
 static const int32_t NEIGHBOUR[] = {0, -1, 1};
 
 /* The entries of a table of `count` values. */
-INLINE int64_t entries_of(int64_t count) { return count < LEAST_ENTRIES ? LEAST_ENTRIES : count; }
+INLINE int64_t entries_of(int64_t count) { return count < MIN_ENTRIES ? MIN_ENTRIES : count; }
 
 /* 1 over the length of the point of coordinates (xi, eta) on the octahedron, whose index this is (OCTOPUS Eq. 6). */
 INLINE vf per_length(const Table *table, int32_t levels, vi index, vf xi, vf eta) {
-    if (levels * levels <= MOST_IN_REGISTERS) return lookup(table->data, entries_of(levels * levels), index);
+    if (levels * levels <= MAX_IN_REGISTERS) return lookup(table->data, entries_of(levels * levels), index);
     vf third = 1.f - xi - eta;
     vi folded = third < 0.f;
     vf first = choose(folded, 1.f - eta, xi), second = choose(folded, 1.f - xi, eta);

@@ -10,7 +10,7 @@
 #define KVPACK_INTERFACE 27
 
 enum { HEAD_RUN = 5 };
-enum { MOST_PACKINGS = 12, MOST_DIGITS = 2, MOST_VALUES = 3, MOST_TABLES = 48, MOST_BOUNDS = 4 };
+enum { MAX_PACKINGS = 12, MAX_DIGITS = 2, MAX_VALUES = 3, MAX_TABLES = 48, MAX_BOUNDS = 4 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
 enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT, LOSSLESS, TRELLIS };
@@ -37,7 +37,7 @@ typedef struct {
 /* formats/columns.py: `planes` words per column; `odd`: the last plane holds two columns per word. */
 typedef struct {
     int64_t symbols, width, planes, odd, binary, digits;
-    Digit digit[MOST_DIGITS];
+    Digit digit[MAX_DIGITS];
 } Packing;
 
 /* `count` numbers per token of one stream. LOG8: bytes, `table` the number of each, and then 255 bounds: as many of these are at most a
@@ -65,9 +65,9 @@ typedef struct {
 typedef struct {
     int64_t family, dim, streams;
     int64_t packings, columns; /* columns: the words per token of all packings, bytes counted as words */
-    Packing packing[MOST_PACKINGS];
+    Packing packing[MAX_PACKINGS];
     int64_t value_streams, numbers; /* numbers: of all value streams, per token */
-    Values values[MOST_VALUES];
+    Values values[MAX_VALUES];
     int64_t token_group;
     /* group, minifloat: the channels of a group or block. group: the streams of scales along tokens, and of the table of 8-bit scales, or -1 */
     int64_t size, token_scale, scales_stream, table_stream;
@@ -109,8 +109,8 @@ typedef struct {
     int64_t matrix_place, heads_stream;
     /* polar: for each level the stream and the first symbol of its angles, their number, and those of the first kind of pair */
     int64_t levels, radii;
-    int64_t level_stream[MOST_PACKINGS], level_first[MOST_PACKINGS], level_angles[MOST_PACKINGS], level_equal[MOST_PACKINGS];
-    Table table[MOST_TABLES];
+    int64_t level_stream[MAX_PACKINGS], level_first[MAX_PACKINGS], level_angles[MAX_PACKINGS], level_equal[MAX_PACKINGS];
+    Table table[MAX_TABLES];
 } Codec;
 
 /* One side of a span: a codec and its segments, `count` rows of 2 + 4 * codec->streams integers, ascending by `first`. */
@@ -170,7 +170,7 @@ typedef struct {
     /* scalar: the midpoints of each part's magnitudes. octahedral: those of magnitudes (for two candidates the magnitudes between the first
        and the last, for two of even levels the line's slope and offset) and of norms, the magnitudes, and 1 over the length of every point
        of the octahedron. quaternion: the secondary quaternions. Midpoints end in infinities. */
-    Table bounds[MOST_BOUNDS];
+    Table bounds[MAX_BOUNDS];
     int64_t threads, level;
 } Encode;
 

@@ -67,7 +67,7 @@ static void klt_decode_heads(const Codec *codec, const Loaded *in, float *tile) 
     }
     for (; found < end; found += HEAD_RUN) {
         int64_t width = found[1], first = found[2], columns = found[3];
-        int64_t entries = 1 << width < LEAST_ENTRIES ? LEAST_ENTRIES : 1 << width;
+        int64_t entries = 1 << width < MIN_ENTRIES ? MIN_ENTRIES : 1 << width;
         all_head_codes(codec, in, found[0], width, columns, codes);
         for (int64_t run = 0; run < in->runs;) {
             BasisTokens own = basis_tokens(in, &run);
@@ -103,7 +103,7 @@ static void klt_decode(const Codec *codec, const Loaded *in, float *tile) {
         for (int64_t part = 0; part < codec->packings; part++) {
             const Packing *packing = &codec->packing[part];
             const uint16_t *words = packing_words(codec, in, part);
-            int64_t entries = packing->digit[0].base < LEAST_ENTRIES ? LEAST_ENTRIES : packing->digit[0].base;
+            int64_t entries = packing->digit[0].base < MIN_ENTRIES ? MIN_ENTRIES : packing->digit[0].base;
             for (int64_t i = 0; i < packing->symbols; i++, channel++) {
                 const float *table = own.rows + channel[symbols];
                 float mean = own.rows[*channel], *to = own.count == TILE ? tile + *channel * TILE : found;

@@ -5,10 +5,10 @@
 #include "interface.h"
 
 /* The most query rows of an item, and the rows that its buffers have: blocks of four may have some too many. */
-enum { MOST_ROWS = 64, ROW_SPACE = MOST_ROWS + 4 };
+enum { MAX_ROWS = 64, ROW_SPACE = MAX_ROWS + 4 };
 
 /* The most chunks of rANS that are decoded together. */
-enum { MOST_CHUNKS = 4 };
+enum { MAX_CHUNKS = 4 };
 
 /* Attention of query rows [first, first + rows) of one head with tokens [start, stop) of a span. */
 typedef struct {
@@ -30,7 +30,7 @@ typedef struct {
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
     /* The norms of the tokens of one layer. */
     void (*norms)(const RawSlots *call, int64_t layer);
-    /* Up to MOST_CHUNKS chunks. */
+    /* Up to MAX_CHUNKS chunks. */
     void (*rans)(const Rans *call, int64_t first, int count);
     void (*rans_encode)(const RansEncode *call, int64_t chunk);
     /* Tokens [start, stop) of one head of one sequence. */

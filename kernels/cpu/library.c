@@ -96,8 +96,8 @@ static void merge_block(const void *context, int64_t number, char *memory) {
     const Work *work = context;
     const Attend *call = work->call;
     int64_t block = number % work->row_blocks, head = number / work->row_blocks % call->heads, of_span = work->row_blocks * call->heads * call->batch;
-    int64_t batch = number / work->row_blocks / call->heads, first = block * MOST_ROWS;
-    int64_t rows = call->rows - first < MOST_ROWS ? call->rows - first : MOST_ROWS;
+    int64_t batch = number / work->row_blocks / call->heads, first = block * MAX_ROWS;
+    int64_t rows = call->rows - first < MAX_ROWS ? call->rows - first : MAX_ROWS;
     (void)memory;
     for (int64_t r = 0; r < rows; r++) {
         float sink = call->sink_logits ? call->sink_logits[head * (call->rows / call->q_len) + (first + r) / call->q_len] : -INFINITY;
@@ -131,10 +131,10 @@ static void list_items(Work *work) {
         int64_t at_once = tokens_at_once(span, of_span);
         for (int64_t start = span->start; start < span->stop; start += at_once)
             for (int64_t number = 0; number < of_span; number++) {
-                int64_t first = number % work->row_blocks * MOST_ROWS, left = call->rows - first;
+                int64_t first = number % work->row_blocks * MAX_ROWS, left = call->rows - first;
                 if (work->item)
                     work->item[count] = (Item){span, number / work->row_blocks / call->heads, number / work->row_blocks % call->heads, first,
-                                               left < MOST_ROWS ? left : MOST_ROWS, start,
+                                               left < MAX_ROWS ? left : MAX_ROWS, start,
                                                start + at_once < span->stop ? start + at_once : span->stop};
                 count++;
             }
@@ -143,7 +143,7 @@ static void list_items(Work *work) {
 }
 
 EXPORTED int64_t kvpack_attend(const Attend *call) {
-    Work work = {call, level_of(call->level), ceiling(call->rows, MOST_ROWS), 0, 0, 0, 0, 0};
+    Work work = {call, level_of(call->level), ceiling(call->rows, MAX_ROWS), 0, 0, 0, 0, 0};
     list_items(&work);
     if (!work.items) return 0;
     work.item = malloc(sizeof(Item) * work.items);
@@ -156,7 +156,7 @@ EXPORTED int64_t kvpack_attend(const Attend *call) {
         failed = kvpack_for_each(attend_item, &work, work.items, call->threads, work.level->attend_bytes(call));
     }
     int64_t blocks = call->batch * call->heads * work.row_blocks;
-    if (!failed) failed = kvpack_for_each(merge_block, &work, blocks, call->rows > MOST_ROWS ? call->threads : 1, 1);
+    if (!failed) failed = kvpack_for_each(merge_block, &work, blocks, call->rows > MAX_ROWS ? call->threads : 1, 1);
     free(work.item);
     free(work.largest);
     return failed;
@@ -287,13 +287,13 @@ typedef struct {
 static void rans_item(const void *context, int64_t number, char *memory) {
     const Chunks *work = context;
     (void)memory;
-    int64_t first = MOST_CHUNKS * number, left = work->call->chunks - first;
-    work->level->rans(work->call, first, left < MOST_CHUNKS ? (int)left : MOST_CHUNKS);
+    int64_t first = MAX_CHUNKS * number, left = work->call->chunks - first;
+    work->level->rans(work->call, first, left < MAX_CHUNKS ? (int)left : MAX_CHUNKS);
 }
 
 EXPORTED int64_t kvpack_rans(const Rans *call) {
     Chunks work = {call, level_of(call->level)};
-    return kvpack_for_each(rans_item, &work, ceiling(call->chunks, MOST_CHUNKS), call->threads, 1);
+    return kvpack_for_each(rans_item, &work, ceiling(call->chunks, MAX_CHUNKS), call->threads, 1);
 }
 
 typedef struct {

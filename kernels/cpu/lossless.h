@@ -1,6 +1,6 @@
 /* lossless: exponents in chunks of rANS, signs and fractions in words (formats/lossless.py). Every tile takes those chunks that it needs. */
 
-/* MOST_CHUNKS chunks whose exponents are in memory, [token][channel], how many times as many are before them in a segment, and the slots of
+/* MAX_CHUNKS chunks whose exponents are in memory, [token][channel], how many times as many are before them in a segment, and the slots of
    its run. */
 struct Chunk {
     const Segment *segment;
@@ -15,7 +15,7 @@ enum { FREQUENCIES, STATES, CHUNK_PLACES, CHUNK_WORDS };
 
 static int64_t chunk_bytes(const Codec *codec) {
     if (codec->family != LOSSLESS) return 0;
-    return (int64_t)sizeof(Chunk) + 4 * RANS_SLOTS + MOST_CHUNKS * codec->token_group * codec->dim + 128 + (codec->dim + 1) / 2 * 2 * TILE;
+    return (int64_t)sizeof(Chunk) + 4 * RANS_SLOTS + MAX_CHUNKS * codec->token_group * codec->dim + 128 + (codec->dim + 1) / 2 * 2 * TILE;
 }
 
 /* A chunk without exponents, in memory of `chunk_bytes`. */
@@ -38,7 +38,7 @@ static void fill_slots(const uint16_t *frequencies, int64_t symbols, uint32_t *s
     memset(slots + at, 0, 4 * (RANS_SLOTS - at));
 }
 
-/* Brings the exponents of a segment's MOST_CHUNKS chunks from MOST_CHUNKS * number on into memory. */
+/* Brings the exponents of a segment's MAX_CHUNKS chunks from MAX_CHUNKS * number on into memory. */
 static void load_chunks(const Codec *codec, const Loaded *in, const Segment *segment, int64_t number) {
     Chunk *chunk = in->chunk;
     const Stream *streams = segment->streams + codec->chunk_stream;
@@ -47,9 +47,9 @@ static void load_chunks(const Codec *codec, const Loaded *in, const Segment *seg
         fill_slots((const uint16_t *)row_of(&streams[FREQUENCIES], in->batch, in->head, 0), 1 << (15 - codec->fraction_bits), chunk->slots);
     chunk->segment = segment;
     chunk->number = number;
-    RansRun runs[MOST_CHUNKS];
+    RansRun runs[MAX_CHUNKS];
     int count = 0;
-    for (int64_t first = MOST_CHUNKS * number; first < MOST_CHUNKS * (number + 1); first++) {
+    for (int64_t first = MAX_CHUNKS * number; first < MAX_CHUNKS * (number + 1); first++) {
         int64_t left = segment->tokens - first * codec->token_group, place[2];
         if (left <= 0) break;
         memcpy(place, row_of(&streams[CHUNK_PLACES], in->batch, in->head, first), sizeof place);
@@ -64,7 +64,7 @@ static void load_chunks(const Codec *codec, const Loaded *in, const Segment *seg
 
 static void lossless_decode(const Codec *codec, const Loaded *in, float *tile) {
     Chunk *chunk = in->chunk;
-    int64_t pairs = (codec->dim + 1) / 2, group = MOST_CHUNKS * codec->token_group;
+    int64_t pairs = (codec->dim + 1) / 2, group = MAX_CHUNKS * codec->token_group;
     for (int64_t p = 0; p < in->pieces; p++)
         for (int64_t t = 0, count; t < in->piece[p].count; t += count) {
             int64_t token = in->piece[p].token + t, left = group - token % group;

@@ -27,7 +27,7 @@ static void octahedral_decode(const Codec *codec, const Loaded *in, float *spare
     int32_t index[TILE], sign[TILE], direction[TILE];
     int32_t bits = (int32_t)codec->index_bits, mask = (1 << bits) - 1;
     const Table *axis = codec->table, *norms = &codec->table[TRIPLET_NORM];
-    int few = axis->entries <= MOST_IN_REGISTERS;
+    int few = axis->entries <= MAX_IN_REGISTERS;
     for (int64_t i = 0; 3 * i < codec->dim; i++) {
         triplet_digits(codec, in, i, index, sign);
         if (!few) {

@@ -149,8 +149,8 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
 #if LEVEL >= 3
 /* The whole steps from symbol `i` on that all of `count` chunks have, while their words last; returns the first symbol that is left. */
 INLINE int64_t rans_steps(RansRun *runs, int count, int kind, const FewSymbols *few, int64_t i) {
-    vu state[MOST_CHUNKS][RANS_LANES / LANES];
-    int64_t at[MOST_CHUNKS], length = INT64_MAX;
+    vu state[MAX_CHUNKS][RANS_LANES / LANES];
+    int64_t at[MAX_CHUNKS], length = INT64_MAX;
     for (int r = 0; r < count; r++) {
         memcpy(state[r], runs[r].states, sizeof state[r]);
         at[r] = runs[r].at;
@@ -212,7 +212,7 @@ static void rans_decode(RansRun *runs, int count) {
 
 /* `count` chunks from `first` on. */
 static void rans_chunks(const Rans *call, int64_t first, int count) {
-    RansRun runs[MOST_CHUNKS];
+    RansRun runs[MAX_CHUNKS];
     for (int r = 0; r < count; r++) {
         int64_t chunk = first + r;
         const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;

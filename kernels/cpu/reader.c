@@ -8,7 +8,7 @@
 #include "interface.h"
 #include "threads.h"
 
-enum { MOST_READERS = 64 };
+enum { MAX_READERS = 64 };
 
 typedef struct {
     Read *reads;
@@ -17,7 +17,7 @@ typedef struct {
     int descriptor, stopped;
     pthread_mutex_t lock;
     pthread_cond_t more_allowed, more_done;
-    pthread_t thread[MOST_READERS];
+    pthread_t thread[MAX_READERS];
 } Reader;
 
 static int read_all(int descriptor, char *data, int64_t bytes, int64_t offset) {
@@ -72,7 +72,7 @@ EXPORTED void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, i
     if (pthread_mutex_init(&reader->lock, 0)) goto no_lock;
     if (pthread_cond_init(&reader->more_allowed, 0)) goto no_first;
     if (pthread_cond_init(&reader->more_done, 0)) goto no_second;
-    reader->threads = kvpack_start_threads(reader->thread, threads < MOST_READERS ? threads : MOST_READERS, read_pieces, reader);
+    reader->threads = kvpack_start_threads(reader->thread, threads < MAX_READERS ? threads : MAX_READERS, read_pieces, reader);
     if (reader->threads) return reader;
     pthread_cond_destroy(&reader->more_done);
 no_second:

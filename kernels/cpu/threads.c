@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { MOST_THREADS = 256 };
+enum { MAX_THREADS = 256 };
 
 typedef struct {
     void (*work)(const void *, int64_t, char *);
@@ -44,9 +44,9 @@ int64_t kvpack_start_threads(pthread_t *threads, int64_t most, void *(*start)(vo
 
 int kvpack_for_each(void (*work)(const void *, int64_t, char *), const void *context, int64_t items, int64_t threads, int64_t bytes) {
     Shared shared = {work, context, items, bytes, 0};
-    pthread_t started[MOST_THREADS];
+    pthread_t started[MAX_THREADS];
     if (threads > items) threads = items;
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
     int64_t count = threads > 1 ? kvpack_start_threads(started, threads - 1, start, &shared) : 0;
     int failed = run(&shared);
     for (int64_t i = 0; i < count; i++) pthread_join(started[i], 0);

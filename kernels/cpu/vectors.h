@@ -347,10 +347,10 @@ INLINE vf power_of_two(vf x) {
 }
 
 /* Tables of up to this many entries are looked up in registers. */
-#define MOST_IN_REGISTERS (LEVEL == 4 ? 128 : LEVEL == 3 ? 16 : 0)
+#define MAX_IN_REGISTERS (LEVEL == 4 ? 128 : LEVEL == 3 ? 16 : 0)
 
 /* The fewest entries of a table. */
-enum { LEAST_ENTRIES = 16 };
+enum { MIN_ENTRIES = 16 };
 
 /* data[index]; entries is a power of two from 16 up, above every index. */
 INLINE vf lookup(const float *data, int64_t entries, vi index) {

@@ -37,7 +37,7 @@ FEWEST_ROWS, MAX_ROWS = 8, 16
 MERGE_PARTS, MERGE_COLUMNS = 512, 32
 """Parts of one program of the merge at most, and its columns."""
 
-FEW_PARTS = 32
+MAX_PARTS = 32
 """Up to which one warp merges them: its lanes then have columns of their own, 4 each."""
 
 FEW_ROWS = 64
@@ -375,7 +375,7 @@ class Prepared:
         """A merge of parts ``[first, second)`` and, of a second frame, ``[second, last)``: a column has its place in ``dim`` of ``out``."""
         shape = self.shape
         block_parts = min(MERGE_PARTS, next_power_of_two(self._parts))
-        few = block_parts <= FEW_PARTS
+        few = block_parts <= MAX_PARTS
         block_columns = 128 if few else MERGE_COLUMNS
         channels = _channels(tuple(places), dim, block_columns, str(self._device))
         second_block = -(-len(places[0]) // block_columns)

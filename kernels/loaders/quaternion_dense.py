@@ -27,7 +27,7 @@ from .tiles import Tiles, channels_of
 if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
-FEW_WORDS = 8
+MAX_WORDS = 8
 """32-bit words per row up to which registers hold the rows of two tiles (rows have seven at head dim 64, thirteen at 128).
 
 Beyond that, programs of more warps that share more copies of the table are faster.
@@ -64,7 +64,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     low_bits = packings["codeword_low"].bases[0].bit_length() - 1 if "codeword_low" in packings else 0
     chunks = -(-codec.dim // VALUES)
     rows = rows_constants(every)
-    few_words = sum(-(-halves // 2) for halves in rows) <= FEW_WORDS
+    few_words = sum(-(-halves // 2) for halves in rows) <= MAX_WORDS
     symbols = steps_of(chunks)
     constants = Constants(
         rows=rows,

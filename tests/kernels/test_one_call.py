@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(kvpack.__file__).parent
 KERNELS = Path(next(iter(kvpack.kernels.__path__)))
-FEW_FUNCTIONS = 60
+MAX_FUNCTIONS = 60
 """What a reader of a whole call may be asked to read."""
-FEW_CALLS, FEW_OPERATIONS = 40, 18
+MAX_CALLS, MAX_OPERATIONS = 40, 18
 """Calls of kvpack's functions, and operations of torch, of one call with many queries: the host takes about 3 us for each."""
 
 
@@ -64,7 +64,7 @@ def test_the_picture_names_every_file_of_a_call(monkeypatch: pytest.MonkeyPatch)
         sys.setprofile(before)
     called = {(name, code.co_qualname) for code in codes if (name := path_of(code.co_filename)) is not None}
     assert {file for file, _ in called} == drawn()
-    assert len(called) <= FEW_FUNCTIONS
+    assert len(called) <= MAX_FUNCTIONS
 
 
 @pytest.mark.kernels
@@ -95,10 +95,10 @@ def test_many_queries_cost_the_host_little(monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         sys.setprofile(before)
     assert launched == ["decode_tiles", "decode_tiles", "_attend", "_attend", "_merge"]
-    assert len(calls) <= FEW_CALLS, calls
+    assert len(calls) <= MAX_CALLS, calls
     with Counting() as operations:
         kvpack.attend(q, layer)
-    assert len(operations.found) <= FEW_OPERATIONS, operations.found
+    assert len(operations.found) <= MAX_OPERATIONS, operations.found
 
 
 class Counting(TorchDispatchMode):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .layer import LiveLayer
 
 
+_NUMBERS = {type(None), bool, int, float}
+"""The types of options that calls are kept by."""
+
+
 class CpuSteps:
     """The steps over one ``layer``; whatever they do not take is left to the layer's own ``update`` and to ``kvpack.attend``."""
 
@@ -74,7 +78,9 @@ class CpuSteps:
         tokens, queries = self._older + layer.raw_tokens, q.shape[2] if q.dim() == 4 else 0
         if not 1 <= queries <= tokens or (layer.skipped and (window is None or tokens - queries < window - 1)):
             return None
-        sinks = None if sink_logits is None else (type(sink_logits), sink_logits.shape, sink_logits.dtype)
+        if {type(scale), type(causal), type(softcap), type(window)} - _NUMBERS or not isinstance(sink_logits, torch.Tensor | None):
+            return None
+        sinks = None if sink_logits is None else (sink_logits.shape, sink_logits.dtype)
         asked = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.choice())
         if asked not in self._calls:
             check_call(q, layer.layer(), scale, causal, softcap, window, sink_logits)

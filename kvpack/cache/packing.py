@@ -29,6 +29,7 @@ from .checksums import checksums, has_checksums
 from .dense_states import DenseLayer, dense_states
 from .layer import Layer
 from .minifloats import ELEMENT_DTYPES
+from .outlier_channels import outlier_channel, warn
 from .side import Side, check_tensor, packed_side
 
 TOKEN_SCALE = "token_scale"
@@ -105,7 +106,7 @@ def pack(
         recipe.basis.check_model(model)
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
-    layers = []
+    layers, outliers = [], []
     # Modes that are set here need not be set for every side.
     values = sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))
     with float32_no_grad(torch.device("cpu")), shared_arena(values):
@@ -114,8 +115,12 @@ def pack(
             norms = _norms_of_keys(k)
             sides = (_pack_side(x, recipe, number, len(states), side, start + skipped, norms) for x, side in ((k, "k"), (v, "v")))
             layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
+            packed = layers[-1].k
+            if isinstance(k, torch.Tensor) and packed is not None and (found := outlier_channel(k, packed.codec, number)):
+                outliers.append(found)
             if progress:
                 progress(number + 1, len(states))
+    warn(outliers, len(layers))
     if inputs is not None:
         inputs = _fitting(inputs, layers, start)
         _check_values(inputs, states, start)

@@ -1,0 +1,63 @@
+"""The warning of pack where channels of keys are out of the range of a codec with a rotation."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.cache.outlier_channels import MAX_RATIO
+
+LAYERS, HEADS, DIM = 3, 2, 64
+
+
+def pairs(factor: float, channel: int = 5, tokens: int = 300) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys of which one pair of RoPE, that of ``channel`` of head 1 of layer 2, is ``factor`` times as large as others."""
+    generator = torch.Generator().manual_seed(0)
+    found = [tuple(torch.randn(1, HEADS, tokens, DIM, generator=generator) for _ in "kv") for _ in range(LAYERS)]
+    found[2][0][:, 1, :, [channel, channel + DIM // 2]] *= factor
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3", "kv=scalar:b=4", "k=group:b=4,g=32,rotation=hadamard;v=raw"])
+def test_a_channel_far_above_the_others_is_named(recipe: str) -> None:
+    message = (
+        r"layers\[2\].k: channel (5|37) of head 1 is \d{3} times as large as the median channel, and keys of 1 of 3 layers have such "
+        "channels: .* add channel_scale=fp16 to the codec of keys"
+    )
+    with pytest.warns(kvpack.KvpackWarning, match=message) as found:
+        kvpack.pack(pairs(300.0), recipe)
+    assert len(found) == 1
+    assert found[0].filename == __file__
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3-scaled", "k=scalar:b=4,channel_scale=fp16;v=scalar:b=4", "kivi-4", "raw", "fp8"])
+def test_recipes_that_take_such_channels_say_nothing(recipe: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpack.pack(pairs(300.0), recipe)
+
+
+def test_the_remedy_works() -> None:
+    given = pairs(300.0)
+    with pytest.warns(kvpack.KvpackWarning, match="channel_scale=fp16"):
+        plain = kvpack.pack(given, "kv=scalar:b=4")
+    scaled = kvpack.pack(given, "kv=scalar:b=4,channel_scale=fp16")
+    others = torch.arange(DIM) % (DIM // 2) != 5
+    k = given[2][0]
+    errors = [(cache[2].unpack(torch.float32)[0][:, 1] - k[:, 1])[..., others].norm() for cache in (plain, scaled)]  # type: ignore[index]
+    assert errors[1] < errors[0] / 10
+
+
+def test_what_is_ordinary_says_nothing() -> None:
+    """Channels of 20 times the median, single tokens, and heads that are mostly zero."""
+    given = pairs(20.0)
+    given[0][0][:, 0, 7, 3] = 1e4
+    given[1][0][:, 0, :, 4:] = 0
+    assert MAX_RATIO > 32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpack.pack(given, "kv=scalar:b=4;raw=4,0.6,4")
+        kvpack.pack([(k[:, :, :0], v[:, :, :0]) for k, v in given], "kv=scalar:b=4")

@@ -7,12 +7,13 @@ filled first. What is measured then stores some more, under the location's prese
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,13 @@ from kvpack.store.directory import Directory
 from kvpack.store.entries import to_pieces
 from kvpack.store.entry_kind import PLAIN
 from kvpack.store.eviction import Evictor
+from kvpack.store.folder import Folder
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chained, token_bytes
 from kvpack.store.locations import open_backend
 from kvpack.store.options import LocationOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvpack.coding.encoding import Progress
 
@@ -46,6 +48,8 @@ LOOKED = 20
 SAVES = 60
 """Saves of 10 chunks at the budget, of each process."""
 PROCESSES = 8
+FILLING = 2
+"""Processes that fill a folder."""
 ROWS = ("match", "load", "stats", "save", "processes", "collect", "stat", "ls", "verify", "gc")
 COMMANDS = ("stat", "ls", "verify", "gc")
 TARGETS = {
@@ -54,6 +58,8 @@ TARGETS = {
     "a round, CPU": (50.0, "ms"),
     "kvpack store stat": (2000.0, "ms"),
     f"save with {PROCESSES} processes, CPU, of one": (1.25, "x"),
+    f"save with {PROCESSES} processes, longest wait for another's round": (50.0, "ms"),
+    f"save with {PROCESSES} processes, not stored": (0.0, "chunks"),
 }
 
 
@@ -106,15 +112,54 @@ class _Scale:
         backend = open_backend(self._location, Counters(), PLAIN, LocationOptions())
         there, put = backend.size()[0], 0
         like = [_Like(self._named(number)) for number in range(CHUNKS)]
-        for number in range(there // CHUNKS, -(-entries // CHUNKS)):
+        numbers = range(there // CHUNKS, -(-entries // CHUNKS))
+        # The first ones as a store does, which counts the folder before it counts on.
+        for number in numbers[:1] if isinstance(backend, Directory) else numbers:
             keys: list[bytes] = []
-            for at, (key, parent, ids, _) in enumerate(chained(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)):
+            for key, pieces in self._entries(like, number):
                 keys.append(key)
-                put += backend.put(keys, like[at].pieces(key, parent, ids), time.time_ns())
+                put += backend.put(keys, pieces, time.time_ns())
             if progress:
                 progress(put, entries - there)
+        if isinstance(backend, Directory):
+            put += self._write_files(like, numbers[1:], progress)
+            backend.collect()
         backend.close()
         return put
+
+    def _entries(self, like: Sequence[_Like], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
+        """The keys and the pieces of the entries of one prefix."""
+        links = chained(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)
+        for at, (key, parent, ids, _) in enumerate(links):
+            yield key, like[at].pieces(key, parent, ids)
+
+    def _write_files(self, like: Sequence[_Like], numbers: range, progress: Progress | None) -> int:
+        """Write the entries of prefixes to a folder that nobody else uses, uncounted, and return how many these were."""
+        folder = Folder(self._location, Counters(), durable=False)
+        folder.make_folders(*folder.leaves)
+        context = multiprocessing.get_context("fork")
+        results = context.Queue()
+
+        def write(first: int) -> None:
+            for number in numbers[first::FILLING]:
+                used = time.time_ns()
+                for at, (key, pieces) in enumerate(self._entries(like, number)):
+                    descriptor = os.open(folder.path(key), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                    os.writev(descriptor, pieces)
+                    os.utime(descriptor, ns=(used - at, used - at))
+                    os.close(descriptor)
+                results.put(CHUNKS)
+
+        workers = [context.Process(target=write, args=(first,)) for first in range(FILLING)]
+        for worker in workers:
+            worker.start()
+        for done in range(len(numbers)):
+            results.get()
+            if progress:
+                progress((done + 1) * CHUNKS, len(numbers) * CHUNKS)
+        for worker in workers:
+            worker.join()
+        return len(numbers) * CHUNKS
 
     def match(self) -> dict[str, float]:
         """Prefixes of 10 and of 100 chunks, of which each is looked up once."""
@@ -142,16 +187,23 @@ class _Scale:
 
         Evictor._try_round = timed  # type: ignore[method-assign]
         try:
-            taken = self._saves(0)
+            taken, _ = self._saves(0)
         finally:
             Evictor._try_round = real  # type: ignore[method-assign]
         found = {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
         return found | ({"a round, CPU": statistics.median(rounds)} if rounds else {})
 
     def processes(self) -> dict[str, float]:
-        """The CPU of a save at the budget with several processes, of that with one."""
-        one, many = (self._cpu_of(count) for count in (1, PROCESSES))
-        return {"save 10 at the budget, CPU": one, f"save with {PROCESSES} processes, CPU, of one": many / one}
+        """The CPU of a save at the budget with several processes, of that with one, and how long one waits for the rounds of others."""
+        (one, *_), (many, waited, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
+        several = f"save with {PROCESSES} processes"
+        return {
+            "save 10 at the budget, CPU": one,
+            f"{several}, CPU, of one": many / one,
+            f"{several}, wait for others' rounds, median": statistics.median(waited),
+            f"{several}, longest wait for another's round": max(waited),
+            f"{several}, not stored": refused,
+        }
 
     def collect(self) -> dict[str, float]:
         with self._store() as store:
@@ -181,38 +233,75 @@ class _Scale:
         return statistics.median(taken)
 
     def _budget(self) -> int:
-        """What the location takes now."""
+        """What the location takes now, or the larger budget that is in effect there: a smaller one would evict nothing."""
         with closing(open_backend(self._location, Counters(), PLAIN, LocationOptions())) as backend:
-            return backend.taken() if isinstance(backend, Directory) else backend.size()[1]
+            return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
-    def _saves(self, worker: int, budget: int | None = None) -> list[float]:
+    def _saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
+        """The ms of each save, and the chunks that were not stored, which cost nothing."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
                 ids = _ids(self._new + worker * 10**6 + turn)[: 10 * CHUNK]
                 taken.append(_ms(partial(store.save, ids, self._ten)))
+            refused = store.counters()["refused_chunks"]
         self._new += SAVES
-        return taken
+        return taken, refused
 
-    def _cpu_of(self, processes: int) -> float:
+    def _cpu_of(self, processes: int) -> tuple[float, list[float], int]:
+        """The CPU of a save, in ms; for each entry how long it waited for the rounds of others; and the chunks that were not stored."""
         context = multiprocessing.get_context("fork")
         results, budget = context.Queue(), self._budget()
 
         def work(worker: int) -> None:
             torch.set_num_threads(1)
-            before = resource.getrusage(resource.RUSAGE_SELF)
-            self._saves(worker, budget)
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            results.put((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / SAVES)
+            waits: list[float] = []
+            with _timed_waits(waits):
+                before = resource.getrusage(resource.RUSAGE_SELF)
+                _, refused = self._saves(worker, budget)
+                after = resource.getrusage(resource.RUSAGE_SELF)
+            results.put(((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / SAVES, waits, refused))
 
         workers = [context.Process(target=work, args=(number,)) for number in range(processes)]
         for worker in workers:
             worker.start()
-        found: list[float] = [results.get() for _ in workers]
+        found: list[tuple[float, list[float], int]] = [results.get() for _ in workers]
         for worker in workers:
             worker.join()
         self._new += SAVES * processes
-        return 1000 * sum(found) / processes
+        cpus, waits, refused = zip(*found, strict=True)
+        return 1000 * sum(cpus) / processes, [wait for one in waits for wait in one], sum(refused)
+
+
+@contextmanager
+def _timed_waits(waits: list[float]) -> Iterator[None]:
+    """Note for every entry the ms from the first round of another process to room for the entry, less its own rounds."""
+    real_round, real_reserve = Evictor._try_round, Evictor.reserve
+    begun: list[float] = []
+    own = [0.0]
+
+    def timed_round(*given: Any, **more: Any) -> Any:
+        now = time.perf_counter()
+        found = real_round(*given, **more)
+        if found is None:
+            begun.append(now)
+        elif begun:
+            own[0] += time.perf_counter() - now
+        return found
+
+    def timed_reserve(*given: Any, **more: Any) -> Any:
+        begun.clear()
+        own[0] = 0.0
+        try:
+            return real_reserve(*given, **more)
+        finally:
+            waits.append(1000 * (time.perf_counter() - begun[0] - own[0]) if begun else 0.0)
+
+    Evictor._try_round, Evictor.reserve = timed_round, timed_reserve  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Evictor._try_round, Evictor.reserve = real_round, real_reserve  # type: ignore[method-assign]
 
 
 def _ids(number: int) -> list[int]:

@@ -262,10 +262,10 @@ class Directory(OneTier):
         except OSError:
             return stored.used_ns
 
-    def taken(self) -> int:
-        """The bytes that the folder takes on the disk, as budgets count them; 0 where nobody has counted them yet."""
+    def largest_budget(self) -> int:
+        """The largest budget in effect, at least the bytes that the folder takes on the disk; 0 if nobody has counted them yet."""
         count = self._counted()
-        return 0 if count is None else count.total
+        return 0 if count is None else count.largest(count.total)
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         return self._pins.add(keys, hold)

@@ -220,8 +220,7 @@ class Evictor:
         latest = time.time_ns() + FUTURE_NS
         order = least_recently_used(self._index, self.folder, latest)
         with contextlib.closing(order):
-            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MAX_BEYOND), _MAX_AT_ONCE)
-        self.usage.give_back(freed, before)
+            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MAX_BEYOND), _MAX_AT_ONCE, before)
         # Where more is to go, others have their turn first.
         return Round(not freed, len(pending))
 
@@ -234,19 +233,26 @@ class Evictor:
         return excess if budget is None else max(excess, total + size - budget)
 
     def _remove(
-        self, order: Iterator[tuple[bytes, int]], excess: int, kept: set[bytes], beyond: int, most: int | None = None
+        self,
+        order: Iterator[tuple[bytes, int]],
+        excess: int,
+        kept: set[bytes],
+        beyond: int,
+        most: int | None = None,
+        before: Count | None = None,
     ) -> int:
         """Remove entries, by key and size, in ``order``, until ``excess`` bytes are freed, and ``beyond`` entries more; the bytes.
 
-        Those of ``kept`` stay, and so do the pinned ones; no more than ``most`` go.
+        Those of ``kept`` stay, and so do the pinned ones; no more than ``most`` go. Each page is given back to the count ``before``, so
+        that others need not wait for the end.
         """
         kept = kept | self._pins.keys()
         going = islice(((key, size) for key, size in order if key not in kept), most)
         freed = 0
         while freed < excess and (page := self._page(going, excess - freed)):
-            freed += self._freed(page)
+            freed += self._freed(page, before)
         while freed >= excess and beyond > 0 and (page := [key for key, _ in islice(going, min(beyond, _PAGE))]):
-            freed += self._freed(page)
+            freed += self._freed(page, before)
             beyond -= len(page)
         return freed
 
@@ -258,12 +264,15 @@ class Evictor:
             missing -= self.folder.cost(found[1])
         return page
 
-    def _freed(self, keys: list[bytes]) -> int:
-        """Remove entries, and return what they took on the disk."""
+    def _freed(self, keys: list[bytes], before: Count | None) -> int:
+        """Remove entries, and return what they took on the disk, which the count ``before`` gets back if there is one."""
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
         self._counters.add("evicted_bytes", sum(removed.values()))
-        return sum(map(self.folder.cost, removed.values()))
+        freed = sum(map(self.folder.cost, removed.values()))
+        if before is not None:
+            self.usage.give_back(freed, before)
+        return freed
 
     def sweep(self) -> None:
         """Remove unfinished files whose writer is gone: nobody holds the lock, or without locks, the file is old."""

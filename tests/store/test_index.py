@@ -315,7 +315,7 @@ def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(eviction, "_MAX_AT_ONCE", 3)
     small, rounds = opened(tmp_path, max_bytes=8 * size), []
     real = eviction.Evictor._freed
-    monkeypatch.setattr(eviction.Evictor, "_freed", lambda self, keys: rounds.append(len(keys)) or real(self, keys))
+    monkeypatch.setattr(eviction.Evictor, "_freed", lambda self, keys, before: rounds.append(len(keys)) or real(self, keys, before))
     assert put(small, 50)
     assert truth(tmp_path) == (8, 8 * size)
     assert max(rounds) == 3

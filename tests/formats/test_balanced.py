@@ -226,3 +226,20 @@ def test_channels_without_keys_or_queries_have_balanced_factors() -> None:
     found = cache[0].unpack(torch.float32)[0]
     assert found is not None
     assert (found - k).norm() < 0.1 * k.norm()
+
+
+def test_a_cache_that_grows_attends_in_one_frame() -> None:
+    """The raw tail and the packed tokens have queries of their own, before and after the tail is packed."""
+    live = kvpack.LiveCache(kvpack.Recipe(f"{RECIPE};tail=32", BASIS), layers=2)
+    whole = pairs(100)
+    for start in range(0, 100, 25):
+        for layer, (k, v) in enumerate(whole):
+            live.update(layer, k[:, :, start : start + 25], v[:, :, start : start + 25])
+    frozen = live.freeze()
+    k, v = frozen[0].unpack(torch.float32)
+    assert k is not None
+    assert v is not None
+    q = torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(kvpack.attend(q, live.layer(0)), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(k[:, :, 96:], whole[0][0][:, :, 96:])

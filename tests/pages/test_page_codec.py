@@ -32,7 +32,7 @@ from kvpack.errors import (
 from kvpack.file import row as rows_of
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from support.engine_pages import ENGINES, bits, empty, filled
-from support.klt_bases import random_basis
+from support.klt_bases import balanced_basis, random_basis
 from support.second_decoder import decoder
 
 SMALL = PageGeometry(layers=3, heads=2, tokens=16, dim_k=64, dim_v=64)
@@ -130,19 +130,20 @@ def test_a_page_by_a_basis_has_slots() -> None:
     assert codec.raw_tokens_left_out == 0
 
 
-@pytest.mark.parametrize("rows", ["basis", "fp16"])
-def test_a_page_by_a_basis_decodes_to_what_its_cache_does(rows: str) -> None:
+@pytest.mark.parametrize("recipe", ["kv=klt:bits=4,rows=basis", "kv=klt:bits=4,rows=fp16", "k=scalar:b=4,frame=balanced;v=scalar:b=4"])
+def test_a_page_by_a_basis_decodes_to_what_its_cache_does(recipe: str) -> None:
     dims = {"k": SMALL.dim_k, "v": SMALL.dim_v}
     shapes = {(layer, side): (SMALL.heads, dim) for layer in range(SMALL.layers) for side, dim in dims.items()}
-    recipe = Recipe(f"kv=klt:bits=4,rows={rows}", Basis.of_bytes(random_basis(shapes, SMALL.layers)))
-    codec = PageCodec(recipe, SMALL)
+    keys = {layer: shape for (layer, side), shape in shapes.items() if side == "k"}
+    by_basis = Recipe(recipe, Basis.of_bytes(balanced_basis(keys, SMALL.layers, rows=shapes)))
+    codec = PageCodec(by_basis, SMALL)
     pages, given = filled(SMALL, 2)
     made = torch.empty(2, codec.nbytes, dtype=torch.uint8)
     assert codec.encode_into(pages, [0, 1], made) == [None, None]
     target, found = empty(SMALL, 2)
     assert codec.decode_into(made, target, [1, 0], values=True) == [None, None]
     for slot, source in ((1, 0), (0, 1)):
-        cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(SMALL.layers)], recipe)
+        cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(SMALL.layers)], by_basis)
         for n, layer in enumerate(cache):
             for mine, theirs in zip((found[0][slot, n], found[1][slot, n]), layer.unpack(), strict=True):
                 assert torch.equal(mine, theirs[0])

@@ -80,8 +80,8 @@ class Run:
     """The tokens to be encoded as one run, for a codec that must see all of them before it encodes the first.
 
     Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order. ``position`` is
-    that of the first token, and ``norms``, float32 ``[batch, token]``, are those of the layer's keys over all heads, as far as they are
-    known.
+    that of the first token, and ``norms``, float32 ``[batch, kv_head, token]``, are those of the layer's keys in each head, as far as they
+    are known.
     """
 
     shape: tuple[int, int, int, int]
@@ -118,6 +118,11 @@ class Codec(ABC):
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
         """Its side-car of a class, if it has one."""
         return None
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether the heads of a token share a scale, which the largest of them decides, and which is in proportion to values' norms."""
+        return False
 
     @property
     def features(self) -> frozenset[str]:

@@ -96,6 +96,10 @@ class Group(CodecFamily):
         return frozenset({TOKEN_SCALE_FEATURE} if self.scale_per_head else ())
 
     @property
+    def shares_scales(self) -> bool:
+        return self.token_scale != "none" and not self.scale_per_head
+
+    @property
     def scale_per_head(self) -> bool:
         """Whether every head has its own token scales."""
         return self.token_scale.endswith(PER_HEAD)

@@ -1,7 +1,8 @@
 """raw_positions: some tokens stored unquantized, in every head, by their positions (spec/side-cars.md).
 
 Attention sinks have keys of low norm and values near zero, wherever they stand: a codec that is good on average is at its worst on
-them. A key of high norm raises scales that other tokens and heads share. The keys choose for both sides. Sources: StreamingLLM
+them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose for both sides; a
+side whose heads share a scale adds the tokens in which one head makes it too large for the others. Sources: StreamingLLM
 (arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .head_norms import SHARED_RATIO, excess, few, have_large_head, norms_of, over_heads, usual
 from .lazy import numpy, torch
 from .raw import DTYPES, cast
 from .side_car import KeptTokens, RunStep, known_word
@@ -21,15 +23,11 @@ from .value_blocks import BLOCK_VALUES, row_blocks, values_between
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .base import Run
+    from .base import Codec, Run
     from .options import Options
     from .value_blocks import Array
 
 POSITIONS, VALUES = "raw_positions", "raw_values"
-
-PAGE = 128
-"""Tokens of a run, counted from its first, whose median norm the norm of each token is measured by; its last ones, if they fill no page, by
-that of as many tokens up to them."""
 
 SLOT_TOKENS = 64
 """Tokens of an engine's page for each raw token that its rows have room for: in smaller pages one would cost too much."""
@@ -43,9 +41,11 @@ _MAX_FIRST = 1 << 16
 class RawPositions(KeptTokens):
     """Tokens stored as ``dtype``: the ``first`` of a sequence, and those whose norm is far from their page's median.
 
-    That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 stands for no such bound.
+    That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 stands for no such bound. With ``high_norm``, tokens are
+    also kept if the norm in one head is above ``high_norm`` times the median of that head, and on a side whose heads share a scale, if one
+    head makes that too large for the others (``head_norms.excess``): both where a page has few of them.
 
-    The norm is that of a token's keys in all heads, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
+    The norms are those of a token's keys, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
     """
 
     name: ClassVar[str] = "raw_positions"
@@ -91,35 +91,40 @@ class RawPositions(KeptTokens):
         count = batch * min(tokens, self.first)
         return {POSITIONS: count, VALUES: count}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
-        norms = run.norms
-        if norms is None:
-            none = torch.empty(run.shape[0], 0, dtype=torch.float32, device=run.device)
-            norms = torch.cat([none, *(norms_of(block) for block in run.blocks())], 1)
-        chosen = self.choose(norms, run.position, before is not None)
-        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], token_group, start))
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
+        norms, sharing = run.norms, None
+        if norms is None or codec.shares_scales:
+            none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
+            own = torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
+            norms, sharing = own if norms is None else norms, own if codec.shares_scales else None
+        chosen = self.choose(norms, run.position, before is not None, sharing)
+        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
-    def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
-        """Which tokens of a run to keep raw, bool ``[batch, token]``, by the ``norms`` of their keys, ``[batch, token]``.
+    def choose(
+        self, norms: torch.Tensor, position: int | None = None, continues: bool = False, sharing: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Which tokens of a run to keep raw, bool ``[batch, token]``, by the ``norms`` of their keys, ``[batch, kv_head, token]``.
 
-        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence.
+        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence. ``sharing`` are
+        the norms of the side's own values, of the same shape, if its heads share a scale.
         """
-        batch, tokens = norms.shape
+        batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
         if position is None:
             position = self.first if continues else 0
         chosen[:, : max(0, self.first - position)] = True
         if (self.low_norm or self.high_norm) and tokens:
-            whole = tokens // PAGE * PAGE
-            medians = [norms[:, :whole].reshape(batch, -1, PAGE).median(2).values.repeat_interleave(PAGE, 1)]
-            if whole < tokens:
-                last = norms[:, max(0, tokens - PAGE) :].median(1, keepdim=True).values
-                medians.append(last.expand(batch, tokens - whole))
-            median = torch.cat(medians, 1)
-            chosen |= (norms < self.low_norm * median) & torch.isfinite(median)
+            own = over_heads(norms)
+            median = usual(own)
+            chosen |= (own < self.low_norm * median) & torch.isfinite(median)
             if self.high_norm:
                 # Among tokens of zeros, such as padding, any other is far from the median.
-                chosen |= (norms > self.high_norm * median) & (median > 0)
+                chosen |= (own > self.high_norm * median) & (median > 0)
+                large = have_large_head(norms, self.high_norm)
+                if large is not None:
+                    chosen |= few(large & ~chosen)
+                if sharing is not None:
+                    chosen |= few((excess(sharing) > SHARED_RATIO) & ~chosen)
         return chosen
 
     def encode(
@@ -211,15 +216,19 @@ def slots_of(tokens: int, least: int = 0) -> int:
     return max(least, tokens // SLOT_TOKENS)
 
 
-def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int) -> Slots:
+def in_slots(
+    raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, sharing: torch.Tensor | None = None
+) -> Slots:
     """The raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones where they are more than the slots.
 
+    ``norms`` and ``sharing`` are those of ``RawPositions.choose``.
     A page does not know where in its sequence it stands: the first tokens are no other ones here. A token of high norm comes before those
-    of low norm, and is raw only in codecs that encode tokens together: in others, no token suffers from it. For codecs that encode tokens
-    one by one, the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
+    of low norm, and is raw only in codecs that encode tokens together: in others, no token suffers from it. Last come tokens that a shared
+    scale does not fit, the worst first, however many a page has. For codecs that encode tokens one by one, and whose heads share no scale,
+    the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    token, left_out = tokens_of_slots(raw, norms, token_group, slots)
+    token, left_out = tokens_of_slots(raw, norms, token_group, slots, sharing)
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
@@ -237,15 +246,22 @@ def in_slots(raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_grou
     return Slots(rest, {POSITIONS: positions, VALUES: values}, left_out)
 
 
-def tokens_of_slots(raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The raw tokens of pages by their ``norms`` ``[page, token]``, and how many of each page have no slot, ``[page]``, as ``in_slots``.
+def tokens_of_slots(
+    raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, sharing: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The raw tokens of pages by ``norms`` ``[page, kv_head, token]``, and how many of each have no slot, ``[page]``, as ``in_slots``.
 
     They are int64 ``[page, slot]``, ascending; unused slots have the number of tokens.
     """
-    tokens = norms.shape[1]
+    tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
     wanted = raw.choose(norms, raw.first) if token_group > 1 else low
-    order = torch.where(wanted, norms, torch.inf).masked_fill(wanted & ~low, -1.0)
+    own = over_heads(norms)
+    order = torch.where(low, own, torch.where(wanted, -own, torch.inf))
+    if sharing is not None and raw.high_norm:
+        factors = excess(sharing)
+        unfit = (factors > SHARED_RATIO) & ~wanted
+        order, wanted = torch.where(unfit, torch.finfo(order.dtype).max / factors, order), wanted | unfit
     least = order.topk(slots, 1, largest=False, sorted=True).indices
     token = torch.where(wanted.gather(1, least), least, tokens).sort(1).values
     return token, wanted.sum(1) - (token < tokens).sum(1)
@@ -261,12 +277,6 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
     wide = torch.cat([values, values[:, :, :1]], 2)
     wide.transpose(1, 2)[torch.arange(len(wide), device=wide.device)[:, None], token] = streams[VALUES].to(wide.dtype)
     return wide[:, :, :tokens].contiguous()
-
-
-def norms_of(x: torch.Tensor) -> torch.Tensor:
-    """The norm of each token of ``x`` ``[batch, kv_head, token, dim]`` over all heads: float32 ``[batch, token]``."""
-    size = max(PAGE, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
-    return torch.cat([part.to(torch.float32).square().sum((1, 3)).sqrt() for part in torch.split(x, size, 2)], 1)
 
 
 def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:

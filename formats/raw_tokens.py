@@ -19,7 +19,7 @@ from .value_blocks import first_place, value_blocks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Run
+    from .base import Codec, Run
     from .options import Options
     from .value_blocks import Array
 
@@ -73,9 +73,9 @@ class RawTokens(KeptTokens):
     def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: batch * min(tokens, self.first + self.low_norm)}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
         chosen = self.choose(run, continues=before is not None)
-        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], token_group))
+        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
         """Which tokens of a run to keep raw, bool ``[batch, token]``: none if it ``continues`` another."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .base import Layout, Run
+    from .base import Codec, Layout, Run
     from .options import Options
     from .rotation import Rotation
     from .value_blocks import Array
@@ -134,10 +134,10 @@ class KeptTokens(SideCar):
     """
 
     @abstractmethod
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, token_group: int) -> RunStep:
+    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
         """Choose the tokens of ``run`` to keep; ``before`` are the streams of the run that precedes it in its side.
 
-        The step replaces them by values that widen none of the groups of ``token_group`` tokens that the codec encodes together.
+        The step replaces them by values that widen none of the groups of tokens that the ``codec`` encodes together.
         """
 
     @abstractmethod

@@ -107,6 +107,11 @@ class WithSideCars(Codec):
         return self.codec.bases_needed.union(*(side_car.bases_needed for side_car in self.side_cars))
 
     @property
+    def shares_scales(self) -> bool:
+        # Values that are mapped, or that a mean is taken from, have other norms than those that scales are chosen by.
+        return self.codec.shares_scales and not (self.value_maps or self.page_vectors)
+
+    @property
     def family(self) -> Codec:
         return self.codec
 
@@ -200,7 +205,7 @@ class WithSideCars(Codec):
 
         # Decoding puts the last of them last, over what the others put in the same places.
         for tokens in reversed(self.kept_tokens):
-            add(tokens.begin(steps.run(), before, self.token_group))
+            add(tokens.begin(steps.run(), before, self))
         for value_map in self.value_maps:
             add(value_map.begin(steps.run(), before))
         steps.add(lambda block, _: (_finite(block, "rotated in blocks"), {}))

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#include <float.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -246,22 +247,63 @@ typedef struct {
 
 static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Of the tokens [first, stop), measured by those from `begin` on: `largest` is 1 where a head's norm is above `high` times its median, else
+   0. `least`, if `shared`, is the least norm relative to the median of its head, and 1 at least. */
+static void relative_heads(const RawSlots *call, const float *norms, int64_t begin, int64_t first, int64_t stop, int shared, float *largest,
+                           float *least, float *sorted) {
+    int64_t count = stop - begin;
+    for (int64_t t = 0; t < stop - first; t++) largest[t] = 0, least[t] = INFINITY;
+    for (int64_t h = 0; h < call->heads; h++, norms += call->tokens) {
+        /* Whether one is that large needs no median: it is above `high` times more than half of them. */
+        float most = 0;
+        int64_t below = 0;
+        for (int64_t t = first; t < stop; t++) most = norms[t] > most ? norms[t] : most;
+        if (call->high)
+            for (int64_t t = begin; t < stop; t++) below += norms[t] * call->high < most;
+        if (below <= (count - 1) / 2 && !shared) continue;
+        float median = median_of(norms + begin, count, sorted);
+        for (int64_t t = first; t < stop; t++) {
+            if (call->high && norms[t] > call->high * median && median > 0) largest[t - first] = 1;
+            float relative = median > 0 ? norms[t] / median : INFINITY;
+            if (relative < least[t - first]) least[t - first] = relative;
+        }
+    }
+    for (int64_t t = 0; t < stop - first; t++) least[t] = least[t] > 1 ? least[t] : 1;
+}
+
+static int is_low(const RawSlots *call, float norm, float median) { return norm < call->low * median && isfinite(median); }
+
+static int is_high(const RawSlots *call, float norm, float median) { return call->high && norm > call->high * median && median > 0; }
+
 static void choose_item(const void *context, int64_t layer, char *memory) {
     const RawSlots *call = ((const Choosing *)context)->call;
-    const float *norms = call->norms + layer * call->tokens;
+    const float *of_heads = call->norms + layer * call->heads * call->tokens;
     Candidate *wanted = (Candidate *)memory;
-    float *sorted = (float *)(wanted + call->tokens);
+    float *norms = (float *)(wanted + call->tokens), *largest = norms + call->tokens, *least = largest + call->page, *sorted = least + call->page;
     int64_t count = 0, *chosen = call->chosen + layer * call->slots;
     ((const Choosing *)context)->level->norms(call, layer);
     if (!call->low && !call->high && !call->slots) return;
+    for (int64_t t = 0; t < call->tokens; t++) {
+        float squares = 0;
+        for (int64_t h = 0; h < call->heads; h++) squares += of_heads[h * call->tokens + t] * of_heads[h * call->tokens + t];
+        norms[t] = sqrtf(squares);
+    }
     for (int64_t first = 0; first < call->tokens; first += call->page) {
         /* The last tokens, if they fill no page, are measured by the median of as many tokens up to them. */
         int64_t stop = first + call->page, begin = first;
         if (stop > call->tokens) stop = call->tokens, begin = stop > call->page ? stop - call->page : 0;
         float median = median_of(norms + begin, stop - begin, sorted);
+        int shared = 0;
+        for (int64_t t = first; t < stop; t++) shared |= call->shared && norms[t] > call->shared * median && median > 0;
+        relative_heads(call, of_heads, begin, first, stop, shared, largest, least, sorted);
+        int64_t by_head = 0;
+        for (int64_t t = first; t < stop; t++)
+            by_head += largest[t - first] > 0 && !is_low(call, norms[t], median) && !is_high(call, norms[t], median);
         for (int64_t t = first; t < stop; t++) {
-            int low = norms[t] < call->low * median && isfinite(median), high = call->high && norms[t] > call->high * median && median > 0;
-            if (low || high) wanted[count++] = (Candidate){low ? norms[t] : -1, t};
+            int low = is_low(call, norms[t], median);
+            int high = is_high(call, norms[t], median) || (!low && by_head <= call->few && largest[t - first] > 0);
+            float excess = shared && norms[t] > call->shared * median ? norms[t] / median / least[t - first] : 0;
+            if (low || high || excess > call->shared) wanted[count++] = (Candidate){low ? norms[t] : high ? -norms[t] : FLT_MAX / excess, t};
         }
     }
     int64_t used = smaller_of(count, call->slots);
@@ -275,7 +317,7 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
 
 EXPORTED int64_t kvpack_raw_slots(const RawSlots *call) {
     Choosing work = {call, level_of(call->level)};
-    int64_t bytes = (int64_t)sizeof(Candidate) * call->tokens + (int64_t)sizeof(float) * call->page;
+    int64_t bytes = (int64_t)sizeof(Candidate) * call->tokens + (int64_t)sizeof(float) * (call->tokens + 3 * call->page);
     return kvpack_for_each(choose_item, &work, call->layers, call->threads, bytes);
 }
 

@@ -1,4 +1,4 @@
-/* The norms of tokens over all heads (formats/raw_positions.py, norms_of). */
+/* The norms of tokens in each head (formats/head_norms.py, norms_of). */
 
 /* LANES values from `x` on. */
 INLINE vf values_at(const char *x, int64_t dtype) {
@@ -30,8 +30,8 @@ INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype) {
 }
 
 INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
-    float *norms = call->norms + layer * call->tokens;
     for (int64_t h = 0; h < call->heads; h++) {
+        float *norms = call->norms + (layer * call->heads + h) * call->tokens;
         const char *x = call->x.data + layer * call->x.batch + h * call->x.head;
         for (int64_t t = 0; t < call->tokens; t += LANES) {
             int64_t count = call->tokens - t < LANES ? call->tokens - t : LANES;
@@ -40,10 +40,9 @@ INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
             for (int64_t i = 0; i < LANES; i++)
                 squares[i] = i < count ? squares_of(x + (t + i) * call->x.row, call->dim, dtype) : splat(0);
             store(sums, sums_of(squares));
-            for (int64_t i = 0; i < count; i++) norms[t + i] = (h ? norms[t + i] : 0) + sums[i];
+            for (int64_t i = 0; i < count; i++) norms[t + i] = sqrtf(sums[i]);
         }
     }
-    for (int64_t t = 0; t < call->tokens; t++) norms[t] = sqrtf(norms[t]);
 }
 
 static void layer_norms(const RawSlots *call, int64_t layer) {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.formats.raw_positions import PAGE
+from kvpack.formats.head_norms import FEW, PAGE, SHARED_RATIO
 
 from . import encode, library
 
@@ -21,16 +21,30 @@ Chosen = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 class Chooser:
-    """Chooses the raw tokens of ``layers`` layers of a page by keys of ``heads`` heads, ``tokens`` tokens, ``dim`` values and ``dtype``."""
+    """Chooses the raw tokens of ``layers`` layers of a page by keys of ``heads`` heads, ``tokens`` tokens, ``dim`` values and ``dtype``.
+
+    ``shares``: whether heads of the keys share a scale.
+    """
 
     def __init__(
-        self, raw: RawPositions, layers: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, token_group: int, slots: int
+        self,
+        raw: RawPositions,
+        layers: int,
+        heads: int,
+        tokens: int,
+        dim: int,
+        dtype: torch.dtype,
+        token_group: int,
+        slots: int,
+        shares: bool,
     ) -> None:
+        self._heads = heads
         self._layers, self._tokens, self._slots = layers, tokens, slots
         number = encode.DTYPES.index(dtype)
-        sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE}
+        sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE, "few": FEW}
         high = raw.high_norm if token_group > 1 else 0.0
-        self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, **sizes)
+        shared = SHARED_RATIO if shares and raw.high_norm else 0.0
+        self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, shared=shared, **sizes)
 
     def run(self, keys: Values, threads: int) -> tuple[Chosen, int]:
         """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and how many have no slot.
@@ -38,7 +52,7 @@ class Chooser:
         Raises MemoryError.
         """
         chosen = numpy.empty((self._layers, self._slots), numpy.int64)
-        left_out, norms = numpy.empty(self._layers, numpy.int64), numpy.empty((self._layers, self._tokens), numpy.float32)
+        left_out, norms = numpy.empty(self._layers, numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)
         call = library.RawSlots.from_buffer_copy(self._call)
         call.x, call.threads = library.Stream(*keys), threads
         call.norms, call.chosen, call.left_out = norms.ctypes.data, chosen.ctypes.data, left_out.ctypes.data
@@ -52,9 +66,9 @@ def measures(x: torch.Tensor) -> bool:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """``formats.raw_positions.norms_of``. Raises MemoryError."""
+    """``formats.head_norms.norms_of``. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
-    found, left_out = torch.zeros(batch, tokens, dtype=torch.float32, device="cpu"), numpy.zeros(batch, numpy.int64)
+    found, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros(batch, numpy.int64)
     if x.numel():
         values = library.Stream.of(x)
         sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE}

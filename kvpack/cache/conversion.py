@@ -12,8 +12,9 @@ import torch
 
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.formats.errors import OutOfRange
+from kvpack.formats.head_norms import PAGE
 from kvpack.formats.raw import HOLDS
-from kvpack.formats.raw_positions import PAGE, RawPositions
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import float32_no_grad
 
 from .packed_runs import PackedRun
@@ -95,7 +96,7 @@ def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norm
             # The last part holds a page of raw_positions, whose median is that of all tokens' last page.
             starts = [start for start in range(0, packed, step) if not start or packed - start >= PAGE]
             for start, stop in pairwise([*starts, packed]):
-                part, of_part = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, start:stop]
+                part, of_part = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, :, start:stop]
                 parts.append(PackedRun(codec, stop - start, encode(codec, part, where, position=first + start, norms=of_part)))
         except OutOfRange:
             return packed_side(side.unpack(dtype), codec, window, where, first, norms)
@@ -128,6 +129,6 @@ def _with_window(side: Side, window: int, where: str, first: int, norms: Callabl
     with float32_no_grad(side.device):
         before = side.runs[-1].streams if side.runs else None
         packed, of_keys = side.packed_tokens, norms(side.codec)
-        of_tail = None if of_keys is None else of_keys[:, packed : packed + ready]
+        of_tail = None if of_keys is None else of_keys[:, :, packed : packed + ready]
         page = PackedRun(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + packed, of_tail))
         return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)

@@ -124,8 +124,8 @@ class Layer:
         def norms(start: int, stop: int) -> torch.Tensor | None:
             if self.k is None or k is None or unit is None:
                 return None
-            held = self.k.norms(start) if start < self.k.tokens else k.new_zeros(k.shape[0], 0, dtype=torch.float32)
-            return torch.cat([held, dispatch.norms(k)], 1)[:, : stop - start]
+            held = self.k.norms(start) if start < self.k.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)
+            return torch.cat([held, dispatch.norms(k)], 2)[:, :, : stop - start]
 
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -11,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from kvpack.coding import dispatch
+from kvpack.coding import dispatch, shared_scales
 from kvpack.coding.encoding import RAW_NAMES
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import check_integer, check_names
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import check_callback, check_mapping, items
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackWarning, LimitExceeded, MissingBasis, OutOfBounds
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
@@ -31,16 +30,6 @@ from .layer import Layer
 from .minifloats import ELEMENT_DTYPES
 from .outlier_channels import outlier_channel, warn
 from .side import Side, check_tensor, packed_side
-
-TOKEN_SCALE = "token_scale"
-
-OUTLIER_RATIO = 4.0
-"""A token scale of more than this many times the median is out of the ordinary."""
-
-HEAD_RATIO = 8.0
-"""A head whose norm is more than this many times that of the others decides a token's scale."""
-
-_TOKENS_AT_ONCE = 1024
 
 if TYPE_CHECKING:
     import os
@@ -87,7 +76,8 @@ def pack(
     identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
     computed from, if known. ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs. ``progress`` counts layers.
     ``states_at`` holds the states of all layers at earlier positions (``Cache.states_at``), as ``recording`` keeps them for a store.
-    Raises InvalidParameter, MissingFile, InvalidType, OutOfRange or MissingBasis.
+    Raises InvalidParameter, MissingFile, InvalidType, OutOfRange or MissingBasis. Issues one KvpackWarning if a token scale that heads
+    share does not fit some of them (``token_scale=fp16-per-head`` has one for each).
     """
     check_callback(progress)
     recipe = parse_recipe(recipe, basis)
@@ -109,7 +99,7 @@ def pack(
     layers, outliers = [], []
     # Modes that are set here need not be set for every side.
     values = sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))
-    with float32_no_grad(torch.device("cpu")), shared_arena(values):
+    with float32_no_grad(torch.device("cpu")), shared_arena(values), shared_scales.collected() as misfits:
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             norms = _norms_of_keys(k)
@@ -121,6 +111,7 @@ def pack(
             if progress:
                 progress(number + 1, len(states))
     warn(outliers, len(layers))
+    shared_scales.warn(misfits)
     if inputs is not None:
         inputs = _fitting(inputs, layers, start)
         _check_values(inputs, states, start)
@@ -210,36 +201,7 @@ def _pack_side(
                 f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
             )
         return x.side(recipe.window)
-    packed = packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
-    if packed.packed_tokens and TOKEN_SCALE in (streams := packed.runs[0].streams):
-        _warn_of_outliers(x, streams[TOKEN_SCALE], where)
-    return packed
-
-
-def _warn_of_outliers(x: torch.Tensor, scales: torch.Tensor, where: str) -> None:
-    """Issue a KvpackWarning that names a token of ``x`` ``[batch, kv_head, token, dim]`` in which one head decides the scale of all.
-
-    ``scales`` ``[batch, 1, token]`` are the scales that heads share. Only tokens whose scale is far above the median are looked at.
-    """
-    factors = scales[:, 0].to(torch.float32)
-    if not factors.numel():
-        return
-    places = (factors > OUTLIER_RATIO * factors.median(1, keepdim=True).values).nonzero()
-    for some in torch.split(places, _TOKENS_AT_ONCE):
-        norms = torch.linalg.vector_norm(x[some[:, 0], :, some[:, 1]], dim=2, dtype=torch.float64)
-        usual = norms.median(1).values
-        found = ((norms.amax(1) > HEAD_RATIO * usual) & (usual > 0)).nonzero().flatten().tolist()
-        if found:
-            first = found[0]
-            (sequence, token), head = some[first].tolist(), int(norms[first].argmax())
-            warnings.warn(
-                f"{where}: token {token} of sequence {sequence} has a norm of {norms[first, head]:.4g} in head {head} and "
-                f"{usual[first]:.4g} in others, which share one token scale with it and lose precision: add raw=4,0.6,4 to the recipe, "
-                "which keeps such tokens raw",
-                KvpackWarning,
-                stacklevel=5,
-            )
-            return
+    return packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
 
 
 def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encoded | None], where: str) -> None:

@@ -176,18 +176,18 @@ class Side:
         for_each_block(unpack_tile, tiles, self.device)
 
     def norms(self, start: int = 0) -> torch.Tensor:
-        """The norms of the tokens from ``start`` on, over all heads, as far as they are decoded: float32 ``[batch, token]``."""
+        """The norms of the tokens from ``start`` on, in each head, as far as they are decoded: float32 ``[batch, kv_head, token]``."""
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(own).norms(start) for own in rows])
-        found = [torch.empty(self.batch, 0, dtype=torch.float32, device=self.device)]
+        found = [torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=self.device)]
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
             if first >= start:
                 page, begin = self.place(first, stop)
                 own = self.tail[:, :, first - begin : stop - begin] if page is None else page.decode(first - begin, stop - begin)
                 found.append(dispatch.norms(own))
-        return torch.cat(found, 1)
+        return torch.cat(found, 2)
 
     def prefix(self, tokens: int) -> Side:
         """The first ``tokens`` tokens; packed bytes are shared, nothing is decoded."""
@@ -367,7 +367,7 @@ def packed_side(
 ) -> Side:
     """A side of ``x``, whose tokens begin at position ``first``, encoded by ``codec`` except for the tail that ``window`` leaves.
 
-    ``norms`` ``[batch, token]`` are those of the layer's keys, if they are known.
+    ``norms`` ``[batch, kv_head, token]`` are those of the layer's keys, if they are known.
     """
     tokens = x.shape[2]
     # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
@@ -375,6 +375,6 @@ def packed_side(
     with float32_no_grad(x.device):
         if codec.exact_dtype is None and packed < tokens:
             check_finite(x[:, :, packed:], packed, where)
-        of_packed = None if norms is None else norms[:, :packed]
+        of_packed = None if norms is None else norms[:, :, :packed]
         runs = (PackedRun(codec, packed, encode(codec, x[:, :, :packed], where, position=first, norms=of_packed)),) if packed else ()
         return Side(codec, runs, x[:, :, packed:].clone(), window)

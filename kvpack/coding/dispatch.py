@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from kvpack.file import row
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.head_norms import norms_of
 from kvpack.formats.lossless import Lossless
-from kvpack.formats.raw_positions import norms_of
 from kvpack.formats.side_cars import WithSideCars
 
 from . import cpu_library, triton_version
@@ -155,7 +155,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """``raw_positions.norms_of``, in C where that runs: their last bits depend on the order of sums."""
+    """``head_norms.norms_of``, in C where that runs: their last bits depend on the order of sums."""
     if uses_c(x.device):
         from kvpack.kernels.cpu import raw_slots
 

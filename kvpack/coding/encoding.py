@@ -19,7 +19,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
-from . import dispatch
+from . import dispatch, shared_scales
 from .blocks import caches_of, for_each_block
 
 if TYPE_CHECKING:
@@ -61,15 +61,31 @@ def encode(
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    ``before`` holds the streams of the run that it continues, ``position`` is that of the first token, and ``norms``, ``[batch, token]``,
-    are those of the layer's keys (``raw_positions.norms_of``), as far as these are known.
+    ``before`` holds the streams of the run that it continues, ``position`` is that of the first token, and ``norms``,
+    ``[batch, kv_head, token]``, are those of the layer's keys (``head_norms.norms_of``), as far as these are known.
     Raises InvalidParameter for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
-    Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it.
+    Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it, and a KvpackWarning that names the tokens
+    in which a scale that heads share costs some of them precision.
     """
     raw = codec.side_car(RawPositions)
     if raw is not None:
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
+    if codec.shares_scales:
+        with float32_no_grad(x.device):
+            _report(shared_scales.misfit(dispatch.norms(x), where))
+    return encode_all(codec, x, where, before, position)
+
+
+def _report(found: shared_scales.Misfit | None) -> None:
+    if found is not None:
+        shared_scales.report(found)
+
+
+def encode_all(
+    codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None, position: int | None = None
+) -> dict[str, torch.Tensor]:
+    """``encode`` for a codec that keeps no tokens raw by their positions; nothing is measured, and scales are not warned of."""
     with float32_no_grad(x.device):
         streams = dispatch.encode(codec, x, before)
     if streams is None:
@@ -92,7 +108,12 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """``encode``, for a codec that keeps some tokens raw: what encodes the others then sees a whole run, kernels too."""
     with float32_no_grad(x.device):
-        chosen = raw.choose(dispatch.norms(x) if norms is None else norms.to(x.device), position, before is not None)
+        sharing = dispatch.norms(x) if codec.shares_scales else None
+        if norms is None:
+            norms = dispatch.norms(x) if sharing is None else sharing
+        chosen = raw.choose(norms.to(x.device), position, before is not None, sharing)
+        if sharing is not None:
+            _report(shared_scales.misfit(sharing, where, chosen, keeps_large=raw.high_norm > 0))
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
             own = raw.stored(x, token, sequence)
@@ -102,10 +123,10 @@ def _encode_beside_raw(
         if all(entry.per == "token" for entry in codec.without_raw.row_layouts.values()):
             # A copy of all values without the raw tokens would take longer than to encode them.
             with contextlib.suppress(OutOfRange):
-                streams = encode(codec.without_raw, x, where, before, position)
+                streams = encode_all(codec.without_raw, x, where, before, position)
                 _encode_groups_again(codec.without_raw, x, chosen, streams, where, before)
         if streams is None:
-            streams = encode(codec.without_raw, replaced(x, token, sequence, chosen, codec.token_group), where, before, position)
+            streams = encode_all(codec.without_raw, replaced(x, token, sequence, chosen, codec.token_group), where, before, position)
     return {name: (streams | own)[name] for name in codec.row_layouts}
 
 
@@ -126,7 +147,7 @@ def _encode_groups_again(
     places = places[places < tokens]
     some = chosen[:, places]
     token, sequence = some.T.nonzero().unbind(1)
-    made = encode(codec, replaced(x[:, :, places], token, sequence, some, group), where, before)
+    made = encode_all(codec, replaced(x[:, :, places], token, sequence, some, group), where, before)
     for name, entry in codec.row_layouts.items():
         rows = torch.unique(places // entry.tokens_per_row)
         # Not every version of PyTorch indexes uint16 on every device.

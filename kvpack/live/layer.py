@@ -259,8 +259,8 @@ class LiveLayer:
         if k is None or not any(side.codec.side_car(RawPositions) for side in self.sides.values()):
             return position, None
         held = self.sides["k"].side(0)
-        before = held.norms(first) if first < held.tokens else k.new_zeros(k.shape[0], 0, dtype=torch.float32)
-        return position, torch.cat([before, dispatch.norms(k)[:, max(0, first - held.tokens) :]], 1)
+        before = held.norms(first) if first < held.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)
+        return position, torch.cat([before, dispatch.norms(k)[:, :, max(0, first - held.tokens) :]], 2)
 
     def _encoded(
         self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None

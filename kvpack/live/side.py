@@ -10,6 +10,7 @@ import torch
 
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
+from kvpack.coding import shared_scales
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.runtime.modes import float32_no_grad
 
@@ -98,6 +99,7 @@ class LiveSide:
         self._in_place = in_place and _has_rows_of_tokens(side.codec)
         self._open: list[OpenPage] = []
         self._joined: PackedRuns | None = None
+        self._has_warned = False
         self.packed_tokens = self._runs.tokens
         """The number of tokens in runs."""
 
@@ -166,13 +168,17 @@ class LiveSide:
     def encoded(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         """The streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
 
-        ``position`` is that of the first token, and ``norms`` ``[batch, token]`` begins with those of the tokens' keys, if they are known.
-        Raises InvalidParameter and OutOfRange, which name ``where``.
+        ``position`` is that of the first token, and ``norms`` ``[batch, kv_head, token]`` begins with those of the tokens' keys, if they
+        are known. Raises InvalidParameter and OutOfRange, which name ``where``. Issues the warning of ``encode`` once.
         """
         runs = self._all_runs()
-        with float32_no_grad(x.device):
+        with float32_no_grad(x.device), shared_scales.collected() as misfits:
             before = runs[len(runs) - 1].streams if len(runs) else None
-            return encode(self.codec, x, where, before, position, None if norms is None else norms[:, : x.shape[2]])
+            streams = encode(self.codec, x, where, before, position, None if norms is None else norms[:, :, : x.shape[2]])
+        if misfits and not self._has_warned:
+            self._has_warned = True
+            shared_scales.warn(misfits)
+        return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
         """Add ``tokens`` packed tokens."""

@@ -13,12 +13,13 @@ import torch
 
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
-from kvpack.coding.encoding import TORCH_DTYPES, encode
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
+from kvpack.formats.head_norms import norms_of
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
-from kvpack.formats.raw_positions import RawPositions, in_slots, norms_of, put_slots
+from kvpack.formats.raw_positions import RawPositions, in_slots, put_slots
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.modes import writing
 
@@ -62,10 +63,11 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
         if raw is not None:
             k = _pages(lane, len(chosen), layers.first.dtype, rows.device, geometry.dims["k"])
             gather(keys, chosen, k)
-            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots)
+            sharing = norms_of(x) if lane.plain.shares_scales else None
+            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots, sharing)
             x, streams = found.rest, found.streams
             left_out += found.left_out.sum()
-        made = encode(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
+        made = encode_all(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
         with writing(rows):
             for name, place in _streams(lane, rows[first : first + len(chosen)]).items():
                 place.copy_(made[name].view(place.shape))

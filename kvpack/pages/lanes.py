@@ -13,22 +13,14 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import TORCH_DTYPES, encode
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all
 from kvpack.file.payload import as_array
 from kvpack.formats.errors import OutOfRange
+from kvpack.formats.head_norms import norms_of
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
-from kvpack.formats.raw_positions import (
-    POSITIONS,
-    VALUES,
-    RawPositions,
-    norms_of,
-    replaced,
-    stored_positions,
-    tokens_of_slots,
-    values_of,
-)
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, replaced, stored_positions, tokens_of_slots, values_of
 
 if TYPE_CHECKING:
     from kvpack.file.header import Contents
@@ -95,16 +87,17 @@ class Lane:
         decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.decodes(codec, dtype) else None
         return encoders, decoders
 
-
     def _choosers(self, keys: Sequence[torch.Tensor]) -> Any:
         """What chooses the raw tokens of one layer, and of all of them together, in C; None where C does not, or there are none."""
         from kvpack.kernels.cpu import raw_slots
 
         geometry = self.geometry
-        if self.raw is None or not raw_slots.chooses(geometry.computed_dtype) or not _direct(keys):
+        shares = self.plain.shares_scales
+        # C measures keys alone, and values that share scales have norms of their own.
+        if self.raw is None or not raw_slots.chooses(geometry.computed_dtype) or not _direct(keys) or (shares and self.side != "k"):
             return None
         shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
-        return {n: raw_slots.Chooser(self.raw, n, *shape) for n in {1, self.count}}
+        return {n: raw_slots.Chooser(self.raw, n, *shape, shares) for n in {1, self.count}}
 
 
 class _Ready:
@@ -150,9 +143,14 @@ class _Ready:
         if self._choosers is not None:
             found = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
             return numpy.concatenate([chosen for chosen, _ in found]), sum(left_out for _, left_out in found)
-        dtype, tokens = self._lane.geometry.computed_dtype, self._lane.geometry.tokens
-        norms = torch.cat([norms_of(keys[slot].to(dtype)[None]) for keys in self._keys])
-        token, left_out = tokens_of_slots(raw, norms, self._lane.plain.token_group, self._lane.slots)
+        lane, codec = self._lane, self._lane.plain
+        dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
+
+        def norms(layers: Sequence[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([norms_of(x[slot].to(dtype)[None]) for x in layers])
+
+        sharing = norms(self._tensors) if codec.shares_scales else None
+        token, left_out = tokens_of_slots(raw, norms(self._keys), codec.token_group, lane.slots, sharing)
         return token.masked_fill(token == tokens, -1).numpy(), int(left_out.sum())
 
     def _rest(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -192,7 +190,7 @@ class _Ready:
             elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored(x.dtype):
                 streams["values"].copy_(x[None])
             else:
-                made = encode(lane.plain, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
+                made = encode_all(lane.plain, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
                 for name, stream in made.items():
                     streams[name].copy_(stream)
 

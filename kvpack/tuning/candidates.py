@@ -14,7 +14,7 @@ from kvpack.coding import raw_clause
 from kvpack.coding.presets import RAW_CLAUSE
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.formats.raw_positions import norms_of
+from kvpack.formats.head_norms import norms_of
 
 from .allocation import Allocation, Place, recipe_text
 from .widths import BITS
@@ -160,4 +160,4 @@ def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, pla
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
     first = packed_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
-    return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, start:stop])
+    return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, :, start:stop])

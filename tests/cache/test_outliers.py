@@ -1,17 +1,32 @@
-"""Tokens whose outlier costs other values precision are named in a warning."""
+"""Outliers cost neither other tokens nor other heads precision: such tokens are raw, or a warning names them."""
 
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import kvpack
+from kvpack.coding.presets import PUBLISHED
 from kvpack.errors import KvpackWarning
+from support.real_layers import layers
 
-PLAIN = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32"
-RAW = f"{PLAIN};raw=4,0.6,4"
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SHARED = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32"
+PER_HEAD = SHARED.replace("fp16", "fp16-per-head")
+RAW = f"{SHARED};raw=4,0.6,4"
+HEADS = 4
+
+
+@pytest.fixture
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,23 +36,38 @@ def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-@pytest.mark.parametrize("value", [100.0, 7e4])
-def test_a_shared_token_scale_names_the_token_and_what_to_do(value: float) -> None:
-    with pytest.warns(KvpackWarning, match=r"k: token 9 of sequence 1 has a norm of .* in head 1 .*add raw=4,0.6,4 to the recipe"):
-        kvpack.pack([pair(value)], PLAIN)
+def dominated(ratio: float, tokens: tuple[int, ...] = (9,)) -> torch.Tensor:
+    """Keys of one sequence; in ``tokens``, head 2 raises the norm over all heads to ``ratio`` times the median."""
+    x = torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(0))
+    norms = x.square().sum((1, 3)).sqrt()[0]
+    for token in tokens:
+        others = x[0, [0, 1, 3], token].square().sum()
+        x[0, 2, token] *= ((ratio * norms.median()) ** 2 - others).sqrt() / x[0, 2, token].norm()
+    return x
 
 
 def relative(found: torch.Tensor, given: torch.Tensor) -> float:
     return float((found - given).norm() / given.norm())
 
 
+@pytest.mark.parametrize("value", [100.0, 7e4])
+def test_a_shared_token_scale_names_the_token_and_what_to_do(value: float) -> None:
+    text = (
+        r"layers\[0\].k: in 1 of 600 tokens, one head .* token 9 of sequence 1, head 1 makes the scale .* times too large for another. "
+        r"To avoid this, write token_scale=fp16-per-head in the recipe, .*, or add raw=4,0.6,4,"
+    )
+    with pytest.warns(KvpackWarning, match=text) as caught:
+        kvpack.pack([pair(value)], SHARED)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("value", [100.0, 1e3, 7e4])
 @pytest.mark.parametrize("recipe", [RAW, "octopus-3", "octopus-3-scaled", "turboquant-3-scaled", "oscar-2", "oscar-2-scaled", "kivi-2"])
 def test_an_outlier_costs_neither_other_tokens_nor_other_heads(recipe: str, value: float) -> None:
     k, v = pair(value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        decoded, _ = kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32)
+    decoded, _ = kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32)
     assert decoded is not None
     assert torch.equal(decoded[1, :, 9], k[1, :, 9].to(torch.bfloat16).float())
     usual = relative(decoded[0], k[0])
@@ -45,18 +75,95 @@ def test_an_outlier_costs_neither_other_tokens_nor_other_heads(recipe: str, valu
     assert relative(decoded[1, 1, others], k[1, 1, others]) < 1.1 * usual
 
 
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("ratio", [1.4, 1.7, 2.0, 3.0, 3.9])
+@pytest.mark.parametrize("recipe", ["oscar-2", "oscar-2-u8", "oscar-2-g128", PER_HEAD, f"{SHARED};raw=0,0,4", "kivi-2"])
+def test_a_dominant_head_costs_the_other_heads_of_its_token_nothing(recipe: str, ratio: float) -> None:
+    k = dominated(ratio)
+    decoded, _ = kvpack.pack([(k, k)], recipe)[0].unpack(torch.float32)
+    assert decoded is not None
+    usual = relative(decoded[:, :, 10:128], k[:, :, 10:128])
+    assert relative(decoded[:, [0, 1, 3], 9], k[:, [0, 1, 3], 9]) < 1.6 * usual
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_a_dominant_head_costs_other_tokens_of_its_group_little() -> None:
+    """KIVI has no token scale: the head whose norm is large in one token describes 31 others in larger steps."""
+    k = dominated(2.5)
+    decoded, _ = kvpack.pack([(k, k)], "kivi-2")[0].unpack(torch.float32)
+    assert decoded is not None
+    assert torch.equal(decoded[0, :, 9], k[0, :, 9].to(torch.bfloat16).float())
+    assert relative(decoded[0, 2, 10:32], k[0, 2, 10:32]) < 1.1 * relative(decoded[0, 2, 32:], k[0, 2, 32:])
+
+
+def test_many_tokens_with_a_dominant_head_are_named_and_not_raw() -> None:
+    tokens = tuple(range(9, 89, 10))
+    k = dominated(2.5, tokens)
+    text = r"in 8 of 300 tokens, .* head 2 makes the scale 2\.\d+ times too large .*token_scale=fp16-per-head in the recipe, .* a scale$"
+    with pytest.warns(KvpackWarning, match=text):
+        cache = kvpack.pack([(k, k)], "oscar-2")
+    assert cache[0].k is not None
+    assert cache[0].k.runs[0].streams["raw_positions"].shape[2] == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoded, _ = kvpack.pack([(k, k)], PER_HEAD)[0].unpack(torch.float32)
+    assert decoded is not None
+    assert relative(decoded[:, :, tokens], k[:, :, tokens]) < 1.1 * relative(decoded, k)
+
+
+def test_layers_are_named_together() -> None:
+    k = dominated(3.0)
+    with pytest.warns(KvpackWarning, match=r"layers\[2\].k: in 1 of 300 .*another; the same is true of tokens in 1 more") as caught:
+        kvpack.pack([(dominated(2.0), k), (dominated(1.0), k), (k, k)], SHARED)
+    assert len(caught) == 1
+
+
+def appended(k: torch.Tensor) -> None:
+    kvpack.pack([(k[:, :, :1], k[:, :, :1])], SHARED).append([(k[:, :, 1:289], k[:, :, 1:289])])
+
+
+def converted(k: torch.Tensor) -> None:
+    kvpack.pack([(k, k)], "fp32").convert(SHARED)
+
+
+def updated(k: torch.Tensor) -> None:
+    live = kvpack.LiveCache(SHARED, layers=1)
+    for _ in range(2):
+        live.update(0, k[:, :, :288], k[:, :, :288])
+        live.freeze()
+
+
+@pytest.mark.parametrize("grow", [appended, converted, updated])
+def test_whatever_encodes_keys_warns_once(grow: Callable[[torch.Tensor], None]) -> None:
+    with pytest.warns(KvpackWarning, match=r"k: in 1 of \d+ tokens") as caught:
+        grow(dominated(3.0))
+    assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("no_warnings")
 def test_a_token_that_is_large_in_all_heads_is_what_the_scale_is_for() -> None:
     k, v = pair(1.0)
     k[1, :, 9] *= 500
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kvpack.pack([(k, v)], PLAIN)
+    kvpack.pack([(k, v)], SHARED)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("tokens", [0, 1, 2, 40, 300])
 def test_ordinary_keys_and_keys_of_zeros_warn_of_nothing(tokens: int) -> None:
-    x = torch.randn(1, 2, tokens, 64, generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kvpack.pack([(x, x)], PLAIN)
-        kvpack.pack([(x * 0, x)], PLAIN)
+    x = torch.randn(2, 3, tokens, 64, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1.0, 30.0, 0.1])[:, None, None]
+    kvpack.pack([(x, x)], SHARED)
+    kvpack.pack([(x * 0, x)], SHARED)
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_keys_of_a_real_model_warn_of_nothing_and_few_are_raw() -> None:
+    """All presets that share scales; those of other presets are chosen by the same keys."""
+    real = [(k, v) for k, v, _ in layers()]
+    shared = [name for name, preset in PUBLISHED.items() if "token_scale" in preset.recipe]
+    assert len(shared) >= 5
+    for name in (*shared, "kivi-2", SHARED):
+        for layer in kvpack.pack(real, name):
+            for side in layer.sides.values():
+                raw = side.runs[0].streams.get("raw_positions")
+                assert raw is None or raw.shape[2] <= 8

@@ -10,7 +10,8 @@ import torch
 import kvpack
 from kvpack.errors import InvalidParameter, InvalidPayload
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.raw_positions import PAGE, POSITIONS, VALUES, RawPositions, in_slots, norms_of, replaced
+from kvpack.formats.head_norms import FEW, PAGE, excess, few, norms_of, over_heads, relative
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, in_slots, replaced
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.live.cache import LiveCache
 from support.strategies import create
@@ -134,21 +135,21 @@ def test_a_conversion_chooses_by_the_decoded_keys() -> None:
 
 
 def test_the_median_of_a_page_is_the_measure() -> None:
-    norms = torch.ones(1, 3 * PAGE)
-    norms[0, PAGE : 2 * PAGE] = 10.0
-    norms[0, [3, PAGE + 3, 2 * PAGE + 3]] = torch.tensor([0.59, 5.9, 0.61])
+    norms = torch.ones(1, 1, 3 * PAGE)
+    norms[0, 0, PAGE : 2 * PAGE] = 10.0
+    norms[0, 0, [3, PAGE + 3, 2 * PAGE + 3]] = torch.tensor([0.59, 5.9, 0.61])
     one = RawPositions(DIM, "bf16", 0, 0.6)
     assert one.choose(norms).nonzero()[:, 1].tolist() == [3, PAGE + 3]
-    assert one.choose(norms[:, :1]).sum() == 0
-    assert not one.choose(torch.zeros(1, 40)).any()
-    assert not one.choose(torch.full((1, 40), torch.inf)).any()
+    assert one.choose(norms[..., :1]).sum() == 0
+    assert not one.choose(torch.zeros(1, 2, 40)).any()
+    assert not one.choose(torch.full((1, 2, 40), torch.inf)).any()
 
 
 @pytest.mark.parametrize(
     ("position", "continues", "count"), [(None, False, 3), (None, True, 0), (0, True, 3), (2, False, 1), (7, False, 0)]
 )
 def test_the_first_tokens_are_those_of_the_sequence(position: int | None, continues: bool, count: int) -> None:
-    chosen = RawPositions(DIM, "bf16", 3).choose(torch.ones(2, 40), position, continues)
+    chosen = RawPositions(DIM, "bf16", 3).choose(torch.ones(2, 3, 40), position, continues)
     assert torch.equal(chosen.sum(1), torch.tensor([count, count]))
 
 
@@ -164,10 +165,72 @@ def test_tokens_are_replaced_by_the_mean_of_their_group() -> None:
     assert not replaced(x, token, sequence, chosen, 1)[chosen[:, None].expand(2, HEADS, 10)].any()
 
 
-def test_norms_are_over_all_heads() -> None:
+def test_norms_are_those_of_heads_and_over_all_heads() -> None:
     x = torch.randn(2, HEADS, 300, DIM, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(norms_of(x), torch.linalg.vector_norm(x, dim=(1, 3)))
-    assert norms_of(x[:, :, :0]).shape == (2, 0)
+    torch.testing.assert_close(norms_of(x), torch.linalg.vector_norm(x, dim=3))
+    torch.testing.assert_close(over_heads(norms_of(x)), torch.linalg.vector_norm(x, dim=(1, 3)))
+    assert norms_of(x[:, :, :0]).shape == (2, HEADS, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, PAGE, PAGE + 1, 3 * PAGE - 1])
+def test_a_large_norm_in_one_head_is_enough(tokens: int) -> None:
+    """Those found at once are those that medians find, of heads whose usual norms differ, next to tokens of low norm."""
+    source = torch.Generator().manual_seed(tokens)
+    norms = (torch.rand(3, HEADS, tokens, generator=source) + 1) * torch.tensor([1.0, 30.0, 1e-3])[:HEADS, None]
+    norms[1, 1, tokens // 2] *= 5
+    norms[2, :, tokens // 3] *= 0.01
+    norms[2, 0, -1] *= 3.5
+    found = RawPositions(DIM, "bf16", high_norm=4.0).choose(norms)
+    pages = norms.split(PAGE, 2)
+    if tokens > PAGE and tokens % PAGE:
+        pages = (*pages[:-1], norms[..., -PAGE:])
+    medians = torch.cat([page.median(2, keepdim=True).values.expand(page.shape) for page in pages], 2)
+    medians = torch.cat([medians[..., : tokens // PAGE * PAGE], medians[..., medians.shape[2] - tokens % PAGE :]], 2)
+    assert torch.equal(found, (norms > 4 * medians).any(1))
+    assert found.any() == (tokens > 1)
+
+
+def test_a_shared_scale_is_too_large_where_one_head_is() -> None:
+    norms = torch.ones(2, 3, 200) * torch.tensor([1.0, 20.0, 2.0])[:, None]
+    # All heads are large; the small one is large, which the scale does not follow; the largest one is.
+    norms[0, :, 5] *= 3
+    norms[0, 0, 6] *= 3
+    norms[1, 1, 7] *= 3
+    # What the others need is as much of their own: the scale is twice too large.
+    norms[1, :, 8] *= torch.tensor([2.0, 4.0, 2.0])
+    found = excess(norms)
+    assert (found > 1.5).nonzero().tolist() == [[1, 7], [1, 8]]
+    torch.testing.assert_close(found[1, 7:9], torch.tensor([3.0, 2.0]), rtol=0.02, atol=0)
+    assert relative(norms)[1, :, 7].tolist() == [1, 3, 1]
+    norms[:, 2] = 0
+    assert (excess(norms) > 1.5).nonzero().tolist() == [[1, 7], [1, 8]]
+    assert not excess(norms[:, :1]).any()
+
+
+def test_many_tokens_with_a_large_head_are_no_outliers() -> None:
+    one, norms = RawPositions(DIM, "bf16", high_norm=4.0), torch.ones(1, 3, 2 * PAGE)
+    norms[0, 0, 10:12] = norms[0, 1, 30:32] = 5.0
+    assert one.choose(norms).nonzero()[:, 1].tolist() == [10, 11, 30, 31]
+    norms[0, 2, [50, PAGE + 1]] = 5.0
+    assert one.choose(norms).nonzero()[:, 1].tolist() == [PAGE + 1]
+    norms[0, :, 60] = 5.0
+    assert one.choose(norms).nonzero()[:, 1].tolist() == [60, PAGE + 1]
+
+
+def test_few_tokens_of_a_page_are_worth_being_raw_for_a_shared_scale() -> None:
+    chosen = torch.zeros(2, 2 * PAGE + 9, dtype=torch.bool)
+    chosen[0, :FEW] = chosen[0, PAGE : PAGE + FEW + 1] = chosen[1, -FEW:] = True
+    found = few(chosen)
+    assert torch.equal(found[:, :PAGE], chosen[:, :PAGE])
+    assert not found[:, PAGE : 2 * PAGE].any()
+    assert torch.equal(found[:, 2 * PAGE :], chosen[:, 2 * PAGE :])
+    norms = torch.ones(1, 2, PAGE)
+    norms[0, 0, 20 : 20 + FEW] = 3.0
+    one = RawPositions(DIM, "bf16", high_norm=4.0)
+    assert one.choose(norms, sharing=norms).nonzero()[:, 1].tolist() == [*range(20, 20 + FEW)]
+    assert not one.choose(norms).any()
+    norms[0, 0, 60] = 3.0
+    assert not one.choose(norms, sharing=norms).any()
 
 
 @pytest.mark.parametrize(
@@ -264,11 +327,11 @@ def test_an_outlier_spoils_no_other_token_and_no_other_head(keys: str, value: fl
 
 
 def test_a_token_among_zeros_is_no_outlier() -> None:
-    norms = torch.zeros(1, 200)
-    norms[0, 7] = 1.0
+    norms = torch.zeros(1, 2, 200)
+    norms[0, 0, 7] = 1.0
     one = RawPositions(DIM, "bf16", high_norm=4.0)
     assert not one.choose(norms).any()
-    norms[0, 8:] = 0.1
+    norms[0, 0, 8:] = 0.1
     assert one.choose(norms).nonzero().tolist() == [[0, 7]]
 
 
@@ -283,6 +346,17 @@ def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
     assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[0, 0, 1], [0, 0, 0]]
     assert together.streams[POSITIONS][:, 0, 0].tolist() == [6, 10, 10]
     assert together.rest.abs().max() < 10
+
+
+@pytest.mark.parametrize("group", [32, 1])
+def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> None:
+    x = torch.randn(2, 4, 64, 16, generator=torch.Generator().manual_seed(0)).sign()
+    x[0, :, 5] *= 0.1
+    x[:, 1, [9, 20]] *= torch.tensor([3.3, 2.5])[:, None]
+    raw, norms = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0), norms_of(x)
+    alone, shared = (in_slots(raw, x, norms, group, 2, sharing) for sharing in (None, norms))
+    assert [slots.streams[POSITIONS][..., 0].tolist() for slots in (alone, shared)] == [[[6, 0], [0, 0]], [[6, 10], [10, 21]]]
+    assert [slots.left_out.tolist() for slots in (alone, shared)] == [[0, 0], [1, 0]]
 
 
 def test_positions_are_put_over_flags() -> None:

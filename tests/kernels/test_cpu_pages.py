@@ -9,8 +9,9 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
-from kvpack.formats.raw_positions import norms_of
-from kvpack.kernels.cpu import checksum, library
+from kvpack.formats.head_norms import norms_of
+from kvpack.formats.raw_positions import RawPositions, tokens_of_slots
+from kvpack.kernels.cpu import checksum, library, raw_slots
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
@@ -45,6 +46,27 @@ def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
         for at in range(0, len(data), 4):
             expected = (expected * rows_of.MULTIPLIER + int.from_bytes(data[at : at + 4], "little")) % 2**64
         assert checksum.added(data, start) == expected
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("group", [32, 1])
+@pytest.mark.parametrize("tokens", [16, 128, 200])
+def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, shares: bool) -> None:
+    source = torch.Generator().manual_seed(tokens)
+    x = torch.randn(64, 4, tokens, 32, generator=source) * torch.tensor([1.0, 20.0, 0.1, 1.0])[:, None, None]
+    x[:, torch.arange(4), torch.randint(tokens, (4,), generator=source)] *= torch.linspace(1, 7, 64)[:, None, None]
+    x[::3, 1, : tokens // 8] *= 2.2
+    x[1::3, 0, : tokens // 16] *= 5
+    x[::2, :, tokens // 2] *= 0.3
+    for high in (4.0, 0.0):
+        raw = RawPositions(32, "bf16", low_norm=0.6, high_norm=high)
+        chooser = raw_slots.Chooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shares)
+        chosen, left_out = chooser.run((x.data_ptr(), *(4 * stride for stride in x.stride()[:3])), 1)
+        norms = norms_of(x)
+        expected, more = tokens_of_slots(raw, norms, group, 3, norms if shares else None)
+        assert torch.equal(torch.from_numpy(chosen), expected.masked_fill(expected == tokens, -1))
+        assert left_out == more.sum()
+        assert len({int(count) for count in (chosen >= 0).sum(1)}) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

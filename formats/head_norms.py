@@ -1,0 +1,99 @@
+"""The norms of tokens in each of their heads, and the tokens whose norms are far from the usual ones (spec/side-cars.md, Writer duties)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .lazy import functional, torch
+from .value_blocks import BLOCK_VALUES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE = 128
+"""Tokens of a run, counted from its first, whose median norm the norm of each token is measured by; its last ones, if they fill no page, by
+that of as many tokens up to them."""
+
+SHARED_RATIO = 1.5
+"""A scale that heads share costs a head precision where it is more than this many times what the head's own norm asks for."""
+
+FEW = 4
+"""Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""
+
+
+def norms_of(x: torch.Tensor) -> torch.Tensor:
+    """The norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
+    size = max(PAGE, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    return torch.cat([part.to(torch.float32).square().sum(3).sqrt() for part in torch.split(x, size, 2)], 2)
+
+
+def over_heads(norms: torch.Tensor) -> torch.Tensor:
+    """The norm of each token over all heads, ``[batch, token]``, by those in each head, ``[batch, kv_head, token]``."""
+    return norms.square().sum(1).sqrt()
+
+
+def usual(norms: torch.Tensor) -> torch.Tensor:
+    """The median of the page of each token, for ``norms`` ``[..., token]``."""
+    tokens, medians = norms.shape[-1], []
+    for pages, count in _pages(norms):
+        median = pages.median(-1).values
+        medians.append(median.repeat_interleave(PAGE, -1) if count == PAGE else median.expand(*norms.shape[:-1], count))
+    return torch.cat([norms[..., tokens:], *medians], -1)
+
+
+def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
+    """Which tokens have a norm above ``ratio`` times the usual one in one head: bool ``[batch, token]`` of norms in each head.
+
+    A head whose usual norm is 0 has none: among tokens of zeros, such as padding, any other is far from the median. None: no token has.
+    """
+    if not _has_large(norms, ratio):
+        return None
+    medians = usual(norms)
+    return ((norms > ratio * medians) & (medians > 0)).any(1)
+
+
+def excess(norms: torch.Tensor) -> torch.Tensor:
+    """How many times too large a scale that heads share is for the head that it fits least: float32 ``[batch, token]``.
+
+    ``norms`` are those in each head. The scale is in proportion to the norm over all heads; a head needs as much of it as its norm is above
+    its usual one, and no head needs less than the usual scale. 0 stands for tokens whose scale is at most ``SHARED_RATIO`` times the usual.
+    """
+    scale = over_heads(norms)
+    medians = usual(scale)
+    large = (scale > SHARED_RATIO * medians) & (medians > 0)
+    if norms.shape[1] == 1 or not large.any():
+        return torch.zeros_like(scale)
+    return torch.where(large, scale / medians / relative(norms).amin(1).clamp_min(1.0), 0.0)
+
+
+def relative(norms: torch.Tensor) -> torch.Tensor:
+    """Norms of the same shape, each divided by the usual one of its head; infinite where that is 0."""
+    medians = usual(norms)
+    return torch.where(medians > 0, norms / medians, torch.inf)
+
+
+def few(chosen: torch.Tensor) -> torch.Tensor:
+    """``chosen``, bool ``[batch, token]``, without the tokens of pages that have more than ``FEW`` of them."""
+    batch, tokens = chosen.shape
+    counts = functional.pad(chosen, (0, -tokens % PAGE)).reshape(batch, -1, PAGE).sum(2)
+    return chosen & (counts <= FEW).repeat_interleave(PAGE, 1)[:, :tokens]
+
+
+def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    """The norms that tokens are measured by, ``[..., page, token]``, and how many tokens of each page these are: its last ones."""
+    tokens = norms.shape[-1]
+    whole = tokens // PAGE * PAGE
+    if whole:
+        yield norms[..., :whole].reshape(*norms.shape[:-1], whole // PAGE, PAGE), PAGE
+    if whole < tokens:
+        yield norms[..., max(0, tokens - PAGE) :].unsqueeze(-2), tokens - whole
+
+
+def _has_large(norms: torch.Tensor, ratio: float) -> bool:
+    """Whether any of ``norms`` is above ``ratio`` times the median of its page: medians of all pages would take most of a choice's time."""
+    for pages, count in _pages(norms):
+        largest = pages[..., -count:].amax(-1)
+        wide = largest > ratio * pages.amin(-1)
+        if wide.any() and (largest[wide] > ratio * pages[wide].median(-1).values).any():
+            return True
+    return False

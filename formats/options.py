@@ -10,7 +10,7 @@ from .errors import InvalidParameter
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .balanced import CalibratedFrames
+    from .balanced_frames import CalibratedFrames
     from .basis import Calibrated
 
 

@@ -19,7 +19,7 @@ from kvpack.file.payload import as_array
 from kvpack.file.sources import OnDisk
 from kvpack.file.user_files import open_regular, path_text
 from kvpack.formats.arguments import shown
-from kvpack.formats.balanced import BalancedFrames, CalibratedFrames
+from kvpack.formats.balanced_frames import BalancedFrames, CalibratedFrames
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackError, LimitExceeded, OutOfBounds
 from kvpack.formats.frames import Frames, Rope, Tables

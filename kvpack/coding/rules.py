@@ -23,7 +23,7 @@ from .canonical import Spelled
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpack.formats.balanced import CalibratedFrames
+    from kvpack.formats.balanced_frames import CalibratedFrames
     from kvpack.formats.base import Codec
     from kvpack.formats.basis import Calibrated
 

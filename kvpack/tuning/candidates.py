@@ -17,7 +17,6 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.head_norms import norms_of
 
 from .allocation import Allocation, Place, recipe_text
-from .widths import BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +50,9 @@ Groups of tokens have one scale per channel, so that keys with outlier channels 
 """
 
 _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.words_of(RAW_CLAUSE).items())
+
+BITS = (1, 2, 3, 4, 5, 6, 8)
+"""The widths of the search by widths."""
 
 BY_WIDTHS = tuple(f"scalar:b={bits},{_RAW_WORDS}" for bits in BITS)
 """The candidates of the search by widths, of both sides."""

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from .greedy import Losses
     from .search import Measurement, Search
 
-BITS = (1, 2, 3, 4, 5, 6, 8)
-"""The widths of the usual candidates."""
-
 MEASURED_BITS = 2.0
 """The width at which places are measured: coarse enough for a loss above the noise, and fine enough that the losses of places add up."""
 

@@ -14,7 +14,8 @@ from kvpack.errors import (
     MissingBasis,
     OutOfBounds,
 )
-from kvpack.formats.balanced import MAX_GROWTH, Balanced, BalancedFrames
+from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced_frames import MAX_GROWTH, BalancedFrames
 from support.klt_bases import balanced_basis, random_balanced, random_basis
 
 if TYPE_CHECKING:

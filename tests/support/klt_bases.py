@@ -12,7 +12,8 @@ import torch
 
 from kvpack.coding.bases import BalancedKeys, Basis, basis_bytes
 from kvpack.formats import rans
-from kvpack.formats.balanced import Balanced, BalancedFrames
+from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced_frames import BalancedFrames
 from kvpack.formats.basis import BasisRows, rows_of, runs_of
 from kvpack.formats.frames import PAIRINGS, Frames, Rope, Tables
 from kvpack.formats.klt import Klt

@@ -1,0 +1,71 @@
+"""The balanced frames of a layer's keys, as a basis holds them (spec/basis.md)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from .errors import InvalidParameter, OutOfRange
+from .inverses import inverse_of
+from .lazy import torch
+
+MAX_GROWTH = 2.0**10
+"""The most that a matrix, and its inverse, may make of values of at most 1 (rule basis-24)."""
+
+
+class BalancedFrames:
+    """The balanced frames of the keys of one layer: float32 ``[kv_head, column, channel]``, what each column is in the original frame."""
+
+    def __init__(self, matrices: torch.Tensor) -> None:
+        self.matrices = matrices
+        self._elsewhere: dict[str, BalancedFrames] = {}
+
+    @property
+    def heads(self) -> int:
+        return self.matrices.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.matrices.shape[2]
+
+    def of_heads(self, heads: int) -> BalancedFrames:
+        """These frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        if self.heads != heads:
+            raise InvalidParameter(f"frames of {self.heads} heads, and the values have {heads}")
+        return self
+
+    @cached_property
+    def inverse(self) -> torch.Tensor:
+        """The inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
+
+        Raises OutOfRange where a matrix is too badly conditioned (rules basis-19 and basis-24).
+        """
+        found = inverse_of(self.matrices, "a balanced frame of the basis")
+        growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), found.abs().sum(-2).amax(-1))
+        if not bool((growth <= MAX_GROWTH).all()):
+            raise OutOfRange(
+                f"the balanced frame of head {int(growth.argmax())} is badly conditioned: it, or its inverse, may make values "
+                f"{float(growth.max()):.4g} times as large, the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave frame= out"
+            )
+        return found.to(self.matrices.device)
+
+    def on(self, device: torch.device) -> BalancedFrames:
+        """The same frames on ``device``; a copy is kept."""
+        if self.matrices.device == device:
+            return self
+        key = str(device)
+        if key not in self._elsewhere:
+            found = BalancedFrames(self.matrices.to(device))
+            if "inverse" in self.__dict__:
+                found.__dict__["inverse"] = self.inverse.to(device)
+            self._elsewhere[key] = found
+        return self._elsewhere[key]
+
+
+class CalibratedFrames(NamedTuple):
+    """What a recipe takes from a basis for keys of a ``layer``: frames of a kind, or the mean squares of ``queries``, and the SHA-256."""
+
+    digest: bytes
+    layer: int
+    frames: BalancedFrames | None = None
+    queries: torch.Tensor | None = None

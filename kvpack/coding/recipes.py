@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from kvpack.codecs import CodecChoice
 from kvpack.file.checks import check_string
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.formats import CODECS
+from kvpack.formats import CODECS, registered
 from kvpack.formats.arguments import check_mapping, integer, shown
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.options import UnknownWord
@@ -447,7 +447,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | o
         raise InvalidType(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)
     if named is None:
-        return _parsed(str(recipe))
+        return _parsed(str(recipe), registered())
     path, added = named
     clauses = read_clauses(path)
     try:
@@ -460,6 +460,6 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | o
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> Recipe:
+def _parsed(text: str, classes: tuple[type, ...]) -> Recipe:
     """The recipe of a text. Caches of one recipe are often packed one after another, and share its codecs."""
     return Recipe(text)

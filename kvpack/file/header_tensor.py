@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from kvpack.formats import CODECS, codec_class, codec_from_params
+from kvpack.formats import CODECS, codec_class, codec_from_params, registered
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded, UnknownCodec, UnsupportedVersion
 
 from .checks import check_keys, check_string, check_type
@@ -29,8 +29,8 @@ _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
 """The fewest bytes per array or map in a valid header, apart from the top-level keys and layers without sides."""
 _MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
-_codecs: dict[bytes, Codec] = {}
-"""Codecs by their packed maps: files of one recipe have the same ones, which are checked once and whose tables are made once."""
+_codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
+"""Codecs by their packed maps and the registered classes: files of one recipe have the same ones, which are checked and made once."""
 
 
 def pack_header(header: Header) -> bytes:
@@ -204,17 +204,18 @@ def _codec(where: str, params: Any) -> tuple[Codec, bool]:
     """The codec of a map, and whether this is the one that the codec is stored as."""
     check_type(where, params, dict)
     try:
-        key = msgpack.packb(params)
+        packed = msgpack.packb(params)
     except ValueError:
         # It is nested more deeply than any codec.
         return _new_codec(where, params), False
+    key = packed, registered()
     codec = _codecs.get(key)
     if codec is not None:
         return codec, True
     codec = _new_codec(where, params)
-    if msgpack.packb(codec.params()) != key:
+    if msgpack.packb(codec.params()) != packed:
         return codec, False
-    if len(key) <= _MAX_KEPT_BYTES:
+    if len(packed) <= _MAX_KEPT_BYTES:
         if len(_codecs) >= _MAX_KEPT:
             _codecs.clear()
         _codecs[key] = codec

@@ -108,7 +108,7 @@ def test_tokens_that_are_added(recipe: str, tmp_path: Path) -> None:
     assert raw_of(cache[0].v)[0][:4] == EXPECTED[0]  # type: ignore[arg-type]
     kvpack.save(kvpack.pack(pairs(0, 128), recipe), tmp_path / "x")
     check(kvpack.load(tmp_path / "x").append(pairs(128)), EXPECTED)
-    live = LiveCache(recipe, layers=1)
+    live = LiveCache(f"{recipe};window=128", layers=1)
     for begin in range(0, TOKENS, 50):
         live.update(0, *pairs(begin, begin + 50)[0])
         live.roll()

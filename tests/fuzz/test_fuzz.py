@@ -24,7 +24,7 @@ from fuzz.session import Report, Session
 from fuzz.targets import TARGETS, Target
 from kvpack.cache import files, side
 from kvpack.cache.dense_states import DenseLayer
-from kvpack.coding import bases, recipes
+from kvpack.coding import bases, recipes, rules
 from kvpack.file import container, header_tensor, payload, row
 from kvpack.formats import CODECS, columns
 from kvpack.formats.errors import DigestMismatch, KvpackError
@@ -161,7 +161,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "payloads are not checked": ("entry", leave_out(entries, "check_payload")),
     "rows of a basis crash": ("basis", crash(bases, "_rows")),
     "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_number", lambda _, text: int(text))),
-    "a word crashes": ("recipe", crash(recipes, "create_codec")),
+    "a word crashes": ("recipe", crash(rules, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),
     "a command crashes": ("command", crash(container, "open_file")),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,23 +37,23 @@ def member(user: int, group: int = GROUP) -> Iterator[None]:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    """A folder as Kubernetes mounts a volume: root's, and writable by the group."""
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        if stat.S_IMODE(os.stat(folder).st_mode) & stat.S_IXOTH == 0:
-            folder.chmod(stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IXOTH)
-    # Whatever is imported at its first use, while root is who reads it: other users may not.
-    first = open_store(tmp_path / "first", trusted_group=GROUP)
-    save(first, IDS)
-    assert first.load(IDS)[0] == first.pin(IDS) == 3 * CHUNK
-    first.collect()
-    assert first.unpin(IDS)
-    assert first.delete(IDS) == 3
-    folder = tmp_path / "volume"
-    folder.mkdir()
-    os.chown(folder, 0, GROUP)
-    folder.chmod(0o2775)
-    return folder
+def shared() -> Iterator[Path]:
+    """A folder as Kubernetes mounts a volume: root's, and writable by the group. pytest's folders are closed to other users."""
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place)
+        home.chmod(0o711)
+        # Whatever is imported at its first use, while root is who reads it: other users may not.
+        first = open_store(home / "first", trusted_group=GROUP)
+        save(first, IDS)
+        assert first.load(IDS)[0] == first.pin(IDS) == 3 * CHUNK
+        first.collect()
+        assert first.unpin(IDS)
+        assert first.delete(IDS) == 3
+        folder = home / "volume"
+        folder.mkdir()
+        os.chown(folder, 0, GROUP)
+        folder.chmod(0o2775)
+        yield folder
 
 
 @as_root

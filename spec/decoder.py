@@ -2012,8 +2012,8 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         require(isinstance(bits, int) and bits in (4, 8), SIDE_CARS, f"key_mean has bits {bits!r}")
         require(bits == 8 or dim % 2 == 0, SIDE_CARS, f"key_mean of 4 bits with head dim {dim}")
         require(codec.token_group == 1, SIDE_CARS, f"key_mean of {codec.id}, which has the token group {codec.token_group}")
-        codes = NumberStream(name, "U8", (dim * bits // 8,), tokens)
-        return SideCar({}, [codes, NumberStream("key_mean_scale", "F16", (), tokens)], bits=bits)
+        means = NumberStream(name, "U8", (dim * bits // 8,), tokens)
+        return SideCar({}, [means, NumberStream("key_mean_scale", "F16", (), tokens)], bits=bits)
     if name == "outliers":
         require(dim % 4 == 0, SIDE_CARS, f"outliers with head dim {dim}")
         codes = {"outlier_flags": take_flags(value, dim // 4, name)}

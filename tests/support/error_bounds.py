@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from kvpack.formats.basis import run_slice
-from kvpack.formats.token_norms import decoded_norms
+from kvpack.formats.token_norms import LOG8, decoded_norms
 from kvpack.formats.transform import DEAD_ZONE
 
 if TYPE_CHECKING:
@@ -55,10 +55,12 @@ def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, A
         other = plain.decode(factored)
         check(plain, x, factored, other)
         axes = (1, 3) if codec.id == "group" and not codec.scale_per_head else (3,)
-        error, plain_error, length = ((value.double()).square().sum(axes).sqrt() for value in (decoded - x, other - x, x))
+        error, plain_error, length, size = (value.double().square().sum(axes).sqrt() for value in (decoded - x, other - x, x, decoded))
+        # A norm of 8 bits is stored as the nearest of its steps of 2^(1/16).
+        stored = 2.0 ** (1 / 32) - 1 if getattr(codec, "norm", "") == LOG8 else 0.0
         # A polar codec with several radii chooses for each.
         larger = (torch.hypot if codec.id == "polar" else torch.maximum)(plain_error, length)
-        _check_errors(error, larger * (1 + 2.0**-9) + 2.0**-23 * math.sqrt(x.shape[1] * codec.dim))
+        _check_errors(error, larger * (1 + 2.0**-9) + stored * size + 2.0**-23 * math.sqrt(x.shape[1] * codec.dim))
         return None
 
     return checked

@@ -90,8 +90,10 @@ def check_side_cars(
     mine, checked = inner.decode(own), coded
     if block_rotation:
         # The encoder's products may round otherwise: of values that cancel, nothing else is left.
-        cancelled = (coded.double() - mine).abs() <= ROTATION_TOLERANCE * size
-        checked = torch.where(cancelled, mine, coded)
+        framed, slack = codec.rotation.forward(coded).double(), ROTATION_TOLERANCE * size
+        off = inner.decode_frame(own).double() - framed
+        checked = codec.rotation.inverse((framed + torch.minimum(torch.maximum(off, -slack), slack)).to(torch.float32))
+        checked = torch.where((coded.double() - mine).abs() <= slack, mine, checked)
     check(inner, checked, own, mine)
     left = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0)
     residual = left.norm(dim=-1)

@@ -36,10 +36,8 @@ def files(draw: DrawFn) -> bytes:
 @st.composite
 def _layers(draw: DrawFn) -> tuple[Side | None, Side | None]:
     batch, tail = draw(st.integers(1, 2)), draw(st.integers(0, 2))
-    chosen = [
-        draw(codecs(side=side).filter(lambda codec: codec.dim <= MAX_DIM and not codec.bases_needed)) if draw(st.booleans()) else None
-        for side in "kv"
-    ]
+    fitting = {side: codecs(side=side, bounded=False).filter(lambda made: made.dim <= MAX_DIM and not made.bases_needed) for side in "kv"}
+    chosen = [draw(fitting[side]) if draw(st.booleans()) else None for side in "kv"]
     # Both sides have the same runs; a codec that encodes tokens one by one has one run.
     many = all(codec is None or _has_runs(codec) for codec in chosen)
     runs = tuple(draw(st.lists(st.integers(1, 9), max_size=3 if many else 1)))

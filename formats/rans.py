@@ -27,8 +27,6 @@ MIN_STATE = 1 << 16
 MAX_SYMBOLS = 1 << 16
 """The most symbols of a chunk: its words can then be counted in 16 bits."""
 
-_MAX_SLOT_BYTES = 1 << 24
-
 
 class Chunks(NamedTuple):
     """Coded chunks: ``words`` uint16 ``[word]`` of one chunk after another, and for each ``counts`` int64 and ``states`` uint32.

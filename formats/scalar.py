@@ -36,7 +36,7 @@ _MAX_COMPARISONS = 15
 _CHUNK_ROWS = 2048
 
 
-class Part(NamedTuple):
+class ScalarPart(NamedTuple):
     """The channels of the coded frame with ``bits`` bits each, ascending."""
 
     bits: int
@@ -109,7 +109,7 @@ class Scalar(CodecFamily):
         return features_of(self.norm)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ScalarPart, ...]:
         """The channels of each width, in the order of the code streams."""
         return _parts(self.dim, self.bits, self.bits_high, self.high_channels)
 
@@ -178,14 +178,14 @@ def _check_table(name: str, table: bytes, length: int) -> None:
 
 
 @lru_cache(TABLES_KEPT)
-def _parts(dim: int, bits: int, bits_high: int, high_channels: bytes) -> tuple[Part, ...]:
+def _parts(dim: int, bits: int, bits_high: int, high_channels: bytes) -> tuple[ScalarPart, ...]:
     mask = int.from_bytes(high_channels, "little")
     sets = [tuple(c for c in range(dim) if mask >> c & 1 == high) for high in (0, 1)]
-    return tuple(Part(bits, channels) for bits, channels in zip((bits, bits_high), sets, strict=True) if channels)
+    return tuple(ScalarPart(bits, channels) for bits, channels in zip((bits, bits_high), sets, strict=True) if channels)
 
 
 @lru_cache(TABLES_KEPT)
-def _packings(parts: tuple[Part, ...], fields: Fields) -> dict[str, Columns]:
+def _packings(parts: tuple[ScalarPart, ...], fields: Fields) -> dict[str, Columns]:
     return {name: Columns(len(part.channels), (2**part.bits,), count) for part, (name, count) in zip(parts, fields, strict=True)}
 
 
@@ -219,11 +219,11 @@ def signed_values(table: bytes) -> torch.Tensor:
 
 
 @kept_on_device
-def _channels(part: Part) -> torch.Tensor:
+def _channels(part: ScalarPart) -> torch.Tensor:
     return torch.tensor(part.channels, dtype=torch.int64)
 
 
 @kept_on_device
-def _order(parts: tuple[Part, ...]) -> torch.Tensor:
+def _order(parts: tuple[ScalarPart, ...]) -> torch.Tensor:
     """For each channel, its index in the concatenated channels of ``parts``."""
     return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from kvpack.kernels.tiles import addresses
 
 from . import plan, segments
-from .prepared import MAX_ROWS, Options, Prepared, Shape
+from .prepared import MAX_ROWS, Options, Prepared, QueryShape
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_DUAL_ROWS = 8
 """Up to which two tokens may share a row of a tile: each has query rows of its own."""
 
-FEW_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
+MAX_SPLIT_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
 """Blocks of query rows, of which each decodes the layer again, that are always few; most blocks; and most of them times tokens, where
 they are more than few. With more, tokens are decoded to a scratch first (``many_queries``).
 
@@ -39,7 +39,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     assert k is not None
     assert v is not None
     blocks = -(-q.shape[1] // k.heads * q.shape[2] // MAX_ROWS)
-    few = blocks <= FEW_ROW_BLOCKS or (blocks <= MAX_ROW_BLOCKS and blocks * k.tokens <= MAX_BLOCK_TOKENS)
+    few = blocks <= MAX_SPLIT_ROW_BLOCKS or (blocks <= MAX_ROW_BLOCKS and blocks * k.tokens <= MAX_BLOCK_TOKENS)
     if not few or not q.device == k.device == v.device:
         return False
     return segments.of_side(k).supported and segments.of_side(v).supported
@@ -80,7 +80,7 @@ def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
     assert k is not None
     assert v is not None
     batch, q_heads, q_len, dim = q.shape
-    shape = Shape(batch, q_heads, q_len, dim, k.heads)
+    shape = QueryShape(batch, q_heads, q_len, dim, k.heads)
     position = k.tokens - shape.q_len
     begin, end = 0, position + shape.q_len if options.causal else k.tokens
     whole = 0, position + 1 if options.causal else k.tokens

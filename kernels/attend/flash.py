@@ -26,7 +26,7 @@ MERGED_ROWS = 16
 """Rows that one program merges."""
 
 
-class Block(NamedTuple):
+class FlashBlock(NamedTuple):
     """Rows and tokens of a tile of scores, and the warps and stages of a program."""
 
     rows: int
@@ -35,14 +35,14 @@ class Block(NamedTuple):
     stages: int
 
 
-def block_of(dim: int, room: int) -> Block:
+def block_of(dim: int, room: int) -> FlashBlock:
     """The shape of a program for head dims up to ``dim``, a power of two: what fits registers and ``room`` bytes of shared memory.
 
     Shared memory holds the queries, and for each stage the keys and values of a tile.
     """
     if dim <= 64:
-        return Block(128, 64, 4, 3)
-    block = Block(128, 64, 8, 3) if dim <= 128 else Block(64, 32, 8, 2)
+        return FlashBlock(128, 64, 4, 3)
+    block = FlashBlock(128, 64, 8, 3) if dim <= 128 else FlashBlock(64, 32, 8, 2)
     fitting = (room // (2 * dim) - block.rows) // (2 * block.tokens)
     return block._replace(stages=max(1, min(block.stages, fitting)))
 

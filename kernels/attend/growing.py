@@ -16,7 +16,7 @@ from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import append, plan, segments
 from .attention import MAX_DUAL_ROWS, supports
-from .prepared import EVERYTHING, Options, Prepared, Shape
+from .prepared import EVERYTHING, Options, Prepared, QueryShape
 
 if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer
@@ -31,7 +31,7 @@ ROOM_FOR_PAGES = 8
 class GrowingCall:
     """A call of attention for queries ``q`` like a first one, over ``layer``, whose tails are whole buffers.
 
-    ``layer`` is what ``takes`` let through. The tokens that each sequence holds are ``lengths`` of a call, int32 ``[batch]``, and
+    ``layer`` is one that ``supports`` accepts. The tokens that each sequence holds are ``lengths`` of a call, int32 ``[batch]``, and
     ``starts``, if the options say that calls give them, the first that its queries see. The window of the options, if any, is found on
     the device: it begins elsewhere in each call.
     """
@@ -40,13 +40,13 @@ class GrowingCall:
         assert layer.k is not None
         assert layer.v is not None
         batch, q_heads, q_len, dim = q.shape
-        self._shape, self._options = Shape(batch, q_heads, q_len, dim, layer.k.heads), options._replace(lengths=True)
+        self._shape, self._options = QueryShape(batch, q_heads, q_len, dim, layer.k.heads), options._replace(lengths=True)
         self._dual = self._shape.rows <= MAX_DUAL_ROWS and not any(segments.of_side(side).outliers for side in (layer.k, layer.v))
         self._dtype, self._dim_v = q.dtype, layer.v.dim
         self._plan(self._planned(layer))
 
     @staticmethod
-    def takes(q: torch.Tensor, layer: Layer) -> bool:
+    def supports(q: torch.Tensor, layer: Layer) -> bool:
         """Whether these kernels take the layer for queries like ``q``."""
         return GrowingCall.takes_layer(layer) and supports(q, layer)
 
@@ -137,7 +137,7 @@ class Append:
         """Whether this call appends to these tails."""
         return self._tails[0] is k_tail and self._tails[1] is v_tail
 
-    def takes(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+    def supports(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether these are the tokens of such a call, of the tails' dtype."""
         return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._given
 

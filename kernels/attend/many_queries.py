@@ -53,7 +53,7 @@ FEWEST_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
 MAX_TOKENS_AT_ONCE, MAX_SCORES_AT_ONCE = 1 << 14, 1 << 28
 """Tokens, and scores of all heads, up to which one call of FlashAttention attends all: what the host saves is more than what cuDNN does."""
 
-FEW_QUERIES = 128
+MAX_WHOLE_CONTEXT_QUERIES = 128
 """Queries up to which ``flash`` attends their own tokens: as many as one of its programs takes."""
 
 MAX_CALLS = 64
@@ -128,8 +128,8 @@ class _Part(NamedTuple):
 
     start: int
     stop: int
-    keys: scratch.Block
-    values: scratch.Block
+    keys: scratch.DecodedBlock
+    values: scratch.DecodedBlock
     seen: int
     splits: int
     own: int
@@ -231,12 +231,12 @@ class Call:
         parts = []
         for start, stop in self._blocks(position, count):
             sides = zip((k, v), self._frames, strict=True)
-            keys, values = (scratch.Block(side, frame, start, stop, self._dtype) for side, frame in sides)
+            keys, values = (scratch.DecodedBlock(side, frame, start, stop, self._dtype) for side, frame in sides)
             seen = stop - start if not self._options.causal else max(0, min(stop, position) - start)
             rows = self._shape[1] // self._heads * count
             splits = _splits(self._batch * self._heads * -(-rows // ROWS_OF_A_PROGRAM), seen, self._device)
             # Few queries of their own tokens are not worth the library's call.
-            own = start + seen if self._options.causal and count > FEW_QUERIES else stop
+            own = start + seen if self._options.causal and count > MAX_WHOLE_CONTEXT_QUERIES else stop
             if not self._uncut:
                 seen, own = 0, stop
             parts.append(_Part(start, stop, keys, values, seen // splits * splits, splits, own))

@@ -20,7 +20,7 @@ from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loader
 from kvpack.kernels.tiles.addresses import aligned_streams
 from kvpack.kernels.tiles.bound_loader import bind
 from kvpack.kernels.tiles.frame_columns import loader
-from kvpack.kernels.tiles.shapes import Shape, in_patches, shape_of, table_budget
+from kvpack.kernels.tiles.shapes import LaunchShape, in_patches, shape_of, table_budget
 from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
 
 from . import segments
@@ -71,7 +71,7 @@ class Launch:
 
     k: Frame
     v: Frame
-    shape: Shape
+    shape: LaunchShape
     work: torch.Tensor
     tables: tuple[torch.Tensor, torch.Tensor]
     constants: dict[str, Any]
@@ -197,7 +197,7 @@ def _launch(
     return Launch(k, v, shape, work, tables, constants, tuple(held), programs, any(of_tail), all(of_tail), shape.fills)
 
 
-def programs_of(shape: Shape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
+def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
     """The programs of each sequence that attend ``tokens`` in steps of ``tile`` soonest.
 
     As many as run at once, or of several rounds, if many sequences leave less of the last round empty.
@@ -258,7 +258,7 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
     return False
 
 
-def _whole(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: Shape) -> bool:
+def _whole(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: LaunchShape) -> bool:
     """Whether the tokens of a warp's tile always lie in one token group."""
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
     return tiles.whole_groups % tokens == 0 and not (rows[:, at] % tokens).any()

@@ -40,7 +40,7 @@ MERGE_PARTS, MERGE_COLUMNS = 512, 32
 MAX_PARTS = 32
 """Up to which one warp merges them: its lanes then have columns of their own, 4 each."""
 
-FEW_ROWS = 64
+MAX_ROTATED_ROWS = 64
 """Rows of all sequences up to which the merge also rotates, row by row: of 256 it took 26 us on an H200, a merge and products of 768 10."""
 
 MANY_ROWS, ROTATED_ROWS = 1024, 64
@@ -60,7 +60,7 @@ EVERYTHING = 1 << 30
 """A window, or a look ahead, beyond any token."""
 
 
-class Shape(NamedTuple):
+class QueryShape(NamedTuple):
     """The queries of a call: ``q_len`` of each of the ``q_heads``, of ``dim`` channels, for ``batch`` sequences of ``heads`` KV heads."""
 
     batch: int
@@ -113,7 +113,7 @@ class Prepared:
     def __init__(
         self,
         launches: Sequence[Launch],
-        shape: Shape,
+        shape: QueryShape,
         dtype: torch.dtype,
         options: Options,
         position: int,
@@ -146,7 +146,7 @@ class Prepared:
         own_channels = all(frame.page is None for frame in self._v_frames)
         self._merges_originals = own_channels and len(self._v_frames) <= 2
         self._rotated = not all(frame_columns.in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames)
-        self._few_rows = shape.sequences * shape.rows <= (FEW_ROWS if self._rotated else ORDERED_ROWS)
+        self._few_rows = shape.sequences * shape.rows <= (MAX_ROTATED_ROWS if self._rotated else ORDERED_ROWS)
         self._scratch = places.taken
         self._own_queries = [frame for frame in self._k_frames if frame.page is not None]
         launches_of = [*self._prepared_rotations(), *self._prepared_splits(position, masked, cut or options.starts)]

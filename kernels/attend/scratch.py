@@ -157,7 +157,7 @@ def frame_of(side: Side) -> Frame:
     return Frame(*first)
 
 
-class Block:
+class DecodedBlock:
     """Tokens ``[start, stop)`` of a side, which each call decodes anew to ``frame`` and ``dtype``, by launches that are found once.
 
     Of a scratch they take ``elements``: values ``[kv_head, batch, token, channel or column]``, whole groups of tokens.
@@ -182,12 +182,12 @@ class Block:
         self._raw_at = (self._begin - self._first) * width
         self._store = frame.storing(side.batch, side.heads, dtype, side.device)
 
-    def alike(self, side: Side, values: bool, tables: layer_sharing.Tables) -> Block | None:
+    def alike(self, side: Side, values: bool, tables: layer_sharing.Tables) -> DecodedBlock | None:
         """The block for any side that lies as its own ``side``, of keys or of ``values``, whose work is added to ``tables``.
 
         None where there may be no other.
         """
-        made = object.__new__(Block)
+        made = object.__new__(DecodedBlock)
         made.__dict__.update(self.__dict__)
         if self._decoding is not None:
             work = self._decoding.work

@@ -18,7 +18,7 @@ from . import library, sides
 
 if TYPE_CHECKING:
     from .codecs import Described
-    from .sides import Frame, Part, Side
+    from .sides import Frame, Side, SidePart
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
@@ -29,9 +29,9 @@ FEWEST_VALUES = 1 << 19
 class _Part(NamedTuple):
     """A part of a side, and what C reads of it, which refers to memory of both and of ``described``."""
 
-    part: Part
+    part: SidePart
     described: Described
-    struct: library.Side
+    struct: library.SideArgument
 
 
 class _Span(NamedTuple):
@@ -110,7 +110,7 @@ class Prepared:
             return out.reshape(batch, q_heads, q_len, v_dim).to(q.dtype)
 
 
-def _described(part: Part) -> _Part:
+def _described(part: SidePart) -> _Part:
     described = part.described()
     return _Part(part, described, part.struct(described))
 

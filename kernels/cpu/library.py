@@ -69,12 +69,12 @@ class Codec(Structure):
     )
 
 
-class Side(Structure):
+class SideArgument(Structure):
     _fields_ = (("codec", POINTER(Codec)), ("segments", c_void_p), ("count", c_int64))
 
 
 class Span(Structure):
-    _fields_ = (("start", c_int64), ("stop", c_int64), ("k", Side), ("v", Side), ("queries", c_void_p), ("sums", c_void_p))
+    _fields_ = (("start", c_int64), ("stop", c_int64), ("k", SideArgument), ("v", SideArgument), ("queries", c_void_p), ("sums", c_void_p))
 
 
 class Attend(Structure):
@@ -102,7 +102,7 @@ class Stream(Structure):
 class Unpack(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "start", "stop")),
-        ("side", Side),
+        ("side", SideArgument),
         ("dtype", c_int64),
         ("rotation", Rotation),
         ("channel_scales", Stream),

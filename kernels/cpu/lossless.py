@@ -33,8 +33,8 @@ def supports(side: Side, dtype: torch.dtype) -> bool:
     return _takes(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 
-def encodes(codec: Codec, x: torch.Tensor) -> bool:
-    """Whether C encodes ``x`` ``[batch, kv_head, token, dim]``: values of bf16, not none."""
+def supports_encoding(codec: Codec, x: torch.Tensor) -> bool:
+    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]``: it needs at least one value, in bfloat16."""
     return _takes(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
 
 
@@ -48,7 +48,7 @@ def _takes(codec: Codec, dtype: torch.dtype) -> bool:
 def encode(
     codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The streams of ``x``, which ``encodes`` takes, as one run after the run ``before``: those of ``formats/``.
+    """The streams of ``x``, which ``supports_encoding`` accepts, as one run after the run ``before``: those of ``formats/``.
 
     ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """

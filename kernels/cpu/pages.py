@@ -72,8 +72,8 @@ class Encoder:
         return encode.run(call)
 
 
-def encodes(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
-    """Whether C encodes pages of ``dtype`` with ``codec``."""
+def supports_encoding(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
+    """Return True if the C library can encode pages of ``dtype`` with ``codec``."""
     return not isinstance(codec, WithSideCars) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))
 
 
@@ -88,7 +88,7 @@ class Decoder:
         self._streams = [(streams[name], stride) for name in described.streams]
         self._tokens, self._described, rotation = tokens, described, rotations.described(codec.rotation)
         self._kept = rotation
-        side = library.Side(codecs.pointer(described), None, 1)
+        side = library.SideArgument(codecs.pointer(described), None, 1)
         self._call = library.Unpack(
             batch=layers, heads=heads, stop=tokens, side=side, dtype=DTYPES.index(dtype), rotation=rotation.struct, threads=1
         )
@@ -106,8 +106,8 @@ class Decoder:
             raise MemoryError("there is not enough memory for the buffers of unpacking")
 
 
-def decodes(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether C decodes pages of ``codec`` to ``dtype``."""
+def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
+    """Return True if the C library can decode pages of ``codec`` to ``dtype``."""
     if library.library() is None or dtype not in DTYPES or isinstance(codec, WithSideCars):
         return False
     described = codecs.described(codec)

@@ -80,7 +80,7 @@ class Side(Protocol):
     def heads(self) -> int: ...
 
 
-class Part(NamedTuple):
+class SidePart(NamedTuple):
     """Tokens [start, stop) of one side that share a codec and a coded frame; ``frame`` None: the original frame.
 
     ``address`` is that of ``segments``.
@@ -93,9 +93,9 @@ class Part(NamedTuple):
     address: int
     frame: Frame | None
 
-    def struct(self, described: Described) -> library.Side:
+    def struct(self, described: Described) -> library.SideArgument:
         """The part for C; it refers to memory of this object and of ``described``."""
-        return library.Side(codecs.pointer(described), self.address, len(self.segments))
+        return library.SideArgument(codecs.pointer(described), self.address, len(self.segments))
 
     def described(self) -> Described:
         """What C is told of the codec: not kept here, because sides are many and tables large."""
@@ -110,9 +110,9 @@ MAX_FRAMES = 64
 _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDictionary()
 
 
-def parts_of(side: Side) -> list[Part] | None:
+def parts_of(side: Side) -> list[SidePart] | None:
     """The parts of a side: its pages, then its tail; None where C does not take its codec, side-cars or strides."""
-    parts: list[Part] = []
+    parts: list[SidePart] = []
     packed = side.packed_tokens
     if packed:
         of_pages = _packed(side)
@@ -125,11 +125,11 @@ def parts_of(side: Side) -> list[Part] | None:
             return None
         segments = numpy.array([[packed, side.tail.shape[2], *row]], numpy.int64)
         tail = _raw(side.codec.dim, side.tail.dtype)
-        parts.append(Part(packed, packed + side.tail.shape[2], tail, segments, segments.ctypes.data, None))
+        parts.append(SidePart(packed, packed + side.tail.shape[2], tail, segments, segments.ctypes.data, None))
     return parts
 
 
-def _packed(side: Side) -> list[Part] | None:
+def _packed(side: Side) -> list[SidePart] | None:
     codec = side.codec
     framed = _framed(codec)
     described = codecs.described(codec)
@@ -150,12 +150,12 @@ def _packed(side: Side) -> list[Part] | None:
     segments = numpy.concatenate(tables)
     segments = segments[segments[:, 1] > 0]
     if not framed:
-        return [Part(0, side.packed_tokens, codec, segments, segments.ctypes.data, None if _keeps_frame(codec) else side.runs[0])]
+        return [SidePart(0, side.packed_tokens, codec, segments, segments.ctypes.data, None if _keeps_frame(codec) else side.runs[0])]
     edges = [0, *numpy.cumsum(segments[:, 1]).tolist()]
     parts = []
     for number, page in enumerate(page for page in side.runs if page.tokens):
         own = segments[number : number + 1]
-        parts.append(Part(edges[number], edges[number + 1], codec, own, own.ctypes.data, page))
+        parts.append(SidePart(edges[number], edges[number + 1], codec, own, own.ctypes.data, page))
     return parts
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.formats.side_car import KeptTokens
 
-    from .sides import Part, Side
+    from .sides import Side, SidePart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes of dense rows, in the order of ``library.DTYPES``."""
@@ -55,7 +55,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     return True
 
 
-def _unpack_balanced(side: Side, parts: list[Part], balanced: Balanced, out: torch.Tensor, threads: int | None, level: int) -> None:
+def _unpack_balanced(side: Side, parts: list[SidePart], balanced: Balanced, out: torch.Tensor, threads: int | None, level: int) -> None:
     """Write all tokens to ``out`` but raw ones; ``parts`` are unpacked in their frame first. Raises MemoryError."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)
@@ -66,7 +66,7 @@ def _unpack_balanced(side: Side, parts: list[Part], balanced: Balanced, out: tor
         out[:, :, tokens] = balanced.inverse(framed[:, :, tokens], {})
 
 
-def _unpack_parts(side: Side, parts: list[Part], out: torch.Tensor, threads: int | None, level: int) -> None:
+def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads: int | None, level: int) -> None:
     """Write ``parts`` to ``out``, after inverse rotations and channel scales. Raises MemoryError."""
     batch, heads = out.shape[:2]
     most = 1 + out.numel() // FEWEST_VALUES

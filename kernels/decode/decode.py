@@ -45,7 +45,7 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
     """
     found = prepare(codec, packed, out, rotated, pages)
     if found is None:
-        return fits(out) and codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)
+        return supports_output(out) and codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)
     found.run(out)
     return True
 
@@ -58,11 +58,11 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     outputs whose channels are not dense. Raises InvalidParameter when a stream is not as ``codec.layout`` says.
     """
     rotated = rotated and codec.rotation.kind != "none"
-    if not fits(out) or (rotated and (out.dtype not in FUSED_DTYPES or not turns_back(codec.rotation))):
+    if not supports_output(out) or (rotated and (out.dtype not in FUSED_DTYPES or not turns_back(codec.rotation))):
         return None
     return codecs.of_codec(codec).prepare(codec, packed, out, rotated, pages)
 
 
-def fits(out: torch.Tensor) -> bool:
+def supports_output(out: torch.Tensor) -> bool:
     """Whether the kernels' offsets reach all of an output: its channels are dense, and its tokens not too far apart."""
     return out.stride(3) == 1 and out.stride(2) < MAX_TOKEN_STRIDE

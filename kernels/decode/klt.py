@@ -18,7 +18,7 @@ from kvpack.kernels.bitpack.columns import launch
 from kvpack.kernels.tiles import frame_columns
 
 from . import tiles
-from .decode import FUSED_DTYPES, fits
+from .decode import FUSED_DTYPES, supports_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,10 +37,14 @@ _PARTS = tl.constexpr(2)
 """binary16 numbers whose sum is an entry of a matrix within 2^-22 of it, or 2^-25 of 1."""
 
 
-def takes(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
-    """Whether ``unpack`` takes a codec and an output; rows that the cache holds are left to torch."""
+def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
+    """Return True if ``unpack`` can decode ``codec`` into ``out``; PyTorch decodes rows that the cache itself stores."""
     return (
-        isinstance(codec, Klt) and codec.rows == "basis" and out.dtype in FUSED_DTYPES and fits(out) and tiles.loader_of(codec) is not None
+        isinstance(codec, Klt)
+        and codec.rows == "basis"
+        and out.dtype in FUSED_DTYPES
+        and supports_output(out)
+        and tiles.loader_of(codec) is not None
     )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TILE_VALUES = 1 << 12
 """Values of a tile: 32 per thread, which hide the latency of loads."""
 
-ROTATED_TOKENS, FEW_ROTATED_TOKENS, MANY_CHANNELS = 64, 16, 256
+ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MANY_CHANNELS = 64, 16, 256
 """Tokens of a tile that is rotated, the rows that the matrix units of an H100 take at once; those of a tile of more channels."""
 
 WARPS, ROTATED_WARPS = 4, 8
@@ -122,7 +122,7 @@ def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> Non
 def tile_tokens(channels: int, rotated: bool) -> int:
     """The tokens of a tile of ``channels`` channels, a power of two."""
     if rotated:
-        return ROTATED_TOKENS if channels <= MANY_CHANNELS else FEW_ROTATED_TOKENS
+        return ROTATED_TOKENS if channels <= MANY_CHANNELS else WIDE_ROTATED_TOKENS
     return max(1, TILE_VALUES // channels)
 
 
@@ -269,7 +269,7 @@ def channels_of(dim: int, rotated: bool) -> int:
     return max(16 if rotated else 1, next_power_of_two(dim))
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """The tokens of a program: ``count`` of them, pointers to the row of the first in each stream, and to its values in the output."""
 
     count: Any
@@ -292,7 +292,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """The ``Block`` of this program. Blocks begin at a row of every stream; those of pages that are left out have no tokens."""
+    """The ``RowBlock`` of this program. Blocks begin at a row of every stream; those of pages that are left out have no tokens."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -306,7 +306,7 @@ def load_block(
     pointers = ()
     for number in tl.static_range(len(STREAMS)):
         pointers = pointers + (_first_row(row + _HEAD + _STREAM_INTEGERS * number, batch, head, begin, constant_at(STREAMS, number)),)
-    return Block(count, pointers, target)
+    return RowBlock(count, pointers, target)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .rows import Prepared
 
 
-class Part(NamedTuple):
+class SidePart(NamedTuple):
     """Tokens ``[start, stop)`` of a page, and the token of the side at which the page begins."""
 
     page: PackedRun
@@ -107,17 +107,17 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
     return left
 
 
-def _prepared(parts: Sequence[Part], start: int, out: torch.Tensor) -> Prepared | None:
+def _prepared(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepared | None:
     """What decodes ``parts`` in one launch into outputs like ``out``, whose first token is token ``start`` of the side; None for others."""
     if not parts:
         return None
     codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
-    if unpack.takes(codec, out):
+    if unpack.supports(codec, out):
         return unpack.prepare(codec, packed, out)
     return None if parts[0].start % codec.token_group else decode.prepare(codec, packed, out, True)
 
 
-def _decoded(parts: Sequence[Part], start: int, out: torch.Tensor) -> bool:
+def _decoded(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
     """Decode ``parts``, as ``_prepared``, by other means; whether that was done."""
     codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
@@ -125,7 +125,7 @@ def _decoded(parts: Sequence[Part], start: int, out: torch.Tensor) -> bool:
             begin = part.first + part.start - start
             out[:, :, begin : begin + part.stop - part.start] = part.page.streams["values"][:, :, part.start : part.stop]
         return True
-    if klt.takes(codec, out):
+    if klt.supports(codec, out):
         klt.unpack(codec, packed, out)
         return True
     return parts[0].start % codec.token_group == 0 and decode.decode_into(codec, packed, out, True)
@@ -136,7 +136,7 @@ def _beside_raw(codec: Codec) -> Codec:
     return codec.family if codec.side_car(RawPositions) is not None and codec.without_raw is codec.family else codec
 
 
-def _raw_of(parts: Sequence[Part], start: int) -> Raw | None:
+def _raw_of(parts: Sequence[SidePart], start: int) -> Raw | None:
     """The raw tokens of ``parts``, whose codec has no other side-cars, in an output whose first token is token ``start`` of the side."""
     if not parts:
         return None
@@ -158,12 +158,12 @@ def _current_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
-def _parts(side: Side, start: int, stop: int) -> list[Part]:
+def _parts(side: Side, start: int, stop: int) -> list[SidePart]:
     found, first = [], 0
     for page in side.runs:
         begin, end = max(0, start - first), min(page.tokens, stop - first)
         if begin < end:
-            found.append(Part(page, first, begin, end))
+            found.append(SidePart(page, first, begin, end))
         first += page.tokens
         if first >= stop:
             break

@@ -19,9 +19,9 @@ from kvpack.kernels.bitpack.columns import constant_at
 
 from . import rows
 from .digits import code_streams, load_digit
-from .forms import TABLE_CODECS, form_of
 from .rows import as_float32, load_block, load_per_token, rows_from
 from .stored import load_signs, original, signs_of, store_tile
+from .table_codecs import TABLE_CODECS, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

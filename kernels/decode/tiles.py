@@ -281,7 +281,7 @@ def decode_tiles(
                 _store(tiles[number], factor, streams, rows, token < count - offset, step * len(tiles) + number, SIDE, FACTORS)
 
 
-class Block(NamedTuple):
+class PageBlock(NamedTuple):
     """``count`` tokens from token ``begin`` of ``page`` on, of one sequence and head; the first is token ``place`` of the output."""
 
     page: Any
@@ -304,14 +304,14 @@ def block_of(
     SIDE: tl.constexpr,
     WORK_ROW: tl.constexpr,
 ) -> tl.tuple:
-    """The ``Block`` of this ``number`` of ``sequence``."""
+    """The ``PageBlock`` of this ``number`` of ``sequence``."""
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
     page = _page_of(number, work_table, pages, WORK_ROW)
     row = work_table + page * WORK_ROW
     begin = (number - tl.load(row).to(tl.int32)) * block_tokens
     count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
-    return Block(page, batch, head, begin, count, tl.load(row + 2) + begin, stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE))
+    return PageBlock(page, batch, head, begin, count, tl.load(row + 2) + begin, stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
 
 from . import tiles
-from .decode import FUSED_DTYPES, fits
+from .decode import FUSED_DTYPES, supports_output
 from .rows import Prepared
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ MAX_COLUMNS = 256
 """Columns and channels at most."""
 
 
-class Shape(NamedTuple):
+class UnpackShape(NamedTuple):
     """A program's warps and its channels, whose sums are in registers.
 
     ``joined``: it multiplies all tiles at once, because sums beside what decodes more tokens do not fit the registers.
@@ -64,19 +64,21 @@ class Shape(NamedTuple):
     joined: bool
 
 
-SHAPES = (Shape(4, 128, False), Shape(8, 128, True), Shape(4, 128, True), Shape(4, 64, True))
+SHAPES = (UnpackShape(4, 128, False), UnpackShape(8, 128, True), UnpackShape(4, 128, True), UnpackShape(4, 64, True))
 """The fastest first, on an H200; others do with less shared memory. Tiles of 16 tokens are faster for scalar, and slower for all others."""
 
 
-def takes(codec: Codec, out: torch.Tensor) -> bool:
-    """Whether ``prepare`` takes a codec and an output: polar, whose tiles are products, only to bfloat16, which rounds more."""
+def supports(codec: Codec, out: torch.Tensor) -> bool:
+    """Return True if ``prepare`` can decode ``codec`` into ``out``.
+
+    Polar tiles are products, so they are decoded only to bfloat16, whose rounding hides the difference."""
     codec = _without_scales(codec)
     return (
         type(codec) in BOUNDED
         and (type(codec) is not Polar or out.dtype == torch.bfloat16)
         and codec.rotation.kind != "none"
         and out.dtype in FUSED_DTYPES
-        and fits(out)
+        and supports_output(out)
         and (loader := tiles.loader_of(codec)) is not None
         and loader.factor is not None
         and max(len(frame_columns.columns(codec, False)), codec.dim) <= MAX_COLUMNS
@@ -127,14 +129,14 @@ def _loader(codec: Codec) -> Tiles:
     return loader
 
 
-def _shape(codec: Codec, device: str) -> Shape:
+def _shape(codec: Codec, device: str) -> UnpackShape:
     shape = _shape_of(codec, device)
     assert shape is not None
     return shape
 
 
 @lru_cache(maxsize=256)
-def _shape_of(codec: Codec, device: str) -> Shape | None:
+def _shape_of(codec: Codec, device: str) -> UnpackShape | None:
     """The first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables beside them; None if none does."""
     loader, room = _loader(codec), shared_memory(device) - LARGEST_BYTES
     tokens, count, width = tiles.tile_tokens(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])

@@ -42,7 +42,7 @@ from .rows import (
 )
 
 if TYPE_CHECKING:
-    from kvpack.formats.scalar import Part, Scalar
+    from kvpack.formats.scalar import Scalar, ScalarPart
 
     from .rows import Origins
 
@@ -91,7 +91,7 @@ def _plan(codec: Scalar, device: torch.device) -> Plan | None:
 
 
 @kept_on_device
-def _high(parts: tuple[Part, ...], symbols: int) -> torch.Tensor:
+def _high(parts: tuple[ScalarPart, ...], symbols: int) -> torch.Tensor:
     """Which of ``symbols`` channels have the second width, int32."""
     high = torch.zeros(symbols, dtype=torch.int32)
     high[list(parts[1].channels)] = 1

@@ -34,7 +34,7 @@ VALUES = 2
 """Values per symbol: the channels of a pair."""
 
 
-class Constants(NamedTuple):
+class AngleConstants(NamedTuple):
     """What the functions below know of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
 
     The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
@@ -59,7 +59,7 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = plane_streams("symbol", packing)
     half = codec.range == "fp16"
     streams = (*streams, Stream("range", 32, 1 if half else 2))
-    constants = Constants(
+    constants = AngleConstants(
         packing=tile_packing(0, packing),
         fields_per_tile=tile_fields(packing),
         bin_bits=bin_bits,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 
-class Constants(NamedTuple):
+class AngleDenseConstants(NamedTuple):
     """What the functions below know of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
 
     The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
@@ -56,7 +56,7 @@ def tiles(codec: Angle) -> Tiles | None:
     of_streams = replicated_packings(every, columns)
     half = codec.range == "fp16"
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
-    constants = Constants(
+    constants = AngleDenseConstants(
         bins=of_streams[0],
         norms=of_streams[1],
         bin_bits=bin_bits,

@@ -43,7 +43,7 @@ class Slices(NamedTuple):
     count: int
 
 
-class Constants(NamedTuple):
+class AngleDualConstants(NamedTuple):
     """What the functions below know of a codec and its tiles. The range is element ``range_place`` of what ``load`` gives."""
 
     bins: ReplicatedPacking
@@ -73,7 +73,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
     of_bins = ReplicatedPacking(
         0, bins.column_bytes, INTERLEAVE, 2 * INTERLEAVE, bins.fields, dual, copies=copies, fields_per_tile=copies, bits=bin_bits
     )
-    constants = Constants(
+    constants = AngleDualConstants(
         bins=of_bins,
         norms=Slices(len(bins.planes), norms.width, slices),
         bin_bits=bin_bits,

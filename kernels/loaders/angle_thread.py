@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 
-class Constants(NamedTuple):
+class AngleThreadConstants(NamedTuple):
     """What the functions below know of a codec and its rows. The range is element ``range_place`` of what ``load`` gives."""
 
     rows: tuple[int, ...]
@@ -55,7 +55,7 @@ def tiles(codec: Angle) -> Tiles | None:
     )
     low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
     registers, channels = tiles_of(f16x2_of_symbols(codec.dim // VALUES, VALUES, codec.dim), VALUES)
-    constants = Constants(
+    constants = AngleThreadConstants(
         rows=rows,
         bins=row_packing(every, 0),
         high_bins=row_packing(every, len(every) - 2),

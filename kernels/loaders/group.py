@@ -51,7 +51,7 @@ ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) 
 """Which scales a tile needs: one per column, one per token, one per few neighbouring columns of a token, or one per value."""
 
 
-class Constants(NamedTuple):
+class GroupConstants(NamedTuple):
     """What the functions below know of a codec and its tiles when they are compiled.
 
     A row of the stream of scales has ``scales_per_row``; ``kind`` says which of them a tile needs, and ``whole_rows`` whether rows are
@@ -106,7 +106,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
         most_tokens = FEWEST_TOKENS
     elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MAX_TOKENS):
         most_tokens = Tiles.most_tokens
-    constants = Constants(
+    constants = GroupConstants(
         packing=tile_packing(0, packing, dual),
         bits=codec.bits,
         fields_per_tile=tile_fields(packing, dual),

@@ -30,7 +30,7 @@ COLUMNS = "key_mean_columns"
 """A stream that no file has: where in its page the first token is, and then the channel of each column (``columns_of``)."""
 
 
-class Constants(NamedTuple):
+class KeyMeanConstants(NamedTuple):
     """What the functions below know of the means beside a codec's tiles of ``widths`` columns; ``first_stream`` is that of their codes.
 
     A page is ``tokens`` tokens and takes ``row`` bytes, of ``bits`` per channel.
@@ -48,7 +48,7 @@ def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles | None:
     if tiles.dtype != "fp16":
         return None
     row = key_mean.dim * key_mean.bits // 8
-    constants = Constants(len(tiles.streams), tuple(map(len, tiles.channels)), key_mean.tokens, row, key_mean.bits)
+    constants = KeyMeanConstants(len(tiles.streams), tuple(map(len, tiles.channels)), key_mean.tokens, row, key_mean.bits)
     means = Stream(CODES, 8, row, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens), Stream(COLUMNS, 16, 0)
     return replace(tiles, streams=(*tiles.streams, *means), means=constants, loads_ahead=False, keys=None)
 

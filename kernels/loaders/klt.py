@@ -93,7 +93,7 @@ class Tile(NamedTuple):
     entries: tuple[int, ...] = ()
 
 
-class Constants(NamedTuple):
+class KltConstants(NamedTuple):
     """What the functions below know of a codec: the ``loads`` of a row, the ``registers`` that these fill, and its tiles.
 
     The table of a head has ``entries``, and behind them ``columns`` constants of the columns of tiles, and 0 and 16 in turn for
@@ -141,7 +141,7 @@ def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
         plan.add(row.add(name, packing), columns)
     plan.place_tables()
     streams, gain = row.streams, codec.gain != "none"
-    constants = Constants(
+    constants = KltConstants(
         loads=tuple(row.loads),
         registers=tuple(row.registers),
         tiles=tuple(plan.tiles),

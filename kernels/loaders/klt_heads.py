@@ -38,7 +38,7 @@ _MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
 """Bits of the mask of a code, above which a number holds the first entry of its table, and those bits."""
 
 
-class Constants(NamedTuple):
+class KltHeadsConstants(NamedTuple):
     """What the functions below know of a codec: the bytes of a row, the ``entries`` of a head's table and its tiles.
 
     Behind the entries are, for each tile, the bits where the codes of its columns begin, then their masks and first entries.
@@ -54,7 +54,7 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
     """The loader of ``codec``, whose tables, of ``source``, are multiplied by ``unit``."""
     tables, numbers, steps = _tables(codec, source, unit)
     entries = tables.shape[1]
-    constants = Constants(codec.row_bytes, entries, len(steps), codec.gain != "none")
+    constants = KltHeadsConstants(codec.row_bytes, entries, len(steps), codec.gain != "none")
     streams = (Stream(CODES, 8, codec.row_bytes), *((Stream("gain", 16, 1),) if constants.gain else ()))
     table = torch.cat([tables, numbers], 1).contiguous().view(torch.float16).view(len(tables), -1, 2)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(COLUMNS.value * step, COLUMNS.value * (step + 1))) for step in steps)

@@ -50,7 +50,7 @@ SMALLEST_HALF_EXPONENT = -24
 """2 to this power is the smallest positive binary16."""
 
 
-class Constants(NamedTuple):
+class MinifloatConstants(NamedTuple):
     """What the functions below know of a codec and its tiles when they are compiled.
 
     A token has ``blocks`` of ``size`` channels with scales of 8 bits, which are loaded as ``words`` of four, or one by one if that is 0.
@@ -98,7 +98,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
     if codec.granularity == "token":
         streams = (*streams, Stream("scale", scale_bits, 1))
     kind = PER_BLOCK if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
-    constants = Constants(
+    constants = MinifloatConstants(
         packing=tile_packing(0, packing),
         element=codec.element,
         bits=codec.format.bits,

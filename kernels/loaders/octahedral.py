@@ -37,7 +37,7 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 """Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
 
 
-class Constants(NamedTuple):
+class OctahedralConstants(NamedTuple):
     """What the functions below know of a codec and its tiles.
 
     ``index_bits`` of a symbol are the index of a direction. Unless the index is the whole symbol, ``sign_bits`` follow, the highest
@@ -63,7 +63,7 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
     entries = table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
     norm_bits = FACTOR_BITS[codec.norm]
-    constants = Constants(
+    constants = OctahedralConstants(
         packing=tile_packing(0, packing, dual),
         fields_per_tile=tile_fields(packing, dual),
         index_bits=index_bits,

@@ -32,7 +32,7 @@ MAX_BITS_OF_ONE_INDEX = 8
 """Bits of an index and its signs together, at most, for a table of whole triplets."""
 
 
-class Constants(NamedTuple):
+class OctahedralDenseConstants(NamedTuple):
     """What the functions below know of a codec and its rows.
 
     ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), by a code of
@@ -67,7 +67,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
     found = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MAX_BITS
     norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
-    constants = Constants(
+    constants = OctahedralDenseConstants(
         rows=rows,
         indices=row_packing(both, 0),
         signs=row_packing(both, 1),

@@ -51,7 +51,7 @@ class Level(NamedTuple):
     first_of_two: int
 
 
-class Constants(NamedTuple):
+class PolarConstants(NamedTuple):
     """What the functions below know of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
 
     ``tree`` is that of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
@@ -93,7 +93,7 @@ def tiles(codec: Polar) -> Tiles | None:
             lookups = (lookup for angles in of_steps for lookup in lookups_of(angles, every[number].width, level.bits))
             counts.append(frozenset(count for _, count in lookups))
     entries, firsts, product = table(codec, tuple(counts))
-    constants = Constants(
+    constants = PolarConstants(
         rows=rows,
         radii=codec.radii,
         radius_bits=radius_bits,

@@ -36,7 +36,7 @@ QUERY = tl.constexpr(0.25)
 """What a query's columns, of at most 1, are multiplied by, so that none overflows binary16 when it is divided by a bit's power."""
 
 
-class Constants(NamedTuple):
+class QjlConstants(NamedTuple):
     """What the functions below know of the signs beside a codec's tiles.
 
     ``first_stream`` is the number of their first stream, and ``number`` that of their packing; ``unit`` is the estimator's factor.
@@ -62,7 +62,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     field_stride = tile_field_stride(packing, 1, packing.fields)
     symbols = step_symbols(packing, field_stride)
     norm_bits = 16 if qjl.norm == "fp16" else 32
-    constants = Constants(
+    constants = QjlConstants(
         packing=tile_packing(0, packing),
         first_stream=len(tiles.streams),
         number=len(tiles.widths_of_streams) // 2,

@@ -27,7 +27,7 @@ VALUES = 4
 """Values per symbol: the channels of a chunk."""
 
 
-class Constants(NamedTuple):
+class QuaternionConstants(NamedTuple):
     """What the functions below know of a codec and its tiles: bits of a codeword and of a radius code."""
 
     packing: TilePacking
@@ -48,7 +48,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     table[: packing.alphabets[0]] = codec.codebook
     streams = plane_streams("symbol", packing)
     scale_bits = 16 if codec.norm == "fp16" else 32
-    constants = Constants(
+    constants = QuaternionConstants(
         packing=tile_packing(0, packing),
         fields_per_tile=tile_fields(packing),
         code_bits=packing.bases[0].bit_length() - 1,

@@ -34,7 +34,7 @@ Beyond that, programs of more warps that share more copies of the table are fast
 """
 
 
-class Constants(NamedTuple):
+class QuaternionDenseConstants(NamedTuple):
     """What the functions below know of a codec and its rows.
 
     A codeword is a digit of ``codewords`` or, if ``low_bits`` is not 0, one of ``high_codewords`` above ``low_bits`` bits of it.
@@ -66,7 +66,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     rows = rows_constants(every)
     few_words = sum(-(-halves // 2) for halves in rows) <= MAX_WORDS
     symbols = steps_of(chunks)
-    constants = Constants(
+    constants = QuaternionDenseConstants(
         rows=rows,
         codewords=row_packing(every, 0),
         high_codewords=row_packing(every, len(every) - 2),

@@ -27,7 +27,7 @@ MAX_WIDTH = 32
 """Channels of a tile, at most."""
 
 
-class Constants(NamedTuple):
+class RawConstants(NamedTuple):
     """What the functions below know of a codec: ``steps`` tiles of ``width`` channels each."""
 
     dim: int
@@ -42,7 +42,7 @@ def tiles(codec: Raw) -> Tiles:
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
     stream = Stream("values", 32 if codec.dtype == "fp32" else 16, codec.dim)
-    return Tiles(load, decode, None, Constants(codec.dim, steps, codec.dtype, width), steps, channels, (stream,), dtype=codec.dtype)
+    return Tiles(load, decode, None, RawConstants(codec.dim, steps, codec.dtype, width), steps, channels, (stream,), dtype=codec.dtype)
 
 
 @triton.jit

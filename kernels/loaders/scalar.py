@@ -27,7 +27,7 @@ MAX_INDEX_BITS = 8
 """Bits of an index of several fields, at most: 256 entries fit shared memory once per bank."""
 
 
-class Part(NamedTuple):
+class LoadedPart(NamedTuple):
     """The channels of one width: fields of ``bits``, ``fields_per_tile`` of them side by side, ``field_stride`` fields apart.
 
     ``fields_per_index`` neighbouring fields are one index into the table, from ``first_entry`` on.
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     field_stride: int
 
 
-class Constants(NamedTuple):
+class ScalarConstants(NamedTuple):
     """What the functions below know of a codec and its tiles: each width of its channels has a packing and a part.
 
     If there is only one of ``parts``, ``high`` is ``low``.
@@ -49,8 +49,8 @@ class Constants(NamedTuple):
 
     low: TilePacking
     high: TilePacking
-    low_part: Part
-    high_part: Part
+    low_part: LoadedPart
+    high_part: LoadedPart
     parts: int
     norm_stream: int
     norm_bits: int
@@ -61,7 +61,7 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
-    parts: list[Part] = []
+    parts: list[LoadedPart] = []
     all_steps = 0
     channels: list[tuple[int, ...]] = []
     stored = (codec.magnitude_table, codec.high_magnitude_table)
@@ -75,12 +75,12 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
         steps = len(symbols) // fields
         all_steps += steps
         packings.append(tile_packing(len(streams), packing, dual))
-        parts.append(Part(part.bits, side_by_side, fields, sum(map(len, tables)), steps, field_stride))
+        parts.append(LoadedPart(part.bits, side_by_side, fields, sum(map(len, tables)), steps, field_stride))
         tables.append(_entries(values, fields))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
         streams = (*streams, *plane_streams(name, packing))
     norm_bits = FACTOR_BITS[codec.norm]
-    constants = Constants(
+    constants = ScalarConstants(
         low=packings[0],
         high=packings[-1],
         low_part=parts[0],

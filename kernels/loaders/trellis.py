@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvpack.formats.trellis import Trellis
 
 
-class Constants(NamedTuple):
+class TrellisConstants(NamedTuple):
     """What the functions below know of a codec and its tiles.
 
     ``words`` of a row are the columns of a tile of ``width``; windows of ``window_bits`` begin every ``bits``. ``shifted``: whether columns
@@ -56,7 +56,7 @@ def tiles(codec: Trellis) -> Tiles:
     values = values_of(codec.table, "cpu").to(torch.float16)
     behind = torch.tensor(shifts, dtype=torch.int16, device="cpu").view(torch.float16).view(-1, 2)
     norm_bits = FACTOR_BITS[codec.norm]
-    constants = Constants(packing.width, width, codec.bits, codec.state_bits, any(shifts), len(values), norm_bits)
+    constants = TrellisConstants(packing.width, width, codec.bits, codec.state_bits, any(shifts), len(values), norm_bits)
     columns = [(column % packing.width, shift if column < used else WORD_BITS) for column, shift in enumerate(shifts)]
     return Tiles(
         load,

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 LARGE_TABLES = 32 << 10
 """Bytes of shared tables above which programs are few and share them among more warps."""
 
-FEW_TILES = 4
+MAX_SMALL_TILES = 4
 """Tiles per side above which registers, not shared memory, limit the programs of a multiprocessor."""
 
-FEW_BYTES, MANY_TOKENS = 64, 6000
+MAX_SMALL_BYTES, MANY_TOKENS = 64, 6000
 """Most bytes of codes per token, and fewest tokens per multiprocessor, with which more tokens at once are faster."""
 
 MANY_BYTES = 256
@@ -46,7 +46,7 @@ CARRIED_BYTES = 96
 """Shared memory per token that the compiler takes, mostly to bring rows into the layout of the matrix units."""
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """Warps per program, tiles that a warp attends at once, their tokens, stages of tiles in flight, and programs per multiprocessor."""
 
     warps: int
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     """Whether the registers of ``programs`` are all that a multiprocessor has."""
 
 
-def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> Shape:
+def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> LaunchShape:
     """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor; ``aligned`` divides all first rows.
 
     Tried were one to eight warps, tiles of 16 to 64 tokens, one or two of them, two to four stages, and 96 to 255 registers;
@@ -66,30 +66,30 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     no multiple of the four schedulers in warps are slower by half.
     """
     if not fast:
-        return Shape(2, 1, 32, 1, 4)
+        return LaunchShape(2, 1, 32, 1, 4)
     # Tokens that share a row of a tile count as one, of as many bytes.
     together = 2 if k.dual or v.dual else 1
     tokens //= together
     token_bytes = together * sum(_bytes(stream, aligned) for stream in (*k.streams, *v.streams))
-    few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= FEW_BYTES
+    few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= MAX_SMALL_BYTES
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
     most_tokens = min(k.most_tokens, v.most_tokens)
     plain = k.outliers is v.outliers is None
     many = tokens >= MANY_TOKENS and together == 1
-    small = Shape(1, 1, min(32, most_tokens), 3, 8)
-    many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > FEW_TILES
+    small = LaunchShape(1, 1, min(32, most_tokens), 3, 8)
+    many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > MAX_SMALL_TILES
     if max(k.tokens, v.tokens) > 32:
         # Large tables are of few programs.
         warps, programs = (4, 2) if table_bytes > LARGEST_BYTES else (2, 4)
-        shape = Shape(warps, 1, max(k.tokens, v.tokens), 1, programs, True)
+        shape = LaunchShape(warps, 1, max(k.tokens, v.tokens), 1, programs, True)
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
-        shape = Shape(2, 1, 32, 2, 4)
+        shape = LaunchShape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
         narrow = any(tile_fields(packing) > 1 for packing in (*k.packings, *v.packings))
-        shape = Shape(2, 1, 32, 4 - together, 4) if narrow else Shape(4, 1, 32, 3, 2)
+        shape = LaunchShape(2, 1, 32, 4 - together, 4) if narrow else LaunchShape(4, 1, 32, 3, 2)
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
         # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.
-        shape = Shape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
+        shape = LaunchShape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
         # Constants of columns leave no registers for a second tile.
         if many and few_bytes and plain and k.load_columns is v.load_columns is None:
             shape = shape._replace(tiles=2)
@@ -113,7 +113,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
     return LARGEST_BYTES
 
 
-def in_patches(k: Tiles, v: Tiles, shape: Shape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
+def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
 
     A patch holds as many of a side's tiles as fit beside tables of ``table_bytes`` in every program of a multiprocessor; 0 where not

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 
-class Shape(NamedTuple):
+class StateShape(NamedTuple):
     """One side of a layer: sequences, KV heads, tokens and head dim."""
 
     batch: int
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     dim: int
 
 
-SHAPE = Shape(1, 4, 65536, 128)
+SHAPE = StateShape(1, 4, 65536, 128)
 
 RECIPES = (
     "fp8",
@@ -70,7 +70,7 @@ PAPER_SECONDS = {
 _INPUTS = 3
 
 
-def run(recipes: Sequence[str], shape: Shape = SHAPE) -> dict[str, Any]:
+def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
     """Measure every codec of ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)

@@ -22,7 +22,7 @@ from kvpack.attention import attention_kernels
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
 from . import encode_kernels, kernels_picture, picture, query_kernels, synthetic_basis, unpack_kernels
-from .query_kernels import Shape
+from .query_kernels import QueryShape
 from .timing import eager_seconds, graph_seconds, median_seconds
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 SHAPES = {
-    "A": Shape(1, 28, 4, 128, 65536),
-    "B": Shape(1, 32, 8, 128, 131072),
-    "C": Shape(8, 32, 8, 128, 16384),
-    "D": Shape(1, 16, 16, 64, 32760),
+    "A": QueryShape(1, 28, 4, 128, 65536),
+    "B": QueryShape(1, 32, 8, 128, 131072),
+    "C": QueryShape(8, 32, 8, 128, 16384),
+    "D": QueryShape(1, 16, 16, 64, 32760),
 }
 """The shapes by letter; A is that of the OCTOPUS paper's Table 7."""
 
@@ -68,13 +68,13 @@ RECIPES = (
     "octopus-qjl-3",
     *synthetic_basis.LAYERS,
 )
-SWEEP = Shape(1, 32, 8, 128, 0)
+SWEEP = QueryShape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 
 PARTS = ("attention", "encode", "unpack", "queries")
 """The parts of the measurement: attention on every shape, each of the others on one shape."""
 
-QUERIES_SHAPE = Shape(1, 32, 8, 128, 65536)
+QUERIES_SHAPE = QueryShape(1, 32, 8, 128, 65536)
 """The shape of many queries, if none is given for that part alone."""
 
 _COLD_BYTES = 150 << 20
@@ -83,14 +83,14 @@ _CHUNK_TOKENS = 8192
 _COPIED_BYTES = 1 << 30
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> QueryShape:
     """A shape by its letter, or batch x query heads x KV heads x dim x tokens. Raises InvalidParameter."""
     if text in SHAPES:
         return SHAPES[text]
     match = re.fullmatch(r"x".join([r"([1-9][0-9]{0,8})"] * 5), text)
     if match is None:
         raise InvalidParameter(f"--shape is {text!r}, expected one of {', '.join(SHAPES)} or batch x query heads x KV heads x dim x tokens")
-    shape = Shape(*map(int, match.groups()))
+    shape = QueryShape(*map(int, match.groups()))
     if shape.q_heads % shape.heads:
         raise InvalidParameter(f"--shape {text!r}: {shape.q_heads} query heads are no multiple of {shape.heads} KV heads")
     return shape
@@ -149,7 +149,7 @@ def copy_bandwidth() -> float:
     return 2 * _COPIED_BYTES / graph_seconds([lambda: torch.bitwise_not(source, out=target)])
 
 
-def _rows(shape: Shape, recipes: Sequence[str], bandwidth: float) -> list[dict[str, Any]]:
+def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float) -> list[dict[str, Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
     kv = [
         torch.randn(shape.batch, shape.heads, shape.tokens, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)

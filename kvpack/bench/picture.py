@@ -42,7 +42,7 @@ SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack
 """Text stays text in the SVG, and its ids do not depend on the time."""
 
 _BITS = (0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
-_FEW_BITS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 16, 32)
+_NARROW_BITS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 16, 32)
 
 _NEAR = 1.6
 """The ratio of bits and of divergences below which two points are so close that a name does not fit between them."""
@@ -118,7 +118,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         )
     axes.set_xlabel("bits per value of the whole file" if narrow else "bits per value, every byte of the file counted (log scale)")
     axes.set_ylabel("KL divergence in nats (log scale), with 95 % intervals")
-    _bits_axis(axes, [row["bits_per_value"] for row in rows], _FEW_BITS if narrow else _BITS)
+    _bits_axis(axes, [row["bits_per_value"] for row in rows], _NARROW_BITS if narrow else _BITS)
     axes.grid(color="#dddddd", linewidth=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     if not narrow:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Shape(NamedTuple):
+class QueryShape(NamedTuple):
     """Queries over a layer: sequences, query heads, KV heads, head dim and tokens."""
 
     batch: int
@@ -38,7 +38,7 @@ CHECKED_QUERIES = 64
 """Queries whose result is compared with that of binary32."""
 
 
-def run(recipes: Sequence[str], shape: Shape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
+def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
     """Measure ``recipes`` with ``queries`` queries and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
     from kvpack.kernels.attend import many_queries
 

@@ -23,7 +23,7 @@ from .arguments import checked_device, integer
 from .device_copy import StreamBus
 from .layer import Layer
 from .packed_argument import check_packed
-from .parts import Part
+from .parts import CachePart
 from .staged_load import load_layers
 from .staged_save import save_from
 from .stored import cache_of, layer_of, side_of, stored_streams
@@ -214,9 +214,9 @@ def read(
     return cache_of(header, layers)
 
 
-def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> Part:
+def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> CachePart:
     with _located(file.where):
-        return Part.of(file.header, layers, tokens)
+        return CachePart.of(file.header, layers, tokens)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ Tokens = SupportsIndex | Sequence[SupportsIndex]
 
 
 @dataclass(frozen=True)
-class Part:
+class CachePart:
     """The layers ``numbers`` in ascending order, and the tokens ``[start, stop)`` of the ``tokens`` that their range has."""
 
     numbers: tuple[int, ...]
@@ -30,7 +30,7 @@ class Part:
         return (self.start, self.stop) == (0, self.tokens)
 
     @classmethod
-    def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> Part:
+    def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
         """The part of a file with ``header``; None for all. Raises InvalidParameter, and OutOfBounds for what the file lacks."""
         count = len(header.layers)
         numbers = tuple(range(count)) if layers is None else _numbers(layers, count)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvpack.file.container import File, SidePlaces
 
     from .device_copy import Bus
-    from .parts import Part
+    from .parts import CachePart
     from .side import Side
 
 
@@ -49,7 +49,7 @@ class _Group:
 
 
 def load_layers(
-    file: File, part: Part, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
+    file: File, part: CachePart, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
 ) -> dict[int, Layer]:
     """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
@@ -190,7 +190,7 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, view
     return side_of(file.header, entry, tensors, memory.device)
 
 
-def _states(file: File, number: int, part: Part, bus: Bus) -> dict[str, torch.Tensor]:
+def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
     """The states of layer ``number`` on the device. Raises OutOfBounds for a part that ends before the file does."""
     found = {}
     for state in file.header.states_of(number):
@@ -203,7 +203,7 @@ def _states(file: File, number: int, part: Part, bus: Bus) -> dict[str, torch.Te
     return dict(sliced(held, number, (part.start, part.stop), file.header.start, part.tokens).states)
 
 
-def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: Part, bus: Bus) -> Side:
+def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
     """The tokens of ``part`` of the side in ``memory``, copied to the device. Raises OutOfBounds."""
     skipped = file.header.starts[places.layer] - file.header.start
     layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)

@@ -49,7 +49,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
         from kvpack.kernels.cpu import encode as c_encode
         from kvpack.kernels.cpu import lossless
 
-        if isinstance(codec, Lossless) and lossless.encodes(codec, x):
+        if isinstance(codec, Lossless) and lossless.supports_encoding(codec, x):
             return lossless.encode(codec, x, before)
         return c_encode.encode(codec, x) if c_encode.supports(codec, x) else None
     if not uses_triton(x.device):

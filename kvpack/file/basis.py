@@ -38,7 +38,7 @@ ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
 """The states that say how RoPE turns the keys of a layer, and which channels they pair."""
 
 
-class Side(Protocol):
+class BasisSide(Protocol):
     """What a basis limits of a side in a header."""
 
     @property
@@ -60,7 +60,7 @@ class Side(Protocol):
 class HasSides(Protocol):
     """A layer of a header."""
 
-    def sides(self) -> Iterator[tuple[str, Side]]:
+    def sides(self) -> Iterator[tuple[str, BasisSide]]:
         """The sides that are present, by name."""
         ...
 
@@ -100,7 +100,7 @@ def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Se
         _check_tables(found.get((0, FREQUENCIES)), found.get((0, VALUES)))
 
 
-def _check_frames_of(where: str, side: Side | None, dim: int, frames: StateEntry | None, scales: StateEntry | None) -> None:
+def _check_frames_of(where: str, side: BasisSide | None, dim: int, frames: StateEntry | None, scales: StateEntry | None) -> None:
     if side is None or frames is None or scales is None:
         missing = "rows" if side is None else "frames" if frames is None else "scales"
         raise InvalidHeader(f"{where}: has no {missing}, expected rows, frames and scales")
@@ -112,7 +112,7 @@ def _check_frames_of(where: str, side: Side | None, dim: int, frames: StateEntry
         raise InvalidHeader(f"{scales.where} is {scales.dtype} {list(scales.shape)}, expected U8 {[1, count, columns]}")
 
 
-def _check_keys(number: int, states: Sequence[StateEntry], side: Side | None, codecs: Sequence[Codec]) -> None:
+def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | None, codecs: Sequence[Codec]) -> None:
     """Raise InvalidHeader unless the balanced frames of a layer, and what belongs to them, have the heads and the dim of its keys."""
     frames = states[0]
     if frames.name not in KEY_FRAMES.values():

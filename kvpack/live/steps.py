@@ -61,7 +61,7 @@ class Steps:
             from kvpack.kernels.attend.growing import Append
 
             append = self._appends[tokens] = Append(layer.sides["k"].tail, layer.sides["v"].tail, tokens)
-        if not append.takes(k, v):
+        if not append.supports(k, v):
             return False
         append(k, v, self._lengths, self._packed, self.not_finite if self._checks else self._unchecked)
         layer.raw_tokens += tokens
@@ -158,7 +158,7 @@ class Steps:
         own = self._layer.layer()
         check_call(q, own, sink_logits=sink_logits, **options)
         window = options["sliding_window"]
-        if not options["causal"] or not GrowingCall.takes(q, view):
+        if not options["causal"] or not GrowingCall.supports(q, view):
             return None
         if self._layer.sliding_window is not None and (window is None or window > self._layer.sliding_window):
             # Some of its tokens will be gone when a graph is replayed.

@@ -1,4 +1,4 @@
-"""Lanes that no kernel takes page by page, on their device: pages are gathered, coded together, and their streams copied.
+"""Lanes that no kernel codes page by page, on their device: pages are gathered, coded together, and their streams copied.
 
 So run codecs with scales of channels, with a basis and with two widths, values of 8 bits, and dims that the kernels of pages do not take.
 A job's pages are one batch: what a codec chooses for a run, it chooses for each of the batch.
@@ -38,7 +38,7 @@ MAX_BYTES = 64 << 20
 """Bytes of values that are gathered or decoded at once, and some times as many for the steps of a codec: engines leave little memory."""
 
 
-def takes(codec: Codec) -> bool:
+def supports(codec: Codec) -> bool:
     """Whether no stored bits make decoding on a device read outside of a table: digits of all words are codes, and nothing is permuted."""
     side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
     if isinstance(codec, Opaque):

@@ -151,7 +151,7 @@ class DevicePages:
                 keys = given.layers if lane.side == "k" else keys
                 if lanes.encode(given, job):
                     continue
-                if not batched.takes(lane.codec):
+                if not batched.supports(lane.codec):
                     return None
                 assert keys is not None
                 batched.encode_lane(lane, given.layers, keys, slots, rows, self.left_out)
@@ -171,7 +171,7 @@ class DevicePages:
             for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
                 if lanes.decode(given, job):
                     continue
-                if not batched.takes(lane.codec):
+                if not batched.supports(lane.codec):
                     return False
                 batched.decode_lane(lane, rows, given.layers, slots, status)
         except torch.OutOfMemoryError:

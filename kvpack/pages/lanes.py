@@ -83,8 +83,8 @@ class Lane:
         streams = pages.places(codec, heads, tokens, {name: begin for name, (begin, _) in self.places.items()})
         counts = {1, self.count}
         arguments = {count: (codec, count, heads, tokens, dtype, streams, self.stride) for count in counts}
-        encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.encodes(codec, dtype, codec.dim) else None
-        decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.decodes(codec, dtype) else None
+        encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype, codec.dim) else None
+        decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
         return encoders, decoders
 
     def _choosers(self, keys: Sequence[torch.Tensor]) -> Any:

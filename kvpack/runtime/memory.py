@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MANY_BYTES = 1 << 22
 """Results of at least this size are in memory of their own."""
 
-FEW_BYTES = 1 << 16
+MIN_HUGE_PAGE_PIECE_BYTES = 1 << 16
 """Smaller results are on the heap."""
 
 LARGE_PAGE = 1 << 21
@@ -97,7 +97,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     """``torch.empty(shape, dtype=dtype, device=device)``; a large one on the CPU cannot be resized."""
     values, pieces = torch.Size(shape).numel(), _pieces.get()
     nbytes = values * dtype.itemsize
-    if device.type == "cpu" and nbytes >= (MANY_BYTES if pieces is None else FEW_BYTES) and hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type == "cpu" and nbytes >= (MANY_BYTES if pieces is None else MIN_HUGE_PAGE_PIECE_BYTES) and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             found = pieces[-1].take(values, dtype) if pieces else None
             if found is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter
 
 from .canonical_text import BY_HAND, class_name, plain, tensor_digest, text_digest
-from .modules import Part, check_determined, own_children
+from .modules import ModelPart, check_determined, own_children
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ _INCIDENTAL = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_
 _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
-def adapters_text(layers: Sequence[Part], named: str | None) -> str:
+def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
     """The field ``adapter`` of the identity of a model's parts: ``named``, or the names of the adapters in effect, and their digest.
 
     Empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the
@@ -68,7 +68,7 @@ def _known(layer: Any) -> set[str]:
     return known
 
 
-def _layer_state(part: Part, chosen: list[str]) -> list[Any]:
+def _layer_state(part: ModelPart, chosen: list[str]) -> list[Any]:
     layer: Any = part.module
     if any(getattr(layer, "sample_at_inference", {}).get(name) for name in chosen):
         raise InvalidParameter(f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference: its values are random")
@@ -131,7 +131,7 @@ _INCIDENTAL_PROMPT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "infer
 """Settings of a prompt's configuration that change no value."""
 
 
-def _home_made_state(part: Part) -> list[Any]:
+def _home_made_state(part: ModelPart) -> list[Any]:
     if not part.module._parameters:
         return []
     kind = type(part.module).__name__

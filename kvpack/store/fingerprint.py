@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .modules import Part
+    from .modules import ModelPart
 
 _INCIDENTAL_SETTINGS = {
     "_attn_implementation",
@@ -63,12 +63,12 @@ def model_name(loaded_from: str) -> str:
     return path.name if is_path else loaded_from
 
 
-def weights_of(found: Iterable[Part]) -> Weights:
+def weights_of(found: Iterable[ModelPart]) -> Weights:
     """The digest, begun, of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
     return Weights(_states(found))
 
 
-def weights_sample(found: Iterable[Part]) -> str:
+def weights_sample(found: Iterable[ModelPart]) -> str:
     """What tells models of the same modules apart without reading all weights: ``SAMPLE`` and a digest of some values of each.
 
     Files of earlier versions name it. They are those of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
@@ -82,7 +82,7 @@ def weights_sample(found: Iterable[Part]) -> str:
     return f"{SAMPLE}:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
 
-def config_digest(config: Any, found: Iterable[Part]) -> str:
+def config_digest(config: Any, found: Iterable[ModelPart]) -> str:
     """A digest of everything that keys and values depend on besides the weights' values and adapters.
 
     It covers the configuration of a model, and for every module its class, its plain attributes, the types, dtypes and shapes of its
@@ -101,7 +101,7 @@ def dtype_text(model: Any) -> str:
     return " autocast ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def check_deterministic(found: Iterable[Part]) -> None:
+def check_deterministic(found: Iterable[ModelPart]) -> None:
     """Raise InvalidParameter for a model that drops values at random, as a model in training does."""
     for part in found:
         for name, module in part.module.named_modules() if part.adapter == "layer" else [("", part.module)]:
@@ -118,11 +118,11 @@ def check_deterministic(found: Iterable[Part]) -> None:
                     )
 
 
-def _of_the_model(found: Iterable[Part]) -> Sequence[Part]:
+def _of_the_model(found: Iterable[ModelPart]) -> Sequence[ModelPart]:
     return [part for part in found if not part.adapter]
 
 
-def _states(found: Iterable[Part]) -> list[tuple[str, Any]]:
+def _states(found: Iterable[ModelPart]) -> list[tuple[str, Any]]:
     """The state of the model by name: that of each module, sorted, with what quantized modules keep besides their parameters."""
     usual: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []
@@ -141,7 +141,7 @@ def _states(found: Iterable[Part]) -> list[tuple[str, Any]]:
 _name = itemgetter(0)
 
 
-def _usual_state(part: Part) -> Iterator[tuple[str, Any]]:
+def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
     """Parameters and persistent buffers, as ``Module._save_to_state_dict`` gives them, in less time."""
     import torch
 
@@ -165,7 +165,7 @@ def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Ten
     return x
 
 
-def _own_state(part: Part) -> dict[str, Any]:
+def _own_state(part: ModelPart) -> dict[str, Any]:
     """What a module of another class gives as its own part of the state dict."""
     import torch
 
@@ -197,7 +197,7 @@ def _settings(config: Any) -> Any:
     return plain("config", kept(config.to_dict()))
 
 
-def _module(part: Part) -> list[Any]:
+def _module(part: ModelPart) -> list[Any]:
     module = part.module
     where = part.name or "the model"
     attributes = _attributes(where, vars(module))

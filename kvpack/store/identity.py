@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from .modules import Part
+    from .modules import ModelPart
 
 _STATES = b"kvpack-states 1"
 
@@ -107,7 +107,7 @@ class Identity:
     @classmethod
     def of_parts(
         cls,
-        found: Sequence[Part],
+        found: Sequence[ModelPart],
         recipe: str | Recipe,
         *,
         name: str | None = None,

@@ -34,7 +34,7 @@ _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
 """Adapter libraries whose state is not in their modules, each with a name that tells it from a user's own file."""
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A module by its name in the model without adapters. ``adapter``: a PEFT ``layer``, a wrapper ``around`` the model, or neither."""
 
     name: str
@@ -42,14 +42,14 @@ class Part(NamedTuple):
     adapter: str = ""
 
 
-def parts(model: torch.nn.Module) -> list[Part]:
+def parts(model: torch.nn.Module) -> list[ModelPart]:
     """Every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
 
     PyTorch's wrappers are left out: what they hold has the name that it has without them.
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
     check_model(model)
-    found: list[Part] = []
+    found: list[ModelPart] = []
     waiting, seen, known = [("", model)], set(), dict[type, str]()
     while waiting:
         name, module = waiting.pop()
@@ -64,7 +64,7 @@ def parts(model: torch.nn.Module) -> list[Part]:
         if adapter == _WRAPPER:
             waiting.append((name, getattr(module, _OF_TORCH[kind.__name__])))
             continue
-        found.append(Part(name, module, adapter))
+        found.append(ModelPart(name, module, adapter))
         children = module._modules
         if adapter == "around":
             waiting.append((name, _held(module)))
@@ -91,7 +91,7 @@ def check_model(model: Any) -> None:
     raise InvalidType(f"model is {shown(model)}, expected a transformers model: {instead}")
 
 
-def base_model(found: Iterable[Part]) -> Any:
+def base_model(found: Iterable[ModelPart]) -> Any:
     """The transformers model inside its wrappers. Raises InvalidParameter for any other module."""
     base = next(part.module for part in found if not part.adapter)
     if not hasattr(base, "config") or not hasattr(base, "dtype"):

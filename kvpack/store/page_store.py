@@ -64,7 +64,7 @@ class Job:
         return self._future.result() if self._future.done() else None
 
 
-class Part(NamedTuple):
+class BufferSlot(NamedTuple):
     """Where a page is: a slot of an engine's memory."""
 
     pages: PageBuffer
@@ -147,7 +147,7 @@ class PageStore:
         with self._counters.timed("save"):
             return self._put_all(keys, parts, ancestors)
 
-    def _put_all(self, keys: Sequence[bytes], parts: Sequence[Part], ancestors: Sequence[bytes]) -> list[bool]:
+    def _put_all(self, keys: Sequence[bytes], parts: Sequence[BufferSlot], ancestors: Sequence[bytes]) -> list[bool]:
         chain = self._names([*ancestors, *keys])
         first = len(chain) - len(keys)
         stored = self._backend.present_each(chain[first:])
@@ -169,7 +169,7 @@ class PageStore:
         return stored
 
     def _encoded(
-        self, numbers: Sequence[int], keys: Sequence[bytes], parts: Sequence[Part], names: Sequence[bytes]
+        self, numbers: Sequence[int], keys: Sequence[bytes], parts: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
         """The pieces of the entries of pages, without those that cannot be encoded, which are counted."""
         rows = {number: memoryview(bytearray(self.codec.nbytes)) for number in numbers}
@@ -304,7 +304,7 @@ class PageStore:
         numbers: Sequence[int],
         names: list[bytes],
         keys: Sequence[bytes],
-        parts: Sequence[Part],
+        parts: Sequence[BufferSlot],
         loaded: list[bool],
         now: int,
     ) -> None:
@@ -351,14 +351,14 @@ class PageStore:
         """The pages of which rows are in memory at a time."""
         return max(1, min(most, BATCH_BYTES // (self._largest + 1)))
 
-    def _parts(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[Part]:
+    def _parts(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
         """Where each page is. Raises what ``PageCodec.checked`` raises, and InvalidParameter."""
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
                 raise InvalidParameter(f"{len(pages)} memories of pages were given for {count} keys")
             places = zip(pages, slots, strict=True)
-            return [Part(memory, self.codec.checked(memory, [slot], None, written=written)[0][0]) for memory, slot in places]
-        return [Part(pages, slot) for slot in self.codec.checked(pages, slots, None, written=written)[0]]
+            return [BufferSlot(memory, self.codec.checked(memory, [slot], None, written=written)[0][0]) for memory, slot in places]
+        return [BufferSlot(pages, slot) for slot in self.codec.checked(pages, slots, None, written=written)[0]]
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         self._check_open()
@@ -412,7 +412,7 @@ def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
     return items(keys, what, "the engine's keys, which are bytes")
 
 
-def _by_memory(numbers: Sequence[int], parts: Sequence[Part]) -> Iterator[tuple[PageBuffer, list[int]]]:
+def _by_memory(numbers: Sequence[int], parts: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
     """Consecutive pages in the same memory."""
     for _, group in groupby(numbers, lambda number: id(parts[number].pages)):
         same = [*group]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def test_shapes_by_letter_and_by_number() -> None:
-    assert kernels.parse_shape("B") == kernels.Shape(1, 32, 8, 128, 131072)
-    assert kernels.parse_shape("2x8x4x64x1000") == kernels.Shape(2, 8, 4, 64, 1000)
+    assert kernels.parse_shape("B") == kernels.QueryShape(1, 32, 8, 128, 131072)
+    assert kernels.parse_shape("2x8x4x64x1000") == kernels.QueryShape(2, 8, 4, 64, 1000)
 
 
 @pytest.mark.parametrize(

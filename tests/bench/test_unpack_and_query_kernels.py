@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpack.bench import query_kernels, unpack_kernels
-from kvpack.bench.query_kernels import Shape
+from kvpack.bench.query_kernels import QueryShape
 
 
 def test_the_table_of_unpacking(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +24,7 @@ def test_the_table_of_unpacking(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_of_queries(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"recipe": "octopus-3", "seconds": 1e-3, "decoded_seconds": 2e-3, "of_sdpa": 1.25, "error": 1e-3}
     report = {
-        **Shape(1, 32, 8, 128, 65536)._asdict(),
+        **QueryShape(1, 32, 8, 128, 65536)._asdict(),
         "peers": [{"queries": 64, "flash": 8e-4}, {"queries": 2048, "flash": 4e-3, "cudnn": 3e-3}],
         "rows": [row | {"queries": 64}, row | {"queries": 2048}],
     }
@@ -38,8 +38,8 @@ def test_the_table_of_queries(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.cuda
 def test_both_are_measured() -> None:
-    unpacked = unpack_kernels.run(["octopus-3"], unpack_kernels.Shape(1, 2, 2048, 64))
+    unpacked = unpack_kernels.run(["octopus-3"], unpack_kernels.StateShape(1, 2, 2048, 64))
     assert unpacked["rows"][0]["of_copy_speed"] > 0
-    queries = query_kernels.run(["octopus-3"], Shape(1, 4, 2, 64, 2048), [2, 256])
+    queries = query_kernels.run(["octopus-3"], QueryShape(1, 4, 2, 64, 2048), [2, 256])
     assert [row["queries"] for row in queries["rows"]] == [2, 256]
     assert all(row["error"] < 1e-2 for row in queries["rows"])

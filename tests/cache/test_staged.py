@@ -14,7 +14,7 @@ import torch
 import kvpack
 from kvpack.cache import files, staged_load, staged_reads
 from kvpack.cache.device_copy import HostBus
-from kvpack.cache.parts import Part
+from kvpack.cache.parts import CachePart
 from kvpack.cache.staged_save import save_from
 from kvpack.file import container, payload
 from kvpack.file.header import Contents
@@ -126,7 +126,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
 
     file = container.open_file(tmp_path / "a")
     largest = max(file.side_places(number, side).nbytes for number in range(12) for side in "kv")
-    found = staged_load.load_layers(file, Part.of(file.header, None, None), Counting(), staging_bytes=4 * largest)
+    found = staged_load.load_layers(file, CachePart.of(file.header, None, None), Counting(), staging_bytes=4 * largest)
     assert asked == [4 * largest]
     assert list(found) == list(range(12))
     asked.clear()

@@ -285,7 +285,7 @@ def test_programs_of_many_tiles_with_padding_before_them(
     from kvpack.kernels.tiles import shapes
 
     if INTERPRETED:
-        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.Shape(2, tiles, 16, 2, 1))
+        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.LaunchShape(2, tiles, 16, 2, 1))
     tokens = 900 if INTERPRETED else 60_000
     k_codec, v_codec = codecs(KEYS[family], KEYS[family], (32, 32))
     layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=4), random_side(v_codec, 1, (tokens,), 5, 2, batch=4))
@@ -600,7 +600,7 @@ def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(shapes, "MANY_TOKENS", 0)
     if INTERPRETED:
-        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.Shape(1, 1, 64, 1, 2))
+        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.LaunchShape(1, 1, 64, 1, 2))
     k_codec, v_codec = codecs("group:b=2,g=64,axis=token", "group:b=2,g=128,axis=channel,token_scale=fp16", (32, 128))
     k, v = random_side(k_codec, 1, (420,), 5, 1), random_side(v_codec, 1, (begin, 420 - begin) if begin else (420,), 5, 2)
     check(Layer(k, v), 2)

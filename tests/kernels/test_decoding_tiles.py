@@ -40,7 +40,7 @@ def decoded(side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype)
     """Tokens ``[start, stop)`` of ``side`` in ``frame``."""
     from kvpack.kernels.attend import scratch
 
-    block = scratch.Block(side, frame, start, stop, dtype)
+    block = scratch.DecodedBlock(side, frame, start, stop, dtype)
     memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)
     block.decode(side, None, memory, 0)
     return block.tokens(memory, 0, 0, stop - start)

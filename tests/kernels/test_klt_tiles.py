@@ -220,7 +220,7 @@ def test_unpacking(name: str, dtype: torch.dtype) -> None:
         side = random_side(codec, 2, (150, 33), 9, 1, 2)
         there = side.to(DEVICE)
         out = torch.full((2, 2, 192, dim), torch.nan, dtype=dtype, device=DEVICE)
-        assert decode_klt.takes(codec, out)
+        assert decode_klt.supports(codec, out)
         assert decode_sides.unpack_into(there, 0, 192, out) == [(183, 192)]
         part = torch.full((2, 2, 100, dim), torch.nan, dtype=dtype, device=DEVICE)
         assert decode_sides.unpack_into(there, 70, 170, part) == []

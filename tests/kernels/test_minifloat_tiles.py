@@ -147,7 +147,7 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
     there = side.to(DEVICE)
     frame = scratch.frame_of(there)
     assert frame.codec is not None
-    block = scratch.Block(there, frame, 0, side.tokens, dtype)
+    block = scratch.DecodedBlock(there, frame, 0, side.tokens, dtype)
     memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)
     block.decode(there, None, memory, 0)
     found = block.tokens(memory, 0, 0, side.tokens).cpu().float()

@@ -186,7 +186,7 @@ def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
             call = partial(lambda q, options, given: attention.prepare(q, layer, options)(q, None, *given), q, options, given)
             compiled.attempt(f"{recipe}: {what}", call)
     q = torch.randn(2, 4 * HEADS, 1, DIM).to(torch.bfloat16)
-    if growing.GrowingCall.takes(q, layer):
+    if growing.GrowingCall.supports(q, layer):
         for options in (Options(scale, sliding_window=70, starts=True), *([Options(scale)] if every else ())):
             given = starts if options.starts else None
             step = partial(lambda options, given: growing.GrowingCall(q, layer, options)(q, lengths, None, given), options, given)

@@ -22,7 +22,7 @@ from kvpack.integrations.exported import exported, windows_of
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of
-from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, Block, Reader, Section, StateFile, parsed, pieces
+from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, CellBlock, Reader, Section, StateFile, parsed, pieces
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +44,7 @@ _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
 _MAX_POSITION = 2**31 - 1
 _KINDS = " keys beside values of "
 """Between the types of keys and of values, in the dtype of a cache with quantized ones."""
-_Stored = tuple[Block, memoryview]
+_Stored = tuple[CellBlock, memoryview]
 
 
 def import_slot(
@@ -262,13 +262,13 @@ def _of_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: 
     """A side's newest tokens as llama.cpp has them. Raises as ``exported``, and InvalidParameter for what is no longer of its ``kind``."""
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
-        return Block(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
+        return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
     values = exported(where, side, dtype or kind, "llama.cpp")
     return _stored(values[0, :, -kept:], transposed)
 
 
 def _values(
-    reader: Reader, where: str, block: Block, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
+    reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor | Quantized:
     """``[1, kv_head, token, dim]``."""
     if block.channels % heads:
@@ -281,7 +281,7 @@ def _values(
     return values[None] if order is None else values[None][:, :, order]
 
 
-def _blocks(reader: Reader, where: str, block: Block, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
+def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
     if block.channels // heads % BLOCK:
         raise InvalidParameter(f"{where}: has heads of {block.channels // heads} channels, and {block.dtype} has blocks of {BLOCK}")
     data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
@@ -293,7 +293,7 @@ def _blocks(reader: Reader, where: str, block: Block, cells: int, heads: int, or
 def _stored(values: torch.Tensor, transposed: bool) -> _Stored:
     """Values ``[kv_head, token, dim]`` as llama.cpp has them."""
     rows = values.transpose(1, 2) if transposed else values.transpose(0, 1)
-    block = Block(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
+    block = CellBlock(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
     return block, rows.contiguous().flatten().view(torch.uint8).numpy().data
 
 

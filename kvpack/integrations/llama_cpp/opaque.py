@@ -21,7 +21,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import ID_BYTES
 from kvpack.formats.errors import InvalidParameter
 
-from .state_file import BLOCK, BLOCKS, OPAQUE, TYPES, Block, Reader, StateFile
+from .state_file import BLOCK, BLOCKS, OPAQUE, TYPES, CellBlock, Reader, StateFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +48,7 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
 
 
 def opaque_layer(
-    reader: Reader, keys: Block, values: Block | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
+    reader: Reader, keys: CellBlock, values: CellBlock | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
 ) -> DenseLayer:
     """A layer's ``cells`` as states, in ``order``; ``transposed`` values are turned back. Raises MissingFile and InvalidParameter."""
     states = {f"k.{keys.dtype}": _rows(reader, keys, order, cells, turned=False)}
@@ -86,7 +86,7 @@ def opaque_ids(cache: Cache) -> bytes:
     return bytes(state.cpu().numpy().data)
 
 
-def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[Block, memoryview]]]:
+def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
     """The cells of layer ``number``, and its keys and values as llama.cpp has them. Raises InvalidParameter, naming the layer."""
     named, found = _named(layer), []
     if (
@@ -108,7 +108,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
         data = rows[0].cpu()
         if side == "v" and transposed:
             data = data.view(data.shape[0], -1, size).transpose(0, 1)
-        block = Block(kind, rows.shape[2] // size * (BLOCK if kind in BLOCKS else 1), 0)
+        block = CellBlock(kind, rows.shape[2] // size * (BLOCK if kind in BLOCKS else 1), 0)
         found.append((block, data.contiguous().flatten().numpy().data))
     return cells.pop(), found
 
@@ -123,7 +123,7 @@ def _named(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
     return dict(sorted(found.items()))
 
 
-def _rows(reader: Reader, block: Block, order: torch.Tensor | None, cells: int, *, turned: bool) -> torch.Tensor:
+def _rows(reader: Reader, block: CellBlock, order: torch.Tensor | None, cells: int, *, turned: bool) -> torch.Tensor:
     data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
     reader.read_into(data.numpy().data, block.offset)
     if turned:

@@ -65,7 +65,7 @@ _OTHER_CELLS = (
 )
 
 
-class Block(NamedTuple):
+class CellBlock(NamedTuple):
     """Keys or values of a layer at ``offset``: ``channels`` values per cell, one cell after another, or transposed.
 
     ``dtype`` is one of TYPES or BLOCKS.
@@ -90,8 +90,8 @@ class Section(NamedTuple):
     sequence: int
     positions: np.ndarray
     transposed: bool
-    keys: tuple[Block, ...]
-    values: tuple[Block, ...]
+    keys: tuple[CellBlock, ...]
+    values: tuple[CellBlock, ...]
 
 
 class StateFile(NamedTuple):
@@ -256,7 +256,7 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
     return Section(streams, int(cells["sequence"][0]), cells["position"].copy(), bool(transposed), keys, values)
 
 
-def _block(reader: Reader, what: str, cells: int, transposed: bool) -> Block:
+def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock:
     ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {what}")
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
@@ -269,7 +269,7 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> Block:
     row = size * channels[0] if transposed else size
     if not row:
         raise InvalidParameter(f"{reader.where}: {what} have no channels")
-    return Block(dtype, row // of_one * (BLOCK if quantized else 1), reader.skip(cells * row, what))
+    return CellBlock(dtype, row // of_one * (BLOCK if quantized else 1), reader.skip(cells * row, what))
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
-"""The arguments of a model's forward whose values a pass reads, in the order in which ``kvpack::pass_begins`` takes them."""
+"""The arguments of a model's forward whose values a pass reads, in the order of the parameters of ``kvpack::pass_begins``."""
 
 
 class CompiledCalls:
@@ -145,8 +145,8 @@ class _Mask(NamedTuple):
     tokens: int
 
 
-def takes(arguments: dict[str, Any]) -> bool:
-    """Whether ``compiled_begin`` takes these arguments of a model's forward."""
+def supports(arguments: dict[str, Any]) -> bool:
+    """Return True if ``compiled_begin`` supports these arguments of a model's forward."""
     given = [arguments[name] for name in _TENSORS if name in arguments]
     return all(isinstance(value, torch.Tensor) for value in given)
 

@@ -289,7 +289,7 @@ def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | Non
     """The calls of the one KvpackCache that a pass in compiled code is over; None where what is compiled breaks off for the pass."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
-    return past.compiled if compiled_calls.takes(arguments) else None
+    return past.compiled if compiled_calls.supports(arguments) else None
 
 
 def _tokens(past: Any) -> int:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
-    from kvpack.store.modules import Part
+    from kvpack.store.modules import ModelPart
     from kvpack.store.weights import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
@@ -329,7 +329,7 @@ def check_identity(cache: Cache, model: Any) -> Named:
     return this
 
 
-def _parts(model: Any) -> list[Part]:
+def _parts(model: Any) -> list[ModelPart]:
     """The modules of the transformers model in ``model``."""
     found = parts(model)
     if not isinstance(next(part.module for part in found if not part.adapter), PreTrainedModel):

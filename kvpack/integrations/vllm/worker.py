@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpack.pages.host import Outcome
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """Blocks of one group, and the row of each in the memory of the host, uint8 ``[byte]``, with its name.
 
     ``absent`` are the other rows of the same chunks.
@@ -40,7 +40,11 @@ class _Transfer:
     """Jobs of one transfer with their rows on the device; ``land`` is what is to be done when the device has done them."""
 
     def __init__(
-        self, number: int, parts: list[tuple[Part, torch.Tensor, PageJob]], land: Callable[[Part, torch.Tensor, PageJob], None], stream: Any
+        self,
+        number: int,
+        parts: list[tuple[GroupPart, torch.Tensor, PageJob]],
+        land: Callable[[GroupPart, torch.Tensor, PageJob], None],
+        stream: Any,
     ) -> None:
         self.number, self._parts, self._land, self._stream = number, parts, land, stream
         self._begun, self._landed = time.perf_counter(), False
@@ -159,7 +163,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
-    def _stored(self, part: Part, rows: torch.Tensor, job: PageJob) -> None:
+    def _stored(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
         """Copy rows to the memory of the host: the row of a page that was refused is no row, and a later load of it fails."""
         for place in part.absent:
             # What an earlier chunk has left there must not go on to other tiers.
@@ -170,7 +174,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 target.copy_(row, non_blocking=True)
         self._count("encoded", "refused", outcomes)
 
-    def _loaded(self, part: Part, rows: torch.Tensor, job: PageJob) -> None:
+    def _loaded(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
         outcomes = job.outcomes()
         self._count("decoded", "damaged", outcomes)
         self._failed |= {block for block, outcome in zip(part.blocks, outcomes, strict=True) if outcome is not None}
@@ -179,7 +183,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         for outcome in outcomes:
             self._counts[(good,) if outcome is None else (bad, type(outcome).__name__)] += 1
 
-    def _parts(self, on_device: Any, on_host: Any) -> list[Part]:
+    def _parts(self, on_device: Any, on_host: Any) -> list[GroupPart]:
         """The blocks of each group with their rows: the first chunk of a group may be used from its middle on, the last in part."""
         chunks = numpy.asarray(on_host.chunk_ids if hasattr(on_host, "chunk_ids") else on_host.block_ids).tolist()
         blocks = on_device.block_ids.tolist()
@@ -194,6 +198,6 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
             names = [row_key(on_host.keys[number], at) for number, at in places]
             taken = slice(skipped, skipped + count)
             absent = rows[:skipped] + rows[skipped + count :]
-            found.append(Part(group, blocks[block : block + count], rows[taken], names[taken], absent))
+            found.append(GroupPart(group, blocks[block : block + count], rows[taken], names[taken], absent))
             chunk, block = chunk + used, block + count
         return found

@@ -6,9 +6,7 @@ of transformers' own caches, or of recomputing, in the same run. On a CPU times 
 
 from __future__ import annotations
 
-import gc
 import json
-import statistics
 import tempfile
 import time
 from contextlib import nullcontext
@@ -25,7 +23,7 @@ from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import transformers_library
 from kvpack.runtime.modes import one_thread
 
-from .process_time import interleaved
+from .device_times import call_seconds, free, wait
 from .serve_cpu import ROUNDS, STEPS, room, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
 from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, outcome, peers, row_of
@@ -39,14 +37,18 @@ if TYPE_CHECKING:
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
 GEMMA = {"vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_key_value_heads": 8}
 QWEN = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_key_value_heads": 8}
+QWEN_3_5 = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4}
+SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_key_value_heads": 2}
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "llama-3-8b": ("LlamaConfig", {**LLAMA, "num_attention_heads": 32, "head_dim": 128}),
     "qwen3-4b": ("Qwen3Config", {**QWEN, "num_attention_heads": 32, "head_dim": 128}),
     "gemma-3-12b": ("Gemma3TextConfig", {**GEMMA, "num_attention_heads": 16, "head_dim": 256, "sliding_window": 1024}),
-    "small": ("LlamaConfig", {
-        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_key_value_heads": 2,
-        "num_attention_heads": 4, "head_dim": 64,
-    }),
+    "qwen3.5-9b": ("Qwen3_5TextConfig", {**QWEN_3_5, "num_attention_heads": 16, "head_dim": 256, "linear_num_value_heads": 32}),
+    "small-hybrid": ("Qwen3_5TextConfig", {**SMALL, "num_attention_heads": 4, "head_dim": 64, "linear_num_value_heads": 4,
+                                           "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
+    "small-sliding": ("Gemma3TextConfig", {**SMALL, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 64,
+                                           "sliding_window": 128}),
+    "small": ("LlamaConfig", {**SMALL, "num_attention_heads": 4, "head_dim": 64}),
 }  # fmt: skip
 """Configurations by name: the class of transformers and its settings."""
 
@@ -62,8 +64,6 @@ GENERATED = 64
 _WITHOUT_GRAPHS = "without graphs"
 DENSE_FILE = "dense safetensors"
 """The name of the file of keys and values in the model's dtype."""
-FIRST_TOKENS = 3
-"""Timings of a first token, after one to warm up."""
 
 
 def run(
@@ -142,10 +142,18 @@ def _measured(
     return report
 
 
-def random_model(shape: str, layers: int | None, device: str, dtype: str | None) -> Any:
-    """A model of a known shape or of a configuration, with random weights. Raises InvalidParameter."""
+def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, drawn: bool = True) -> Any:
+    """A model of a known shape or of a configuration, with random weights. Raises InvalidParameter.
+
+    With ``drawn``, its keys and values are to be drawn, so it may have no layers but those of full and sliding attention.
+    """
     library = transformers_library()
     config = _config(shape, layers)
+    if drawn and (others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}):
+        raise InvalidParameter(
+            f"{shape}: layers of {', '.join(sorted(others))}; keys and values are drawn for full and sliding attention only: use "
+            "kvpack bench resume, which computes them"
+        )
     config._attn_implementation = "sdpa"
     chosen = DTYPES[dtype] if dtype is not None else config.dtype or torch.bfloat16
     if chosen not in DTYPES.values():
@@ -172,13 +180,11 @@ def _config(shape: str, layers: int | None) -> Any:
             f"shape is {shape!r}, expected one of {', '.join(SHAPES)}, a model's name on the hub, or the path of a config.json or of its "
             f"folder; where the hub can be reached, get a model's configuration with: hf download {shape} config.json"
         ) from None
-    types = getattr(config, "layer_types", None) or []
+    types = getattr(config, "layer_types", None)
     if layers is not None:
         config.num_hidden_layers = layers
         if types:
-            config.layer_types = types = types[:layers]
-    if others := set(types) - {"full_attention", "sliding_attention"}:
-        raise InvalidParameter(f"{shape}: layers of {', '.join(sorted(others))}; keys and values are drawn for full and sliding attention")
+            config.layer_types = types[:layers]
     return config
 
 
@@ -232,13 +238,13 @@ def _decode_rows(
             count()
         return [{**row, **own} for own in found]
     rows = [{**row, **found} for found in _dense_rows(model, batch, tokens, device, compiled)]
-    _free(device)
+    free(device)
     count()
     for recipe in recipes:
         own = {**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
-        _free(device)
+        free(device)
         taken, _ = outcome(partial(_in_turns, model, batch, tokens, recipe, device))
-        _free(device)
+        free(device)
         if taken is not None:
             own |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
         rows.append(own)
@@ -286,11 +292,11 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
     if compiled:
         measures[COMPILED] = compiled_steps
     in_graph = row_of(DYNAMIC, graph)
-    _free(device)
+    free(device)
     rows = []
     for name, measure in measures.items():
         rows.append(row_of(name, measure))
-        _free(device)
+        free(device)
     # The graph is of none of these caches: it stands in the first row.
     return [in_graph | {name: value for name, value in rows[0].items() if value is not None}, *rows[1:]]
 
@@ -304,7 +310,7 @@ def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> 
     with KvpackCache.of(_packed(model, batch, tokens, recipe, device), model) as past:
         runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
         runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
-        return seconds_of([*runs, alone(with_plain_attention(plain), tokens)], batch, device, _wait)
+        return seconds_of([*runs, alone(with_plain_attention(plain), tokens)], batch, device, wait)
 
 
 def _packed(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
@@ -321,7 +327,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 
     cache = _packed(model, batch, tokens, recipe, device)
     size = cache.nbytes
-    _free(device)
+    free(device)
     _reset_peak(device)
     # The first time compiles kernels, of steps and of windows that become full.
     for _ in range(2):
@@ -329,7 +335,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
             generated = _generated(model, past, batch, device)
         # Two tails at a time are no user's peak.
         del past
-        _free(device)
+        free(device)
     with KvpackCache.of(cache, model) as past:
         del cache
         step = _steps(model, past, batch, device)
@@ -351,10 +357,10 @@ def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -
     count = GENERATED
     ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    _wait(device)
+    wait(device)
     begin = time.perf_counter()
     model.generate(ids, **cache_names.over(model, past), **options)
-    _wait(device)
+    wait(device)
     return (time.perf_counter() - begin) / count
 
 
@@ -364,10 +370,10 @@ def _steps(model: Any, past: Any, batch: int, device: str) -> float:
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
         if step == WARM_STEPS:
-            _wait(device)
+            wait(device)
             begin = time.perf_counter()
         model(token, **over, use_cache=True, logits_to_keep=1)
-    _wait(device)
+    wait(device)
     return (time.perf_counter() - begin) / TIMED_STEPS
 
 
@@ -415,10 +421,10 @@ def _first_token_rows(
 
             def load_alone(path: Path = path) -> None:
                 kvpack.load(path, device=device)
-                _wait(device)
+                wait(device)
 
             calls[recipe], loads[recipe], sizes[recipe] = from_packed, load_alone, path.stat().st_size
-        timed = _seconds_of([*calls.values(), *loads.values()], device)
+        timed = call_seconds([*calls.values(), *loads.values()], device)
     rows = [{**row, "from": name, "seconds": own} for name, (own, _) in zip(calls, timed, strict=False)]
     for found, (_, error) in zip(rows, timed, strict=False):
         if error is not None:
@@ -429,34 +435,6 @@ def _first_token_rows(
     for found, (own, _) in zip(rows[2:], timed[len(calls) :], strict=True):
         found["load_seconds"] = own
     return rows
-
-
-def _seconds_of(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
-    """The seconds of each call, or the error that it ends with."""
-    if device == "cpu":
-        return [(own.process, None) for own in interleaved(calls, FIRST_TOKENS)]
-    return [outcome(partial(_median, call, device)) for call in calls]
-
-
-def _median(call: Callable[[], None], device: str) -> float:
-    found = []
-    for _ in range(FIRST_TOKENS + 1):
-        begin = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begin)
-    _free(device)
-    return statistics.median(found[1:])
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _reset_peak(device: str) -> None:

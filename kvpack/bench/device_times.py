@@ -1,0 +1,50 @@
+"""Seconds of calls that end with a model's answer: on a CPU of the process, on a device on the clock."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from .process_time import interleaved
+from .serve_peers import outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+REPEATS = 3
+"""Timings of a call, after one to warm up."""
+
+
+def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
+    """The seconds of each call, or the error that it ends with."""
+    if device == "cpu":
+        return [(own.process, None) for own in interleaved(calls, REPEATS)]
+    return [outcome(partial(_median, call, device)) for call in calls]
+
+
+def _median(call: Callable[[], None], device: str) -> float:
+    found = []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begin)
+    free(device)
+    return statistics.median(found[1:])
+
+
+def wait(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def free(device: str) -> None:
+    """Give memory that nobody uses back to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from .balanced_frames import BalancedFrames
     from .options import Options
+    from .rotation import Rotation
 
 OPTION = "frame"
 """The option of a recipe that asks for a frame, as ``frame=balanced``."""
@@ -108,3 +109,9 @@ class Balanced(ValueMap):
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return plain_product(q, self.source_for(q.shape[1]).on(q.device).matrices.transpose(1, 2))
+
+    def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """``query``, and then ``rotation`` forward, as one product."""
+        matrices = self.source_for(q.shape[1]).on(q.device).query_matrices(rotation)
+        # A product of three dimensions is called faster than one that is broadcast.
+        return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

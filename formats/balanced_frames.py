@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import InvalidParameter, OutOfRange
 from .inverses import inverse_of
 from .lazy import torch
+
+if TYPE_CHECKING:
+    from .rotation import Rotation
 
 MAX_GROWTH = 2.0**10
 """The most that a matrix, and its inverse, may make of values of at most 1 (rule basis-24)."""
@@ -19,6 +22,7 @@ class BalancedFrames:
     def __init__(self, matrices: torch.Tensor) -> None:
         self.matrices = matrices
         self._elsewhere: dict[str, BalancedFrames] = {}
+        self._query_matrices: dict[Rotation, torch.Tensor] = {}
 
     @property
     def heads(self) -> int:
@@ -48,6 +52,18 @@ class BalancedFrames:
                 f"{float(growth.max()):.4g} times as large, the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave frame= out"
             )
         return found.to(self.matrices.device)
+
+    def query_matrices(self, rotation: Rotation) -> torch.Tensor:
+        """The maps of queries into the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, each rounded once.
+
+        Keys are mapped and then rotated, queries by one product with these. They are kept.
+        """
+        if rotation not in self._query_matrices:
+            with torch.inference_mode(False):
+                back = self.matrices.to(torch.float64).transpose(1, 2)
+                turned = back if rotation.kind == "none" else back @ rotation.matrix(back.device).to(torch.float64).T
+                self._query_matrices[rotation] = turned.to(torch.float32).contiguous()
+        return self._query_matrices[rotation]
 
     def on(self, device: torch.device) -> BalancedFrames:
         """The same frames on ``device``; a copy is kept."""

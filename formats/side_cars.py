@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .balanced import Balanced
 from .base import Codec, Run, RunEncoder
 from .batch import rows_of
 from .columns import Columns
@@ -78,6 +79,12 @@ class WithSideCars(Codec):
     def maps_by_run(self) -> bool:
         """Whether runs may have value maps of their own."""
         return any(value_map.layout(1, 1, 0) for value_map in self.value_maps)
+
+    @cached_property
+    def folded_frame(self) -> Balanced | None:
+        """The only value map, if queries take it and the codec's rotation as one product."""
+        (one,) = self.value_maps if len(self.value_maps) == 1 else (None,)
+        return one if isinstance(one, Balanced) and type(self.codec).query is Codec.query else None
 
     @cached_property
     def page_vectors(self) -> tuple[PageVector, ...]:
@@ -285,6 +292,8 @@ class WithSideCars(Codec):
         return values
 
     def query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
+        if self.folded_frame is not None:
+            return self.folded_frame.rotated_query(q, self.rotation)
         return self.codec.query(self.inner_query(q, streams), streams)
 
     def inner_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:

@@ -54,13 +54,13 @@ class GrowingCall:
     def takes_layer(layer: Layer) -> bool:
         """Whether every segment has a loader, and no page maps its values by torch operations."""
         found = [segments.of_side(side) for side in (layer.k, layer.v) if side is not None]
-        return all(own.supported and all(segment.framed_by is None for segment in own.segments) for own in found)
+        return all(own.supported and all(segment.frame.query_codec is not None for segment in own.segments) for own in found)
 
     def refresh(self, layer: Layer) -> bool:
         """Take the pages of ``layer`` as they are now; whether launches changed, so that graphs must be captured again."""
         launches = self._planned(layer)
         same = len(launches) == len(self._launches) and all(
-            new.constants == old.constants and (new.k, new.v) == (old.k, old.v) and new.work.shape[0] <= old.work.shape[0]
+            new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and new.work.shape[0] <= old.work.shape[0]
             for new, old in zip(launches, self._launches, strict=True)
         )
         if not same:

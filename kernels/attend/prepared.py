@@ -134,10 +134,11 @@ class Prepared:
         self._sums = places.take(rows * parts * self._columns)
         self._k_frames = list(dict.fromkeys(launch.k for launch in launches))
         # The plain frames lie side by side: one launch rotates the query into all of them.
-        framed = [frame for frame in self._k_frames if frame.page is not None]
-        self._turned = {frame: places.take(rows * len(frame_columns.columns(frame.codec, dual))) for frame in (*self._plain(), *framed)}
+        self._own_queries = [frame for frame in self._k_frames if frame.query_codec is None]
+        own_last = (*self._plain(), *self._own_queries)
+        self._turned = {frame: places.take(rows * len(frame_columns.columns(frame.codec, dual))) for frame in own_last}
         # Maps of values change the length of a query, which rotations keep.
-        self._scales = dict.fromkeys(self._plain(), places.take(rows)) | {frame: places.take(rows) for frame in framed}
+        self._scales = dict.fromkeys(self._plain(), places.take(rows)) | {frame: places.take(rows) for frame in self._own_queries}
         self._v_frames: dict[Frame, tuple[int, int]] = {}
         stop = 0
         for launch in launches:
@@ -148,7 +149,6 @@ class Prepared:
         self._rotated = not all(frame_columns.in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames)
         self._few_rows = shape.sequences * shape.rows <= (MAX_ROTATED_ROWS if self._rotated else ORDERED_ROWS)
         self._scratch = places.taken
-        self._own_queries = [frame for frame in self._k_frames if frame.page is not None]
         launches_of = [*self._prepared_rotations(), *self._prepared_splits(position, masked, cut or options.starts)]
         self._rotations = len(self._own_queries) + bool(self._plain())
         if not self._merges_originals:
@@ -173,7 +173,7 @@ class Prepared:
     @property
     def plain(self) -> bool:
         """Whether a call is kernels alone: no page maps its values by torch operations, which depend on the caller's modes."""
-        return all(frame.page is None for frame in (*self._k_frames, *self._v_frames))
+        return not self._own_queries and all(frame.page is None for frame in self._v_frames)
 
     def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
         """What follows the rotation of ``q`` in a call without lengths, starts and sinks: the split kernels and the merge."""
@@ -247,15 +247,15 @@ class Prepared:
         return out
 
     def _plain(self) -> list[Frame]:
-        """The frames of keys whose queries differ by a rotation only."""
-        return [frame for frame in self._k_frames if frame.page is None]
+        """The frames of keys that queries reach by a kept matrix only."""
+        return [frame for frame in self._k_frames if frame.query_codec is not None]
 
     def _prepared_rotations(self) -> list[_Placed]:
         """A launch for all plain frames, and one for each frame of a page that maps its values, which has a query of its own."""
         plain = [(QUERY, self._plain())] if self._plain() else []
         found: list[_Placed] = []
         for query, frames in (*plain, *((OWN + number, [frame]) for number, frame in enumerate(self._own_queries))):
-            codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in frames)
+            codecs = tuple((frame.query_codec or frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in frames)
             matrix, blocks = frame_columns.query_matrix(codecs, str(self._device))
             shape, options = self.shape, self.options
             per_score = options.scale / options.softcap if options.softcap else options.scale * LOG2_E

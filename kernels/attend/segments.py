@@ -84,6 +84,25 @@ class Frame(NamedTuple):
     codec: Codec
     page: PackedRun | None
 
+    @property
+    def query_codec(self) -> Codec | None:
+        """The codec whose frame queries reach by one kept matrix: with the balanced frame of the page, if that is its only map.
+
+        None where the maps of the page are applied first.
+        """
+        if self.page is None:
+            return self.codec
+        assert isinstance(self.page.codec, WithSideCars)
+        balanced = self.page.codec.folded_frame
+        if balanced is None:
+            return None
+        family, others = (self.codec.codec, self.codec.side_cars) if isinstance(self.codec, WithSideCars) else (self.codec, ())
+        return WithSideCars(family, (balanced, *others))
+
+    def matches(self, other: Frame) -> bool:
+        """Whether queries and sums go through the same matrices, of whatever pages."""
+        return self == other or (self.query_codec is not None and self.query_codec == other.query_codec)
+
 
 class Segment(NamedTuple):
     """Consecutive tokens of a layer inside one segment of each side."""

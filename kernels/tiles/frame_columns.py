@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpack.formats.balanced import Balanced
 from kvpack.formats.klt import Klt
 from kvpack.formats.qjl import Qjl
 from kvpack.kernels.loaders import klt
@@ -113,6 +114,11 @@ def _coded_of(codec: Codec) -> torch.Tensor:
     """What each channel of a query adds to each channel of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
         return _originals_of(codec).transpose(1, 2)
+    if balanced := codec.side_car(Balanced):
+        assert balanced.source is not None
+        turned = balanced.source.on(torch.device("cpu")).query_matrices(codec.rotation)
+        qjl = codec.side_car(Qjl)
+        return turned if qjl is None else torch.cat([turned, qjl.rotation.forward(turned)], 2)
     turned = codec.rotation.forward(torch.eye(codec.dim, dtype=torch.float32, device="cpu"))
     if qjl := codec.side_car(Qjl):
         turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)

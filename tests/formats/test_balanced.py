@@ -67,6 +67,17 @@ def test_queries_go_through_the_frame() -> None:
     torch.testing.assert_close(kvpack.attend(q, layer), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("words", ["scalar:b=4", "group:b=8,g=16"])
+def test_one_product_is_the_frame_and_then_the_rotation(words: str) -> None:
+    layer = kvpack.pack(pairs(20), f"k={words},frame=balanced;v=raw", basis=BASIS)[0]
+    assert layer.k is not None
+    page = layer.k.runs[0]
+    q = torch.randn(2, HEADS, 3, DIM, generator=torch.Generator().manual_seed(5))
+    expected = page.codec.rotation.forward(page.codec.inner_query(q, page.streams))
+    for given, apart in ((q, expected), (q[:1], expected[:1])):
+        torch.testing.assert_close(page.query(given), apart, rtol=1e-5, atol=1e-6)
+
+
 def test_a_file_names_its_basis(tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(40), RECIPE, basis=BASIS)
     path = tmp_path / "x.kvpack"

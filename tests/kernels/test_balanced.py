@@ -9,6 +9,9 @@ import torch
 
 from kvpack.cache.layer import Layer
 from kvpack.coding.recipes import parse_recipe
+from kvpack.kernels.attend import attention as triton_attention
+from kvpack.kernels.attend.growing import GrowingCall
+from kvpack.kernels.attend.prepared import Options
 from kvpack.kernels.cpu import attend, sides, unpack
 from support.interpreter import needs_loaded_bounds
 from support.klt_bases import with_random_balanced
@@ -39,6 +42,17 @@ def keys_and_values(words: str, dims: tuple[int, int] = (64, 32)) -> tuple[Codec
 def test_attention(words: str) -> None:
     k, v = keys_and_values(words)
     check(Layer(random_side(k, 2, (64, 32), 9, 1), random_side(v, 2, (64, 32), 9, 2)), 4, q_len=3)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("words", ["scalar:b=3,mean=32", "group:b=4,g=32"])
+def test_one_kept_matrix_takes_queries_to_the_frame(words: str) -> None:
+    # No operation of torch comes before the kernels, so that a CUDA graph may hold the whole call.
+    k, v = keys_and_values(words)
+    layer = Layer(random_side(k, 2, (64,), 9, 1), random_side(v, 2, (64,), 9, 2))
+    q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
+    assert triton_attention.prepare(q, layer, Options(0.125)).plain
+    assert GrowingCall.takes(q, layer)
 
 
 @pytest.mark.kernels

@@ -1,15 +1,18 @@
 """XXH3-128 of tensors on their device (spec/container.md, Digests): of all tensors of a load by two launches.
 
 What a block of 1,024 bytes adds to the hash's accumulators does not depend on them: one launch finds it for all blocks at the speed of
-memory. The other goes through the blocks of each tensor in turn: 64 bytes and a few instructions a block, all tensors at once.
+memory. The other goes through the blocks of each tensor in turn: 64 bytes and a few instructions a block, all tensors at once. Of more
+than 1 GiB, several such pairs run at once.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -19,7 +22,8 @@ from triton import language as tl
 from .columns import launch, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 MIN_BYTES = 241
 """Fewer bytes are hashed in other ways, which are not here."""
@@ -34,6 +38,9 @@ STEPS = 32
 """Blocks whose sums are loaded before the first is used."""
 BLOCKS_AT_ONCE = 1 << 20
 """Blocks of two launches, unless one tensor has more: 1 GiB of tensors, for whose sums 64 MiB are allocated."""
+STREAMS = 4
+"""Pairs of launches that run at once. The second launch of a pair takes as long as its largest tensor needs, and leaves most of the
+device idle: an embedding of 1 GB takes as long as 14 GB of smaller weights."""
 
 TABLE_INTEGERS = tl.constexpr(3)
 """Integers of a tensor in the table: its address, its bytes, and the number of its first block among all."""
@@ -71,15 +78,48 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
     """
     device = places[0][0].device
     found = torch.empty(len(places), 2, dtype=torch.int64, device=device)
+    groups: list[tuple[list[tuple[int, int, int]], int]] = []
     rows: list[tuple[int, int, int]] = []
     blocks = 0
-    for number, (memory, begin, end) in enumerate(places):
+    for memory, begin, end in places:
         rows.append((memory.data_ptr() + begin, end - begin, blocks))
         blocks += -(-(end - begin) // BLOCK_BYTES.value)
-        if blocks >= BLOCKS_AT_ONCE or number + 1 == len(places):
-            _launch(found[number + 1 - len(rows) : number + 1], rows, blocks)
+        if blocks >= BLOCKS_AT_ONCE:
+            groups.append((rows, blocks))
             rows, blocks = [], 0
+    if rows:
+        groups.append((rows, blocks))
+    parts = found.split([len(rows) for rows, _ in groups])
+    with _streams(device, len(groups)) as streams:
+        for part, (rows, blocks), stream in zip(parts, groups, cycle(streams), strict=False):
+            with stream:
+                _launch(part, rows, blocks)
     return found
+
+
+@contextmanager
+def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
+    """The streams on which ``groups`` pairs of launches run: that of the caller for one pair, otherwise others, for which it waits."""
+    if device.type != "cuda" or groups == 1:
+        yield [nullcontext()]
+        return
+    caller = torch.cuda.current_stream(device)
+    own = _streams_of(device)[:groups]
+    # The table of constants is made before any of them begins.
+    _constants(str(device))
+    for stream in own:
+        stream.wait_stream(caller)
+    try:
+        yield [torch.cuda.stream(stream) for stream in own]
+    finally:
+        for stream in own:
+            caller.wait_stream(stream)
+
+
+@lru_cache(maxsize=16)
+def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
+    """Memory that is freed on a stream is used again on it alone, so that the sums of all groups take that of ``STREAMS``."""
+    return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 
 def _launch(found: torch.Tensor, rows: Sequence[tuple[int, int, int]], blocks: int) -> None:

@@ -59,7 +59,7 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cache = kvpack.pack(layers, recipe, basis=basis)
+            cache = kvpack.pack(layers, kvpack.Recipe(recipe, basis))
             again = cache.append(layers)
     except KvpackError:
         return

@@ -108,7 +108,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
     pair = (inputs[0], None) if side == "k" else (None, inputs[0])
     _, heads, _, dim = inputs[0].shape
     named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
-    layer = kvpack.pack([pair], named, basis=basis)[0]
+    layer = kvpack.pack([pair], kvpack.Recipe(named, basis))[0]
     size = inputs[0].nbytes
     stored = sum(stream.nbytes for page in layer.sides[side].runs for stream in page.streams.values())
     unpacked = median_seconds(lambda: layer.unpack(torch.bfloat16))
@@ -117,7 +117,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
         "gb_per_s": None if seconds is None else size / seconds / 1e9,
         "of_floor": None if seconds is None else seconds / (copied * (size + stored) / (2 * size)),
         "paper_seconds": PAPER_SECONDS.get(recipe),
-        "pack_seconds": median_seconds(lambda: kvpack.pack([pair], named, basis=basis)),
+        "pack_seconds": median_seconds(lambda: kvpack.pack([pair], kvpack.Recipe(named, basis))),
         "unpack_seconds": unpacked, "unpack_gb_per_s": size / unpacked / 1e9,
     }  # fmt: skip
 

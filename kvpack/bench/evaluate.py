@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.basis_sources import basis_of
-from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.models import tokenized
 from kvpack.evaluation.sizes import positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
@@ -114,7 +114,7 @@ def evaluate(
         raise InvalidType(f"texts is {shown(texts)}, expected a string or a list of strings")
     source = None if basis is None else basis_of(basis)
     asked = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
-    parsed = {_name(one): recipe for one, recipe in [(one, parse_recipe(one, source)) for one in asked]}
+    parsed = {_name(one): recipe for one, recipe in [(one, Recipe(one, source)) for one in asked]}
     words = [tokenized(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
     places, sizes = _places(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)

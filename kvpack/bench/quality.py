@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.bases import Basis
-from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.models import Text, own_text, read_text, vocabulary
 from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
@@ -136,7 +136,7 @@ def run(
     """
     given = None if basis is None else Basis.load(basis)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
-    parsed = [parse_recipe(recipe, given) for recipe in recipes]
+    parsed = [Recipe(recipe, given) for recipe in recipes]
     if settings.offset is not None and given is not None:
         raise InvalidParameter("--offset moves keys that the basis was not calibrated for: leave out --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():

@@ -74,7 +74,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
     if recipe.startswith(TRANSFORM):
         assert basis is not None
         k, v = (_coloured(x, basis.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
-    layer: Layer = kvpack.pack([(k, v)], named, basis=basis)[0]
+    layer: Layer = kvpack.pack([(k, v)], kvpack.Recipe(named, basis))[0]
     return layer
 
 

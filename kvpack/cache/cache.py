@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
     from kvpack.file.header import Contents
@@ -264,16 +263,15 @@ class Cache:
         self,
         recipe: str | os.PathLike[str] | Recipe,
         *,
-        basis: Basis | str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Cache:
-        """Convert the cache to another recipe and ``basis`` (as ``pack`` takes them). A side with the same codec and window is not changed.
+        """Convert the cache to another recipe, given as for ``pack``. A side with the same codec and window is not changed.
 
         Raises InvalidParameter, MissingFile for a missing recipe file, MissingBasis, or InvalidParameter when a codec cannot take a
         layer's head dim, and for the basis of another model.
         """
         check_callback(progress)
-        parsed = parse_recipe(recipe, basis)
+        parsed = parse_recipe(recipe)
         if parsed.basis is not None:
             parsed.basis.check_model(self.model)
         with shared_scales.collected() as misfits:

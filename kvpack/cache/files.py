@@ -11,7 +11,7 @@ import torch
 
 from kvpack.coding.basis_sources import find, located
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
-    from kvpack.coding.recipes import Recipe
     from kvpack.file.header import Contents, Header
     from kvpack.file.metadata import Value
     from kvpack.formats.base import Layout
@@ -132,11 +131,11 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe | None, bas
     """``cache``, converted to ``recipe`` if there is one. Raises as ``Cache.convert`` and ``find``."""
     if recipe is None:
         return cache
-    parsed = parse_recipe(recipe)
+    parsed: Recipe = parse_recipe(recipe)
     if parsed.needs_basis and parsed.basis is None and bases is not None:
         own = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
         given: Any = bases
-        parsed = parse_recipe(parsed, find(given, own.pop()) if len(own) == 1 else given)
+        parsed = Recipe(parsed, find(given, own.pop()) if len(own) == 1 else given)
     return cache.convert(parsed)
 
 

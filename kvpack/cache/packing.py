@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.formats.base import Codec
 
@@ -62,7 +61,6 @@ def pack(
     model: Mapping[str, str] | None = None,
     start: int = 0,
     inputs: Inputs | None = None,
-    basis: Basis | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     states_at: StatesAt | None = None,
 ) -> Cache:
@@ -74,13 +72,14 @@ def pack(
     (k, v, skipped), if a sliding window has dropped that many tokens before them. The states of recurrent and convolution layers of
     a transformers Cache are kept bit for bit. ``model`` is the model's
     identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
-    computed from, if known. ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs. ``progress`` counts layers.
+    computed from, if known. A recipe such as
+    "klt-2" needs a basis: give ``Recipe("klt-2", basis)``. ``progress`` counts layers.
     ``states_at`` holds the states of all layers at earlier positions (``Cache.states_at``), as ``recording`` keeps them for a store.
     Raises InvalidParameter, MissingFile, InvalidType, OutOfRange or MissingBasis. Issues one KvpackWarning if a token scale that heads
     share does not fit some of them (``token_scale=fp16-per-head`` has one for each).
     """
     check_callback(progress)
-    recipe = parse_recipe(recipe, basis)
+    recipe = parse_recipe(recipe)
     if model is not None and not isinstance(model, Mapping):
         raise InvalidType(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
     if inputs is not None and not isinstance(inputs, Inputs):

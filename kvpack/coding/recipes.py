@@ -102,7 +102,7 @@ class Recipe:
 
     def __init__(
         self,
-        text: str | None = None,
+        text: str | os.PathLike[str] | Recipe | None = None,
         basis: Basis | str | os.PathLike[str] | None = None,
         *,
         k: CodecChoice | None = None,
@@ -118,6 +118,9 @@ class Recipe:
                 raise InvalidParameter(f"a recipe is text or codecs; found the text {shown(text)} and {found} too")
             check_mapping(layers, "layers", '{"0,-1": Raw()}')
             text = _text_of(codecs, layers or {}, window)
+        elif isinstance(text, Recipe) or (text is not None and _names_file(text)):
+            parsed = parse_recipe(text)
+            text, basis = parsed.canonical, parsed.basis if basis is None else basis
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "basis", basis)
         self._parse(_NAMED)
@@ -230,7 +233,7 @@ class Recipe:
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
-            remedy = "give basis=, in commands --basis FILE; kvpack calibrate makes one"
+            remedy = "give kvpack.Recipe(text, basis), or --basis FILE in commands; kvpack calibrate makes one"
             missing = MissingBasis(f"recipe {self._written!r} needs {named}: {remedy}")
             # It is the request that lacks one, and no file that is refused.
             missing.exit_code = 2
@@ -423,26 +426,17 @@ def basis_named(recipe: Recipe) -> bytes | None:
     return bytes.fromhex(*named)
 
 
-def basis_for(recipe: Recipe, basis: Basis | str | os.PathLike[str] | None) -> Basis | None:
-    """``basis``, if it is the one that ``recipe`` names; None if it is not given, or ``recipe`` needs none. Raises InvalidParameter."""
-    named = basis_named(recipe)
-    if named is None or basis is None:
-        return None
-    found = basis_of(basis)
-    if found.digest != named:
-        raise InvalidParameter(f"recipe {recipe.text!r} names the basis {named.hex()}, and {found.digest.hex()} was given")
-    return found
+def _names_file(text: str | os.PathLike[str]) -> bool:
+    return (isinstance(text, str) or hasattr(text, "__fspath__")) and split_path(text, PRESETS) is not None
 
 
-def parse_recipe(recipe: str | os.PathLike[str] | Recipe, basis: Basis | str | os.PathLike[str] | None = None) -> Recipe:
-    """A recipe from its text, a preset's name or a recipe file; ``basis`` is that of its clauses with the codec klt.
+def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
+    """Return the recipe of a text, a preset's name or a recipe file; a Recipe is returned as it is, with its basis.
 
-    Raises InvalidParameter, which names the line of a file, MissingFile, and what reading a basis raises.
+    Raises MissingFile, and InvalidParameter, which names the line of a file.
     """
     if isinstance(recipe, Recipe):
-        return recipe if basis is None else Recipe(recipe.canonical, basis_of(basis))
-    if basis is not None:
-        return Recipe(parse_recipe(recipe).canonical, basis_of(basis))
+        return recipe
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
         raise InvalidType(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)

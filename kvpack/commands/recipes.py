@@ -152,11 +152,11 @@ def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
 def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | None, *, listed: bool) -> dict[str, Any]:
     """One recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
     from kvpack.coding.presets import PUBLISHED, Preset
-    from kvpack.coding.recipes import parse_recipe
+    from kvpack.coding.recipes import Recipe, parse_recipe
 
     recipe = parse_recipe(name)
     if recipe.needs_basis and basis is not None:
-        recipe = parse_recipe(recipe, basis)
+        recipe = Recipe(recipe, basis)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
     of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
     shape = DEFAULTS | of_model | asked | ({} if model is None else model.shape)

@@ -6,13 +6,12 @@ import os
 from typing import TYPE_CHECKING
 
 from kvpack.coding.bases import Basis
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.formats.errors import InvalidParameter, MissingBasis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.coding.recipes import Recipe
 
 
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
@@ -35,7 +34,7 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
     loaded = Basis.load(basis)
     if model is not None:
         loaded.check_model({"name": model})
-    return parse_recipe(found, loaded)
+    return Recipe(found, loaded)
 
 
 def check_layers(recipe: str, why: str) -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvpack.coding.bases import Basis
 
 DEFERRED = 1024
 """Tokens of an update that wait raw until the next one is made, so that the first token after a short suffix does not wait for them."""
@@ -42,7 +41,7 @@ class LiveCache:
     Made empty, ``LiveCache("octopus-3", layers=32)`` (each layer takes its heads, dims, dtype and device from its first tokens),
     or by ``LiveCache.of(cache)``, which shares the pages of the cache. ``sliding_windows`` is the model's window for each layer, whose
     tokens are dropped once no later query sees them, None for a layer that attends to all. ``model`` is the identity for ``freeze``.
-    ``basis``, a Basis or its path, is the one that a recipe such as "klt-2" needs.
+    A recipe such as "klt-2" needs a basis: give ``Recipe("klt-2", basis)``.
 
     On a CUDA device ``update`` and ``attend`` of a few tokens run only kernels that read positions on the device. A CUDA graph may
     hold them until ``roll``, which must be called at least once in a window of tokens, says that launches changed.
@@ -58,9 +57,8 @@ class LiveCache:
         layers: int,
         sliding_windows: Sequence[int | None] | None = None,
         model: Mapping[str, str] | None = None,
-        basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
-        self._recipe = parse_recipe(recipe, basis)
+        self._recipe = parse_recipe(recipe)
         self._count = integer(layers, "layers")
         if not 1 <= self._count <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 1 to {MAX_LAYERS}")

@@ -24,7 +24,6 @@ from .lanes import address_of, lanes_of
 if TYPE_CHECKING:
     import os
 
-    from kvpack.coding.bases import Basis
     from kvpack.coding.recipes import Recipe
 
 
@@ -42,8 +41,8 @@ class PageCodec:
     room for one in 64 of its page: those of the lowest norm below ``raw_low_norm`` of the page's median, and, in codecs that encode
     tokens together, those above ``raw_high_norm``. ``raw_first`` is ignored, for a page does not know its place in the sequence.
     ``raw_tokens_left_out`` counts tokens without room. Pages of fewer than 64 tokens have no room, except for one token in those of
-    the codec klt. A recipe of klt needs its ``basis``: MissingBasis, InvalidParameter for one of other heads, and what reading a basis
-    raises.
+    the codec klt. A recipe of klt must have its basis (``Recipe("klt-2", basis)``): raises MissingBasis without one, and
+    InvalidParameter if the basis has other heads.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class PageCodec:
         *,
         threads: int = 1,
         namespace: bytes = bytes(NAMESPACE_BYTES),
-        basis: Basis | str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(geometry, PageGeometry):
             raise InvalidType(f"geometry is a {type(geometry).__name__}, expected a kvpack.pages.PageGeometry")
@@ -61,7 +59,7 @@ class PageCodec:
             raise InvalidParameter(f"threads is {shown(threads)}, expected an integer from 1 to 256")
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
             raise InvalidParameter(f"namespace is {shown(namespace)}, expected {NAMESPACE_BYTES} bytes, such as Identity.digest")
-        self.recipe, self.geometry, self.threads, self.namespace = parse_recipe(recipe, basis), geometry, threads, namespace
+        self.recipe, self.geometry, self.threads, self.namespace = parse_recipe(recipe), geometry, threads, namespace
         self.contents = geometry.contents(self.recipe)
         self.layout = row_layout(self.contents)
         self.nbytes = self.layout.nbytes

@@ -71,7 +71,12 @@ class StoredBasis:
 
     def missing(self, operation: str) -> None:
         """Count that the basis is missing."""
-        self._counters.fault(operation, MissingBasis(f"the basis {self._digest.hex()} is needed, and is not in the store: give basis="))
+        self._counters.fault(
+            operation,
+            MissingBasis(
+                f"the basis {self._digest.hex()} is needed, but the store does not have it: give the identity a Recipe(text, basis)"
+            ),
+        )
 
     def put(self, now_ns: int) -> bool:
         """Store the basis in every tier that lacks it, and return whether one has it now. A damaged one is replaced."""

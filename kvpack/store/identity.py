@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
+    from kvpack.coding.bases import Basis
+
     from .modules import ModelPart
 
 _STATES = b"kvpack-states 1"
@@ -29,11 +31,12 @@ _HEADER_NAMES = {"model": "name"}
 """Fields with another name in an entry's header."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Identity:
     """Everything that the keys and values of a prefix depend on besides its tokens, as text; ``of`` finds it for a transformers model.
 
-    ``recipe`` becomes the canonical text of the recipe given: one identity for all its spellings, and no preset's name in it.
+    ``recipe`` becomes the canonical text of the recipe given: one identity for all its spellings, and no preset's name in it. The
+    basis of a Recipe becomes ``basis``, which a store saves and loads with; it is in no key, because the text has its digest.
 
     ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
     configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
@@ -58,8 +61,39 @@ class Identity:
     digests: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
     windows: tuple[int | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
     keeps_states: bool = dataclasses.field(default=False, compare=False, repr=False)
+    basis: Basis | None = dataclasses.field(default=None, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        model: str,
+        recipe: str | Recipe,
+        weights: str = "",
+        adapter: str = "",
+        rope: str = "",
+        dtype: str = "",
+        tenant: str = "",
+        config: str = "",
+        extra: str = "",
+        digests: tuple[str, ...] = (),
+        windows: tuple[int | None, ...] = (),
+        keeps_states: bool = False,
+        basis: Basis | None = None,
+    ) -> None:
+        parsed = Recipe(recipe, basis) if basis is not None else recipe if isinstance(recipe, Recipe) else None
+        text = recipe if parsed is None else parsed.canonical
+        values: dict[str, Any] = {"model": model, "recipe": text, "weights": weights, "adapter": adapter}
+        values |= {"rope": rope, "dtype": dtype, "tenant": tenant, "config": config, "extra": extra, "digests": digests}
+        values |= {
+            "windows": windows,
+            "keeps_states": keeps_states,
+            "basis": parsed.basis if parsed is not None and parsed.needs_basis else None,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise InvalidParameter for a field that no header can hold, and make the recipe's text canonical."""
         for name in _FIELDS:
             value = getattr(self, name)
             if name == "tenant" and isinstance(value, str):
@@ -134,7 +168,7 @@ class Identity:
                 digests = weights_of(found).text, weights_sample(found)
         return cls(
             model=model_name(getattr(base.config, "name_or_path", "") or "") if name is None else name,
-            recipe=parse_recipe(recipe).canonical,
+            recipe=parse_recipe(recipe),
             weights=digests[0] if weights is None else weights,
             adapter=adapters_text(found, adapter),
             rope=rope_text(getattr(base.config, "text_config", None) or base.config),
@@ -179,7 +213,7 @@ class Identity:
         if not isinstance(tp, tuple | list) or len(tp) != 2:
             raise InvalidParameter(f"tp is {shown(tp)}, expected the rank and the number of ranks, such as (0, 1)")
         fields: dict[str, Any] = engine_fields(model_path, revision, rope, kv_dtype=kv_dtype, layout=layout, tp=tp, extra=extra)
-        return cls(recipe=parse_recipe(recipe).canonical, adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
+        return cls(recipe=parse_recipe(recipe), adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
 
     @property
     def header_model(self) -> dict[str, str]:

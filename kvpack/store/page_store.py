@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack
 
-from kvpack.coding.recipes import basis_for, parse_recipe
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.arguments import items
 from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.buffer import PageBuffer
@@ -32,7 +32,6 @@ from .tiers import Tiers, told
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from kvpack.coding.bases import Basis
     from kvpack.pages.geometry import PageGeometry
 
     from .backend import Found
@@ -76,7 +75,7 @@ class PageStore:
 
     Pages are encoded by ``codec``, a ``PageCodec`` of the identity's recipe and ``geometry`` with ``threads`` threads of its own.
     ``location`` and the options are those of ``Store``. ``jobs`` is how many submitted puts, and how many gets, run at the same time.
-    A recipe of the codec klt needs its ``basis``: the identity's recipe is the ``text`` of a ``Recipe("klt-2", basis)``.
+    The identity of a recipe of the codec klt must have its basis: ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
 
     A page that is damaged, of another identity or geometry, or not there is a miss; damage and faults of the system are counted and
     raise nothing. Raises InvalidParameter for arguments that can never work, as the basis of another model, and what ``PageCodec`` raises.
@@ -90,13 +89,11 @@ class PageStore:
         *,
         threads: int = 1,
         jobs: int = 1,
-        basis: Basis | str | os.PathLike[str] | None = None,
         **options: Unpack[StoreKeywords],
     ) -> None:
         check_identity(identity)
         chosen = StoreOptions(**options)
-        recipe = parse_recipe(identity.recipe)
-        recipe = parse_recipe(recipe, basis_for(recipe, basis))
+        recipe = Recipe(identity.recipe, identity.basis)
         if recipe.basis is not None:
             recipe.basis.check_model(identity.header_model, identity.digests)
         check_count("jobs", jobs, 1)

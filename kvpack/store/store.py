@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from kvpack.coding.recipes import basis_for, basis_named, parse_recipe
+from kvpack.coding.recipes import basis_named, parse_recipe
 from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
 
@@ -34,7 +34,6 @@ from .tiers import Tiers, told
 from .windows import Windows, check_held
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
@@ -83,9 +82,9 @@ class Store:
     ``max_entry_bytes`` is the most bytes of one entry (default: 512 MiB, Redis' own limit), and of the values of one of its layers, at
     16 bits each: a larger entry is not saved, and a larger one from another writer is not read.
 
-    ``basis`` is the basis of a recipe of the codecs klt and transform: the recipe, and so the identity, names it by its digest. Such a
-    recipe is that of a ``Recipe("klt-2", basis)``. ``save`` puts the basis into the store before the first chunk, so that a store without
-    ``basis`` takes it from there; nothing is loaded or saved where neither has it.
+    A recipe of the codecs klt and transform names a basis by its digest. ``save`` stores the basis of the identity's recipe, as in
+    ``Identity.of(model, Recipe("klt-2", basis))``, before the first chunk. An identity with only the recipe's text uses the basis that
+    the store has; if it has none, nothing is loaded or saved.
 
     ``lease`` are seconds for which a ``load`` that does not find the whole prefix has the lease of the first missing chunk: others that
     ask for it meanwhile wait until this store saves it or is closed, and load it, so that several workers compute a prefix once. A holder
@@ -102,7 +101,6 @@ class Store:
         identity: Identity,
         *,
         chunk: int = CHUNK_TOKENS,
-        basis: Basis | str | os.PathLike[str] | None = None,
         lease: float | None = None,
         **options: Unpack[StoreKeywords],
     ) -> None:
@@ -111,7 +109,7 @@ class Store:
         check_count("chunk", chunk, 1)
         check_groups(identity, chunk)
         recipe = parse_recipe(identity.recipe)
-        named, given = basis_named(recipe), basis_for(recipe, basis)
+        named, given = basis_named(recipe), identity.basis
         self.location, self.identity, self.chunk = location, identity, chunk
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()

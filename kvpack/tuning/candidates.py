@@ -12,7 +12,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
 from kvpack.coding import raw_clause
 from kvpack.coding.presets import RAW_CLAUSE
-from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.head_norms import norms_of
 
@@ -155,7 +155,7 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
 
 
 def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
-    return parse_recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
+    return Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
 
 
 def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, place: Place, layers: int) -> Side:

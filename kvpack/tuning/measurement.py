@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.windows import packed_file, read_exactly, read_packed
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Windows:
 
     def loss(self, recipe: str) -> Loss:
         """The cost of the recipe, measured once per recipe text. Raises OutOfRange where a codec cannot hold the values."""
-        recipe = parse_recipe(recipe, self.basis).text
+        recipe = Recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:
                 self.step()
@@ -92,7 +92,7 @@ class Windows:
         return self.losses[recipe]
 
     def _measure(self, exact: Exact, recipe: str) -> Loss:
-        packed = packed_file(exact.first, parse_recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
+        packed = packed_file(exact.first, Recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
         predicted = read_packed(self.model, exact, packed)
         self.step()
         return Loss([predicted.kl_divergence], [predicted.log_perplexity], predicted.whole.nbytes, predicted.whole.values)

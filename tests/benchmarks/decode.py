@@ -50,7 +50,7 @@ def run(
     rows = []
     with one_thread():
         for number, rate in enumerate(bits):
-            rows.append(_row(kvpack.pack(pairs, f"transform-{rate:g}", basis=found), rate, repeats))
+            rows.append(_row(kvpack.pack(pairs, kvpack.Recipe(f"transform-{rate:g}", found)), rate, repeats))
             if progress:
                 progress(number + 1, len(bits))
     scope = "layer" if any(found.frames(layer, "v").count < found.rows(layer, "v").heads for layer in layers) else "head"

@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.seed, self.start, self.recipe, self.bound = 1, start, recipe, RECIPES[recipe]
         pairs = random_pairs(LAYERS, tokens, dims=DIMS)
         self.given = [x.float() for pair in pairs for x in pair]
-        self.cache = kvpack.pack(pairs, recipe, start=start, model=MODEL, basis=BASIS)
+        self.cache = kvpack.pack(pairs, kvpack.Recipe(recipe, BASIS), start=start, model=MODEL)
         self._accept(self.cache, 0)
 
     @rule(tokens=st.integers(1, 50))
@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 40))
     def concat_what_follows(self, tokens: int) -> None:
         before, given, packed = self.cache, self.given, self.cache.tokens
-        after = kvpack.pack(self._new(tokens), before.recipe, start=before.stop, model=MODEL, basis=BASIS)
+        after = kvpack.pack(self._new(tokens), kvpack.Recipe(before.recipe, BASIS), start=before.stop, model=MODEL)
         raw = max(side.tail.shape[2] for layer in before for side in layer.sides.values())
         if raw:
             with pytest.raises(InvalidParameter, match=f"raw tail of {raw} tokens"):
@@ -104,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(recipe=st.sampled_from(sorted(RECIPES)))
     def convert(self, recipe: str) -> None:
-        converted = self.cache.convert(recipe, basis=BASIS)
+        converted = self.cache.convert(kvpack.Recipe(recipe, BASIS))
         assert converted.recipe == kvpack.Recipe(recipe, BASIS).text
         # Another encoding starts from what the one before left.
         self.bound += RECIPES[recipe]

@@ -147,10 +147,10 @@ def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str
     rows = json.loads(run(capsys, "klt-2", "kivi-2", "--tokens", 64, "--basis", path, "--json"))["recipes"]
     for row in rows:
         assert (row["layers"], row["heads"], row["dim"]) == (3, 2, 32)
-        cache = kvpack.pack(random_pairs(3, 64, dims=(32, 32)), row["name"], basis=path)
+        cache = kvpack.pack(random_pairs(3, 64, dims=(32, 32)), kvpack.Recipe(row["name"], path))
         assert (row["nominal_bits"], row["bits_per_value"]) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
     for words, message in (
-        (["klt-2"], "give basis=, in commands --basis FILE"),
+        (["klt-2"], "or --basis FILE in commands"),
         (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, and .*x.kvbasis is the basis of caches with 2: leave it out"),
         (["klt-2", "--basis", uneven], r"uneven.kvbasis: its layers differ in heads or head dims, \[\(2, 32\), \(2, 48\)\]"),
     ):

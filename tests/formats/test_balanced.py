@@ -42,7 +42,7 @@ def basis_of(frames: torch.Tensor, dtype: str = "fp32") -> Basis:
 def test_keys_are_coded_in_the_frame(codec: str) -> None:
     """They come back, and their codes are those of the keys in the frame."""
     given = pairs(40)
-    cache = kvpack.pack(given, f"k={codec},frame=balanced;v=raw", basis=BASIS)
+    cache = kvpack.pack(given, kvpack.Recipe(f"k={codec},frame=balanced;v=raw", BASIS))
     for layer, (found, (k, _)) in enumerate(zip(cache, given, strict=True)):
         decoded = found.unpack(torch.float32)[0]
         assert decoded is not None
@@ -57,7 +57,7 @@ def test_keys_are_coded_in_the_frame(codec: str) -> None:
 
 
 def test_queries_go_through_the_frame() -> None:
-    layer = kvpack.pack(pairs(300), f"{RECIPE};tail=32", basis=BASIS)[1]
+    layer = kvpack.pack(pairs(300), kvpack.Recipe(f"{RECIPE};tail=32", BASIS))[1]
     k, v = layer.unpack(torch.float32)
     assert k is not None
     assert v is not None
@@ -79,7 +79,7 @@ def test_one_product_is_the_frame_and_then_the_rotation(words: str) -> None:
 
 
 def test_a_file_names_its_basis(tmp_path: Path) -> None:
-    cache = kvpack.pack(pairs(40), RECIPE, basis=BASIS)
+    cache = kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, BASIS))
     path = tmp_path / "x.kvpack"
     kvpack.save(cache, path)
     assert cache.recipe == f"k=scalar:b=4,basis={BASIS.digest.hex()},frame=balanced;v=scalar:b=4"
@@ -128,19 +128,19 @@ def test_recipes() -> None:
 
 
 def test_what_the_basis_lacks() -> None:
-    with pytest.raises(MissingBasis, match=r"needs a basis: give basis=.* kvpack calibrate makes one"):
+    with pytest.raises(MissingBasis, match=r"needs a basis: give kvpack.Recipe.* kvpack calibrate makes one"):
         kvpack.pack(pairs(40), RECIPE)
     without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
     with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames of the keys of layer 0: kvpack calibrate makes them"):
-        kvpack.pack(pairs(40), RECIPE, basis=without)
+        kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, without))
     with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
-        kvpack.pack(pairs(40, dim=32), RECIPE, basis=BASIS)
+        kvpack.pack(pairs(40, dim=32), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match=r"balanced frames of the keys of layer 0 .*: frames of 2 heads, and the values have 4"):
-        kvpack.pack(pairs(40, heads=4), RECIPE, basis=BASIS)
+        kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 4"):
-        kvpack.pack(pairs(40) * 2, RECIPE, basis=BASIS)
+        kvpack.pack(pairs(40) * 2, kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', and that of the cache is 'y'"):
-        kvpack.pack(pairs(40), RECIPE, basis=BASIS, model={"name": "y"})
+        kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, BASIS), model={"name": "y"})
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,12 @@ def test_what_the_basis_lacks() -> None:
 )
 def test_badly_conditioned_frames_do_not_encode(frames: torch.Tensor, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
-        kvpack.pack(pairs(40)[:1], RECIPE, basis=basis_of(frames.contiguous()))
+        kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, basis_of(frames.contiguous())))
 
 
 def test_the_bound_of_condition_itself_encodes() -> None:
     frames = torch.diag(torch.tensor([1.0] * (DIM - 1) + [1 / MAX_GROWTH])).expand(HEADS, -1, -1).contiguous()
-    cache = kvpack.pack(pairs(40)[:1], RECIPE, basis=basis_of(frames))
+    cache = kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, basis_of(frames)))
     decoded = cache[0].unpack(torch.float32)[0]
     assert decoded is not None
     assert decoded.isfinite().all()
@@ -169,7 +169,7 @@ def test_the_bound_of_condition_itself_encodes() -> None:
 
 def test_caches_by_two_bases_are_not_joined() -> None:
     other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2, "fp32"))
-    first, next_ = (kvpack.pack(pairs(9), RECIPE, basis=one, start=start) for one, start in ((BASIS, 0), (other, 9)))
+    first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe(RECIPE, one), start=start) for one, start in ((BASIS, 0), (other, 9)))
     with pytest.raises(InvalidParameter, match="convert one first"):
         kvpack.concat([first, next_])
 
@@ -201,7 +201,7 @@ def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
     basis = Basis.of_bytes(basis_bytes({}, 2, {"name": "x"}, balanced=dict.fromkeys(range(2), BalancedKeys(frames, frames, queries))))
     given = [(k * torch.linspace(0.5, 2, DIM), v) for k, v in pairs(64)]
     recipe = "k=scalar:b=6,channel_scale=balanced;v=scalar:b=4"
-    cache = kvpack.pack(given, recipe, basis=basis)
+    cache = kvpack.pack(given, kvpack.Recipe(recipe, basis))
     assert cache.recipe == f"k=scalar:b=6,basis={basis.digest.hex()},channel_scale=balanced;v=scalar:b=4"
     side = cache[0].k
     assert side is not None
@@ -223,9 +223,9 @@ def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
     with pytest.raises(MissingBasis, match="needs a basis"):
         kvpack.pack(given, recipe)
     with pytest.raises(InvalidParameter, match="the basis has queries of 2 heads, and the keys have 4"):
-        kvpack.pack(pairs(40, heads=4), recipe, basis=basis)
+        kvpack.pack(pairs(40, heads=4), kvpack.Recipe(recipe, basis))
     with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
-        kvpack.pack(pairs(40, dim=32), recipe, basis=basis)
+        kvpack.pack(pairs(40, dim=32), kvpack.Recipe(recipe, basis))
 
 
 def test_channels_without_keys_or_queries_have_balanced_factors() -> None:
@@ -234,7 +234,7 @@ def test_channels_without_keys_or_queries_have_balanced_factors() -> None:
     basis = Basis.of_bytes(basis_bytes({}, 1, {"name": "x"}, balanced={0: BalancedKeys(frames, frames, queries)}))
     k = pairs(40)[0][0].clone()
     k[..., 3] = 0
-    cache = kvpack.pack([(k, k)], "k=scalar:b=6,channel_scale=balanced;v=raw", basis=basis)
+    cache = kvpack.pack([(k, k)], kvpack.Recipe("k=scalar:b=6,channel_scale=balanced;v=raw", basis))
     found = cache[0].unpack(torch.float32)[0]
     assert found is not None
     assert (found - k).norm() < 0.1 * k.norm()

@@ -100,7 +100,7 @@ def test_widths_of_heads_are_for_their_number_of_heads(basis: Basis, tmp_path: P
     with pytest.raises(InvalidParameter, match="of 2 heads, and the values have 3"):
         replace(codec, source=BasisRows(random_rows(3, 8, "k")[None])).encode(torch.zeros(1, 3, 1, 8))
     path = tmp_path / "x.kvpack"
-    kvpack.save(kvpack.pack(pairs(3), "kv=klt:rows=fp16,widths=heads", basis=basis), path)
+    kvpack.save(kvpack.pack(pairs(3), kvpack.Recipe("kv=klt:rows=fp16,widths=heads", basis)), path)
 
     def fewer(parts: Any) -> None:
         parts.header["codecs"][0]["widths"] = parts.header["codecs"][0]["widths"][:4]
@@ -157,7 +157,7 @@ def test_sizes_on_the_page() -> None:
 @pytest.mark.parametrize("widths", ["heads", "shared"])
 @pytest.mark.parametrize("rows", ["basis", "fp16"])
 def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, widths: str, tmp_path: Path) -> None:
-    cache = kvpack.pack(pairs(20, 2), f"kv=klt:bits=4,rows={rows},widths={widths}", basis=basis).append(pairs(13, 2))
+    cache = kvpack.pack(pairs(20, 2), kvpack.Recipe(f"kv=klt:bits=4,rows={rows},widths={widths}", basis)).append(pairs(13, 2))
     path = tmp_path / "x.kvpack"
     assert kvpack.save(cache, path) == cache.nbytes
     loaded = kvpack.load(path, basis=basis)
@@ -178,7 +178,7 @@ def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, wi
 def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(basis: Basis, tmp_path: Path) -> None:
     """Rows that are in the file are there for packed tokens alone."""
     recipe, path = "kv=klt:bits=4,rows=fp16;tail=32", tmp_path / "x.kvpack"
-    cache = kvpack.pack(pairs(20), recipe, basis=basis)
+    cache = kvpack.pack(pairs(20), kvpack.Recipe(recipe, basis))
     kvpack.save(cache, path)
     bare, added = kvpack.load(path), pairs(15)
     with pytest.raises(MissingBasis, match="were not given: load or convert the cache with basis="):
@@ -190,7 +190,7 @@ def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(bas
         kvpack.load(path, basis=other).append(added)
     assert kvpack.load(path, basis=tmp_path / "none.kvbasis").tokens == 20
     expected = [side.unpack(torch.float32) for layer in cache.append(added) for side in layer.sides.values()]
-    for found in (kvpack.load(path, basis=basis), bare.convert(recipe, basis=basis), kvpack.load(path, basis=[other, basis])):
+    for found in (kvpack.load(path, basis=basis), bare.convert(kvpack.Recipe(recipe, basis)), kvpack.load(path, basis=[other, basis])):
         sides = [side for layer in found.append(added) for side in layer.sides.values()]
         for side, values in zip(sides, expected, strict=True):
             assert side.packed_tokens == 32
@@ -198,7 +198,7 @@ def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(bas
 
 
 def test_attention_multiplies_queries_and_sums_once(basis: Basis) -> None:
-    cache = kvpack.pack(pairs(70), "kv=klt:bits=3;tail=32", basis=basis).append(pairs(5))
+    cache = kvpack.pack(pairs(70), kvpack.Recipe("kv=klt:bits=3;tail=32", basis)).append(pairs(5))
     q = torch.randn(1, 4, 3, 32, generator=torch.Generator().manual_seed(1))
     k, v = cache[1].unpack(torch.float32)
     assert k is not None
@@ -224,7 +224,7 @@ def test_gains_make_products_right_and_widths_lower_the_error() -> None:
 
 def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
     path, folder = tmp_path / "x.kvpack", tmp_path / "bases"
-    kvpack.save(kvpack.pack(pairs(9), "klt-2", basis=basis), path)
+    kvpack.save(kvpack.pack(pairs(9), kvpack.Recipe("klt-2", basis)), path)
     folder.mkdir()
     other = random_basis(SHAPES, 2, seed="other")
     (folder / "a.kvbasis").write_bytes(other)
@@ -252,19 +252,19 @@ def test_codecs_that_no_side_uses_need_no_basis(basis: Basis, tmp_path: Path) ->
 
 def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="basis of a model of 2 layers, and the cache has 1"):
-        kvpack.pack(pairs(3)[:1], "klt-2", basis=basis)
+        kvpack.pack(pairs(3)[:1], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, and that of the basis 32"):
-        kvpack.pack([(v, k) for k, v in pairs(3)], "klt-2", basis=basis)
+        kvpack.pack([(v, k) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="a basis of 2 heads, and the values have 1"):
-        kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], "klt-2", basis=basis)
+        kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="model whose name is 'x', and that of the cache is 'y'"):
-        kvpack.pack(pairs(3), "klt-2", basis=basis, model={"name": "y"})
-    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give basis="):
+        kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis), model={"name": "y"})
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give kvpack"):
         kvpack.pack(pairs(3), "klt-2")
     plain = kvpack.pack(pairs(3), "raw", model={"name": "y"})
     with pytest.raises(InvalidParameter, match="model whose name is 'x', and that of the cache is 'y'"):
-        plain.convert("klt-2", basis=basis)
-    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give basis="):
+        plain.convert(kvpack.Recipe("klt-2", basis))
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give kvpack"):
         plain.convert("klt-2")
     with pytest.raises(OutOfBounds, match="the basis has no values of layer 7"):
         basis.rows(7, "v")
@@ -272,7 +272,7 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
     with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, and were not given"):
         codec.encode(torch.zeros(1, 2, 1, 32))
     path = tmp_path / "x.kvpack"
-    kvpack.save(kvpack.pack(pairs(3), "klt-2", basis=basis), path)
+    kvpack.save(kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis)), path)
     smaller = Basis.of_bytes(random_basis({(0, "k"): (1, 32)}, 1))
     smaller.digest = basis.digest
     with pytest.raises(InvalidHeader, match="the basis has no"):
@@ -322,7 +322,7 @@ def test_a_basis_by_which_values_decode_to_infinities_does_not_encode(recipe: st
     generator = torch.Generator().manual_seed(0)
     layer = [(torch.randn(1, 2, 40, 32, generator=generator),) * 2]
     with pytest.raises(OutOfRange, match=message):
-        kvpack.pack(layer, recipe, basis=scaled_basis(**scales))
+        kvpack.pack(layer, kvpack.Recipe(recipe, scaled_basis(**scales)))
 
 
 def test_large_rows_that_decode_to_finite_values_are_kept(tmp_path: Path) -> None:
@@ -337,20 +337,20 @@ def test_large_rows_that_decode_to_finite_values_are_kept(tmp_path: Path) -> Non
         ("transform-4", {}),
     ):
         basis = scaled_basis(**scales)
-        kvpack.save(kvpack.pack(layer, recipe, basis=basis), tmp_path / "x.kvpack")
+        kvpack.save(kvpack.pack(layer, kvpack.Recipe(recipe, basis)), tmp_path / "x.kvpack")
         loaded = kvpack.load(tmp_path / "x.kvpack", basis=basis)
         assert all(side.isfinite().all() for side in loaded[0].unpack(torch.float32) if side is not None)
 
 
 def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
     other = Basis.of_bytes(random_basis(SHAPES, 2, seed="other"))
-    first, next_ = (kvpack.pack(pairs(9), "klt-2", basis=one, start=start) for one, start in ((basis, 0), (other, 9)))
+    first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe("klt-2", one), start=start) for one, start in ((basis, 0), (other, 9)))
     message = rf"codec klt basis {basis.digest.hex()}.* is followed by basis {other.digest.hex()}.*: convert one first"
     with pytest.raises(InvalidParameter, match=message):
         kvpack.concat([first, next_])
     for recipe, message in (("fp8", "codec klt is followed by minifloat"), ("kv=klt:bits=2", "gain none, .* gain fp16")):
         with pytest.raises(InvalidParameter, match=message):
-            kvpack.concat([first, kvpack.pack(pairs(9), recipe, basis=basis, start=9)])
+            kvpack.concat([first, kvpack.pack(pairs(9), kvpack.Recipe(recipe, basis), start=9)])
 
 
 def test_recipes_name_the_basis(basis: Basis) -> None:

@@ -91,7 +91,7 @@ def test_the_worked_example() -> None:
 
 
 def test_caches_keep_their_values_in_files_and_parts(basis: Basis, tmp_path: Path) -> None:
-    cache = kvpack.pack(pairs(40, 2), RECIPE, basis=basis, start=1000).append(pairs(13, 2))
+    cache = kvpack.pack(pairs(40, 2), kvpack.Recipe(RECIPE, basis), start=1000).append(pairs(13, 2))
     path = tmp_path / "x.kvpack"
     assert kvpack.save(cache, path) == cache.nbytes
     loaded = kvpack.load(path, basis=basis)
@@ -118,13 +118,13 @@ def test_positions_are_those_of_the_tokens(basis: Basis) -> None:
         assert cache[0].k is not None
         return [int(row) for page in cache[0].k.runs for row in page.streams["positions"][0, 0, :, 0].to(torch.int64)]
 
-    cache = kvpack.pack(pairs(32), RECIPE, basis=basis, start=1000)
+    cache = kvpack.pack(pairs(32), kvpack.Recipe(RECIPE, basis), start=1000)
     assert first(cache) == [1000, 1016]
     assert first(cache.append(pairs(16))) == [1000, 1016, 1032]
     assert first(kvpack.pack(pairs(40), "raw", start=7).convert(kvpack.Recipe(RECIPE, basis))) == [7, 23, 39]
     skipped = [(k, v, 100) for k, v in pairs(32)]
-    assert first(kvpack.pack(skipped, RECIPE, basis=basis, start=7)) == [107, 123]
-    assert first(kvpack.pack(pairs(16), f"{RECIPE};tail=32", basis=basis, start=7).append(pairs(16))) == [7, 23]
+    assert first(kvpack.pack(skipped, kvpack.Recipe(RECIPE, basis), start=7)) == [107, 123]
+    assert first(kvpack.pack(pairs(16), kvpack.Recipe(f"{RECIPE};tail=32", basis), start=7).append(pairs(16))) == [7, 23]
     # Without the position of the cache, tokens follow those that are there.
     layer = cache[0].append(*pairs(16)[0])
     assert layer.k is not None
@@ -134,7 +134,7 @@ def test_positions_are_those_of_the_tokens(basis: Basis) -> None:
 def test_any_position_decodes_to_the_same_values(basis: Basis) -> None:
     # The last has a group behind the largest position that there is.
     for start in (0, 70000, 2**31, 2**40 - 100, 2**32 - 5):
-        cache = kvpack.pack(pairs(20), RECIPE, basis=basis, start=start)
+        cache = kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, basis), start=start)
         for (k, v), (found_k, found_v) in zip(pairs(20), cache.unpack(torch.float32), strict=True):
             for x, found in ((k, found_k), (v, found_v)):
                 assert found is not None
@@ -152,11 +152,11 @@ def test_sequences_that_rope_turns_otherwise_are_refused(basis: Basis) -> None:
     limit = limited(30)
     assert dict(limit.model) == {"name": "x", "rope_same_up_to": "30"}
     assert limit.frames(0, "k").rope._replace(longest=None) == limited(None).frames(0, "k").rope  # type: ignore[union-attr]
-    assert kvpack.pack(pairs(20), RECIPE, basis=limit, start=10).tokens == 20
+    assert kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, limit), start=10).tokens == 20
     for start, tokens in ((11, 20), (0, 31), (2**39, 1)):
         with pytest.raises(OutOfRange, match=rf"layers\[0\].k.*: keys up to token {start + tokens}, and .* sequences of at most 30: RoPE"):
-            kvpack.pack(pairs(tokens), RECIPE, basis=limit, start=start)
-    assert kvpack.pack([(None, v) for _, v in pairs(40)], RECIPE, basis=limit).tokens == 40
+            kvpack.pack(pairs(tokens), kvpack.Recipe(RECIPE, limit), start=start)
+    assert kvpack.pack([(None, v) for _, v in pairs(40)], kvpack.Recipe(RECIPE, limit)).tokens == 40
     for text in ("0", "x", "-5", "1" * 19, ""):
         data = random_basis(SHAPES, 2, scopes=SCOPES, model={"rope_same_up_to": text})
         with pytest.raises(InvalidHeader, match=r"basis: model.rope_same_up_to is .*, expected a number of tokens"):
@@ -164,7 +164,7 @@ def test_sequences_that_rope_turns_otherwise_are_refused(basis: Basis) -> None:
 
 
 def test_attention_is_over_the_decoded_values(basis: Basis) -> None:
-    cache = kvpack.pack(pairs(70), f"{RECIPE};tail=32", basis=basis).append(pairs(5))
+    cache = kvpack.pack(pairs(70), kvpack.Recipe(f"{RECIPE};tail=32", basis)).append(pairs(5))
     q = torch.randn(1, 4, 3, 32, generator=torch.Generator().manual_seed(1))
     k, v = cache[1].unpack(torch.float32)
     assert k is not None
@@ -174,11 +174,11 @@ def test_attention_is_over_the_decoded_values(basis: Basis) -> None:
 
 def test_a_file_becomes_one_that_is_attended_packed(basis: Basis, tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
-    kvpack.save(kvpack.pack(pairs(40), RECIPE, basis=basis), path)
+    kvpack.save(kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, basis)), path)
     loaded = kvpack.load(path, basis=basis, recipe=kvpack.Recipe("klt-4", basis))
     assert {side.codec.id for layer in loaded for side in layer.sides.values()} == {"klt"}
     assert kvpack.load(path, basis=basis, recipe="klt-4").recipe == loaded.recipe
-    whole = kvpack.load(path, basis=basis).convert("klt-4", basis=basis)
+    whole = kvpack.load(path, basis=basis).convert(kvpack.Recipe("klt-4", basis))
     for layer, other in zip(loaded, whole, strict=True):
         for name, side in layer.sides.items():
             assert torch.equal(side.unpack(torch.float32), other.sides[name].unpack(torch.float32))
@@ -186,11 +186,11 @@ def test_a_file_becomes_one_that_is_attended_packed(basis: Basis, tmp_path: Path
 
 def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
-    kvpack.save(kvpack.pack(pairs(20), RECIPE, basis=basis), path)
+    kvpack.save(kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, basis)), path)
     with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed"):
         kvpack.load(path)
     with pytest.raises(InvalidParameter, match="frames of 2 heads, and the values have 1"):
-        kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], RECIPE, basis=basis)
+        kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe(RECIPE, basis))
     with pytest.raises(MissingBasis, match=f"recipe '{RECIPE}' needs a basis"):
         kvpack.pack(pairs(3), RECIPE)
     for scopes, message in (({}, "has no frames of keys of layer 0"), (dict.fromkeys(SHAPES, "head"), "scope is layer")):
@@ -199,14 +199,14 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         with pytest.raises(InvalidHeader, match=message):
             kvpack.load(path, basis=other)
     with pytest.raises(OutOfBounds, match="no frames of keys of layer 0"):
-        kvpack.pack(pairs(3), "transform-4", basis=Basis.of_bytes(random_basis(SHAPES, 2)))
+        kvpack.pack(pairs(3), kvpack.Recipe("transform-4", Basis.of_bytes(random_basis(SHAPES, 2))))
     codec = transform_of(basis, 0, "k", 20)
     with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, and were not given"):
         codec.encode(torch.zeros(1, 2, 1, 32))
 
 
 def test_what_no_encoder_makes_is_refused_where_the_basis_is_there(basis: Basis, tmp_path: Path) -> None:
-    cache = kvpack.pack(pairs(20), RECIPE, basis=basis)
+    cache = kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, basis))
     side = cache[0].k
     assert side is not None
     streams = {name: stream.numpy().copy() for name, stream in side.runs[0].streams.items()}
@@ -290,7 +290,7 @@ def test_sizes_on_the_page() -> None:
 
 
 def many(basis: Basis, sequences: int) -> kvpack.Cache:
-    return kvpack.pack(pairs(40, sequences), RECIPE, basis=basis)
+    return kvpack.pack(pairs(40, sequences), kvpack.Recipe(RECIPE, basis))
 
 
 def test_pieces_of_sequences_decode_to_the_same_values(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:

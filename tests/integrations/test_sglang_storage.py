@@ -486,7 +486,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
     # As a codec of the same basis decodes them.
     pages, target = (storage.buffer_of(x) for x in (made, made))
     rows = torch.zeros(1, backend.store.codec.nbytes, dtype=torch.uint8)
-    codec = kvpack.pages.PageCodec("kv=klt:bits=4", pages.geometry, basis=tmp_path / "model")
+    codec = kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", tmp_path / "model"), pages.geometry)
     assert codec.encode_into(pages, [4], rows) == codec.decode_into(rows, target, [4]) == [None]
     assert all(torch.equal(x, y) for x, y in zip(plain(made, 4), plain(read, 2), strict=True))
     with pytest.raises(InvalidParameter, match="uses other columns of its basis in each layer, but this pool does not hold all layers"):

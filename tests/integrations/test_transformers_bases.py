@@ -72,7 +72,7 @@ def test_copies_of_an_empty_cache_have_the_basis(model: Any, basis: Path) -> Non
 
 
 def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basis: Path, tmp_path: Path) -> None:
-    with KvpackCache(model, RECIPE) as cache, pytest.raises(MissingBasis, match="needs a basis: give basis="):
+    with KvpackCache(model, RECIPE) as cache, pytest.raises(MissingBasis, match="needs a basis: give kvpack"):
         next_logits(model, cache, 1)
     with KvpackCache(model, kvpack.Recipe(RECIPE, basis)) as cache:
         next_logits(model, cache, 1)
@@ -80,7 +80,7 @@ def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basi
     with pytest.raises(MissingBasis, match="is needed: give basis="):
         KvpackCache.load(tmp_path / "x.kvpack", model)
     with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'x'"):
-        kvpack.LiveCache(RECIPE, layers=2, model={"name": "y"}, basis=basis)
-    three = kvpack.LiveCache(RECIPE, layers=3, basis=basis)
+        kvpack.LiveCache(kvpack.Recipe(RECIPE, basis), layers=2, model={"name": "y"})
+    three = kvpack.LiveCache(kvpack.Recipe(RECIPE, basis), layers=3)
     with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 3"):
         three.update(0, torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16))

@@ -70,7 +70,7 @@ def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_pages_of_any_length_are_decoded_together(basis: Basis, dtype: torch.dtype) -> None:
-    cache = kvpack.pack([pair(37, 2)], "kv=transform:bits=3,chunk=16", basis=basis, start=70_000).append([pair(16, 2)])
+    cache = kvpack.pack([pair(37, 2)], kvpack.Recipe("kv=transform:bits=3,chunk=16", basis), start=70_000).append([pair(16, 2)])
     cache = cache.append([pair(5, 2)])
     for side in cache[0].sides.values():
         whole = side.slice(0, side.packed_tokens)
@@ -238,7 +238,7 @@ def test_tables_that_do_not_sum_are_left_to_torch() -> None:
 
 
 def test_the_device_gives_what_the_cpu_gives(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = kvpack.pack([pair(40)], "kv=transform:bits=3,chunk=16;tail=16", basis=basis).append([pair(5)])
+    cache = kvpack.pack([pair(40)], kvpack.Recipe("kv=transform:bits=3,chunk=16;tail=16", basis)).append([pair(5)])
     q = torch.randn(1, 4, 3, 12, generator=torch.Generator().manual_seed(1))
     expected = kvpack.attend(q, cache[0])
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
@@ -254,7 +254,7 @@ def test_the_device_gives_what_the_cpu_gives(basis: Basis, monkeypatch: pytest.M
 
 def test_files_are_checked_on_the_device(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.kvpack"
-    kvpack.save(kvpack.pack([pair(20)], "kv=transform:bits=3,chunk=16", basis=basis), path)
+    kvpack.save(kvpack.pack([pair(20)], kvpack.Recipe("kv=transform:bits=3,chunk=16", basis)), path)
     expected = kvpack.load(path, basis=basis).unpack(torch.float32)
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     asked: list[str] = []

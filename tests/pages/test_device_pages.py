@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpack import Basis
+from kvpack import Basis, Recipe
 from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, KvpackError, NotKvpack, Truncated
 from kvpack.file import row as rows_of
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry, batched
@@ -136,7 +136,7 @@ def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: st
 @pytest.mark.parametrize("recipe", ["kv=klt:bits=4", "kv=klt:bits=4,widths=heads", "klt-4"])
 def test_pages_of_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     basis = Basis.of_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
-    codec = PageCodec(recipe, SMALL, basis=basis)
+    codec = PageCodec(Recipe(recipe, basis), SMALL)
     pages, given = on_device(SMALL, 3)
     expected = by_host(codec, given, [2, 0])
     rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)

@@ -118,7 +118,7 @@ def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
 
 def test_a_page_by_a_basis_has_slots() -> None:
     shapes = {(layer, side): (SMALL.heads, 64) for layer in range(SMALL.layers) for side in "kv"}
-    codec = PageCodec("klt-4", SMALL, basis=Basis.of_bytes(random_basis(shapes, SMALL.layers)))
+    codec = PageCodec(kvpack.Recipe("klt-4", Basis.of_bytes(random_basis(shapes, SMALL.layers))), SMALL)
     pages, (k, v) = filled(SMALL, 2)
     k[1, :, :, 9] *= 0.1
     made = torch.empty(2, codec.nbytes, dtype=torch.uint8)

@@ -92,12 +92,13 @@ def test_both_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path)
     recipe = kvpack.Recipe(text, basis)
     k, v = torch.randn(2, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     whole, ids = kvpack.pack([(k, v)], recipe), list(range(40))
-    identity = kvpack.Identity("x", recipe.text)
-    with kvpack.Store(tmp_path, identity, chunk=16, basis=basis) as store:
+    identities = kvpack.Identity("x", recipe), kvpack.Identity("x", recipe.text)
+    assert identities[0] == identities[1], "the text names the basis"
+    with kvpack.Store(tmp_path, identities[0], chunk=16) as store:
         store.save(ids, whole)
-    for given in (basis, None):
+    for identity in identities:
         # An entry that is parsed, and one that is read like it.
-        with kvpack.Store(tmp_path, identity, chunk=16, basis=given) as store:
+        with kvpack.Store(tmp_path, identity, chunk=16) as store:
             for _ in range(2):
                 tokens, found = store.load(ids)
                 assert tokens == 32
@@ -105,12 +106,11 @@ def test_both_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path)
                 for values, expected in zip(found.unpack(torch.float32)[0], whole.prefix(32).unpack(torch.float32)[0], strict=True):
                     torch.testing.assert_close(values, expected)
     with pytest.raises(InvalidParameter, match=f"names the basis {basis.digest.hex()}, and {other.digest.hex()} was given"):
-        kvpack.Store(tmp_path, identity, chunk=16, basis=other)
-    for given in (basis, None):
-        with pytest.raises(InvalidParameter, match="does not name its basis"):
-            kvpack.Store(tmp_path, kvpack.Identity("x", text), chunk=16, basis=given)
-    elsewhere = kvpack.Identity("x", kvpack.Recipe(text, other).text)
-    with kvpack.Store(tmp_path, elsewhere, chunk=16, basis=other) as store:
+        kvpack.Recipe(recipe.text, other)
+    with pytest.raises(InvalidParameter, match="does not name its basis"):
+        kvpack.Store(tmp_path, kvpack.Identity("x", text), chunk=16)
+    elsewhere = kvpack.Identity("x", kvpack.Recipe(text, other))
+    with kvpack.Store(tmp_path, elsewhere, chunk=16) as store:
         assert store.load(ids) == (0, None)
     both = f"k=klt:bits=2,basis={basis.digest.hex()};v=klt:bits=2,basis={other.digest.hex()}"
     with pytest.raises(InvalidParameter, match=r"names the bases .*, expected one"):
@@ -133,12 +133,12 @@ def test_another_process_reads_without_the_basis(tmp_path: Path) -> None:
 
 
 def test_a_basis_of_another_model_is_refused(tmp_path: Path) -> None:
-    identity = kvpack.Identity("another", RECIPE.text)
+    identity = kvpack.Identity("another", RECIPE)
     with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'x', and that of the cache is 'another'"):
-        kvpack.Store(tmp_path, identity, chunk=CHUNK, basis=BASIS)
+        kvpack.Store(tmp_path, identity, chunk=CHUNK)
     with with_basis(tmp_path) as store:
         save(store, IDS)
-    with kvpack.Store(tmp_path, identity, chunk=CHUNK) as store:
+    with kvpack.Store(tmp_path, kvpack.Identity("another", RECIPE.text), chunk=CHUNK) as store:
         assert store.basis() is None
         assert store.counters()["unreadable_entries"] == 1
         assert store.counters()["faults"] == {"load InvalidParameter": 1}
@@ -279,8 +279,8 @@ def test_collecting_removes_a_basis_that_nobody_needs(tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         save(store, IDS)
         other = basis_of("other")
-        stale = kvpack.Identity("x", kvpack.Recipe("klt-2", other).text)
-        with kvpack.Store(tmp_path, stale, chunk=CHUNK, basis=other) as another:
+        stale = kvpack.Identity("x", kvpack.Recipe("klt-2", other))
+        with kvpack.Store(tmp_path, stale, chunk=CHUNK) as another:
             assert another.save(IDS, _packed(other)) == 3 * CHUNK
             assert another.delete(IDS) == 3
         hour = 3600 * 10**9

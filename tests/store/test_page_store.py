@@ -356,30 +356,30 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
     basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "model"}))
     recipe = Recipe("kv=klt:bits=4", basis)
     (tmp_path / "x.basis").write_bytes(basis.data)
-    identity = Identity("model", recipe.text)
+    identity = Identity("model", recipe)
     (given, _), (target, found), (decoded, expected) = pages(), cleared(), cleared()
     with kvpack.pages.PageCodec(recipe, GEOMETRY) as codec:
         rows = [bytearray(codec.nbytes) for _ in range(4)]
         assert codec.encode_into(given, range(4), rows) == codec.decode_into(rows, decoded, range(4)) == [None] * 4
-    with PageStore(tmp_path / "store", identity, GEOMETRY, basis=basis) as store:
+    with PageStore(tmp_path / "store", identity, GEOMETRY) as store:
         assert store.put(KEYS, given, range(4)) == [True] * 4
-    with PageStore(tmp_path / "store", identity, GEOMETRY, basis=tmp_path / "x.basis") as store:
+    with PageStore(tmp_path / "store", Identity("model", Recipe("kv=klt:bits=4", tmp_path / "x.basis")), GEOMETRY) as store:
         assert store.get_into(KEYS, target, range(4)) == [True] * 4
         assert expected.any()
         assert torch.equal(found, expected)
     with pytest.raises(MissingBasis, match="needs the basis"):
-        PageStore(tmp_path / "store", identity, GEOMETRY)
+        PageStore(tmp_path / "store", Identity("model", recipe.text), GEOMETRY)
     other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
     with pytest.raises(InvalidParameter, match="names the basis"):
-        PageStore(tmp_path / "store", identity, GEOMETRY, basis=other)
+        Identity("model", recipe.text, basis=other)
     with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', and that of the cache is 'another'"):
-        PageStore(tmp_path / "store", Identity("another", recipe.text), GEOMETRY, basis=basis)
+        PageStore(tmp_path / "store", Identity("another", recipe), GEOMETRY)
 
 
 def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
     basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
     (tmp_path / "x.basis").write_bytes(basis.data)
-    with kvpack.pages.PageCodec("kv=klt:bits=4", GEOMETRY, basis=tmp_path / "x.basis") as codec:
+    with kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", tmp_path / "x.basis"), GEOMETRY) as codec:
         assert codec.recipe == Recipe("kv=klt:bits=4", basis)
         given, _ = pages()
         rows = [bytearray(codec.nbytes) for _ in range(4)]
@@ -387,9 +387,9 @@ def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
     with pytest.raises(MissingBasis, match="needs a basis"):
         kvpack.pages.PageCodec("kv=klt:bits=4", GEOMETRY)
     with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 3"):
-        kvpack.pages.PageCodec("kv=klt:bits=4", replace(GEOMETRY, layers=3), basis=basis)
+        kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, layers=3))
     with pytest.raises(InvalidParameter, match=r"the keys of layer 0 of the basis .*: .* of 2 heads, and .* 1"):
-        kvpack.pages.PageCodec("kv=klt:bits=4", replace(GEOMETRY, heads=1), basis=basis)
+        kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, heads=1))
 
 
 def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,8 @@ def basis_of(seed: str = "") -> Basis:
 
 BASIS = basis_of()
 RECIPE = kvpack.Recipe("klt-2", BASIS)
-IDENTITY = kvpack.Identity("x", RECIPE.text, tenant="tenant")
+IDENTITY = kvpack.Identity("x", RECIPE, tenant="tenant")
+WITHOUT_BASIS = kvpack.Identity("x", RECIPE.text, tenant="tenant")
 
 
 @lru_cache(16)
@@ -36,11 +37,11 @@ def cache(tokens: int, seed: int = 0) -> kvpack.Cache:
 
 
 def with_basis(location: Any, **options: Any) -> kvpack.Store:
-    return kvpack.Store(location, IDENTITY, **{"chunk": CHUNK, "basis": BASIS, **options})
+    return kvpack.Store(location, IDENTITY, **{"chunk": CHUNK, **options})
 
 
 def without_basis(location: Any, **options: Any) -> kvpack.Store:
-    return kvpack.Store(location, IDENTITY, **{"chunk": CHUNK, **options})
+    return kvpack.Store(location, WITHOUT_BASIS, **{"chunk": CHUNK, **options})
 
 
 def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:

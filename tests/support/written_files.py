@@ -147,7 +147,7 @@ def _write_presets() -> None:
     PRESETS.mkdir()
     for name in NAMES:
         needed = None if name in PUBLISHED else basis
-        cache = kvpack.pack(pairs(name, *shape(name)), name, basis=needed, model={"name": "x"})
+        cache = kvpack.pack(pairs(name, *shape(name)), kvpack.Recipe(name, needed), model={"name": "x"})
         kvpack.save(cache, PRESETS / f"{name}.kvpack")
         values[name] = sampled(kvpack.load(PRESETS / f"{name}.kvpack", basis=needed))
     save_file(values, VALUES)

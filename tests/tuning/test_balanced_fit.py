@@ -138,7 +138,7 @@ def test_a_calibration_for_all_codecs_has_balanced_frames_too(tmp_path: Path) ->
     heads, dim = next(iter(basis.shapes))
     pairs = [(torch.randn(1, heads, 40, dim), torch.randn(1, heads, 40, dim)) for _ in range(basis.layers)]
     recipe = "k=scalar:b=3,mean=32,frame=centered;v=klt:bits=2"
-    assert kvpack.pack(pairs, recipe, basis=basis).tokens == 40
+    assert kvpack.pack(pairs, kvpack.Recipe(recipe, basis)).tokens == 40
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

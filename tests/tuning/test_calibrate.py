@@ -246,7 +246,7 @@ def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_p
     settings = quality.Settings(tokens=96, score=24, windows=1, needles=0, seed=5)
     assert quality.run(str(tmp_path), None, ["klt-4"], settings, basis=str(basis))["recipes"][0]["kl_divergence"] >= 0
     with pytest.raises(InvalidParameter, match=r"is the basis of a model of 4 layers, and the cache has 1$"):
-        kvpack.pack([(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))], "klt-4", basis=basis)
+        kvpack.pack([(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))], kvpack.Recipe("klt-4", basis))
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
@@ -353,10 +353,10 @@ def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = [tuple(torch.randn(2, 1, heads, 4096, dim, generator=generator).to(torch.bfloat16)) for heads, dim in shapes]
     for bits in (1.5, 3.0):
-        plain = kvpack.pack(pairs, f"kv=klt:bits={bits:g},widths=heads", basis=found)
+        plain = kvpack.pack(pairs, kvpack.Recipe(f"kv=klt:bits={bits:g},widths=heads", found))
         assert bits - 0.2 < plain.bits_per_value <= bits + 0.01
         # Raw tokens come on top: the first of these, and their tensors in the header.
-        cache, (heads, dim) = kvpack.pack(pairs, f"klt-{bits:g}", basis=found), shapes[0]
+        cache, (heads, dim) = kvpack.pack(pairs, kvpack.Recipe(f"klt-{bits:g}", found)), shapes[0]
         raw = (16 + 8 * 8 / (heads * dim)) / 4096
         assert raw < cache.bits_per_value - plain.bits_per_value < raw + 0.01
 

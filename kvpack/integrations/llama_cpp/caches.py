@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvpack.cache.dense_states import DenseLayer
     from kvpack.cache.layer import Layer
     from kvpack.cache.side import Side
-    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
     from kvpack.file.metadata import Value
@@ -55,7 +54,6 @@ def import_slot(
     windows: Mapping[int, int] | None = None,
     latents: bool = False,
     model: Mapping[str, str] | None = None,
-    basis: Basis | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Cache:
     """The sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's inputs.
@@ -113,7 +111,7 @@ def import_slot(
         recipe, dtype = _recipe_of(where, stored, recipe), _KINDS.join(stored[0])
     named = {**(model or {}), "dtype": f"{dtype} of llama.cpp", "config": CONFIG}
     inputs = Inputs(file.ids) if file.ids else None
-    return replace(pack(states, recipe, model=named, inputs=inputs, basis=basis, progress=progress), metadata=metadata)
+    return replace(pack(states, recipe, model=named, inputs=inputs, progress=progress), metadata=metadata)
 
 
 def export_slot(

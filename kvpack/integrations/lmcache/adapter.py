@@ -67,7 +67,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._identity = Identity(
             # LMCache's keys name the model, and a basis is one of a single model.
             "lmcache" if basis is None else basis.model.get("name", "lmcache"),
-            self._recipe.text,
+            self._recipe,
             weights=str(params["revision"]),
             dtype=self._kv_dtype,
             extra=f"head_dim={self._head_dim}",
@@ -208,7 +208,6 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                     geometry,
                     max_bytes=self._max_bytes,
                     encryption=self._encryption,
-                    basis=self._recipe.basis,
                 )
                 self._stores[geometry] = store
                 if (collector := shared_collector()) is not None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
-    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
 
@@ -54,13 +53,12 @@ def import_prompt_cache(
     path: str | os.PathLike[str],
     recipe: str | Recipe = "raw",
     *,
-    basis: Basis | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Cache:
     """The prompt cache in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its metadata is the cache's.
 
     A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no model: the caller knows it.
-    ``basis`` is that of ``kvpack.pack``, and ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm
+    ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm
     does not write, and for a layer of which keys and values of consecutive tokens are not all: quantized ones, those of a window that
     keeps tokens before it, and states; and what ``kvpack.pack`` raises.
     """
@@ -70,7 +68,7 @@ def import_prompt_cache(
     for number, name in enumerate(file.classes):
         parts = {part: arrays[f"{number}.{part}"] for part in range(10) if f"{number}.{part}" in arrays}
         states.append(_layer(f"{where}: layer {number}", name, parts, file.counts[number]))
-    return replace(pack(states, recipe, basis=basis, progress=progress), metadata=MappingProxyType(from_bytes(to_bytes(file.texts))))
+    return replace(pack(states, recipe, progress=progress), metadata=MappingProxyType(from_bytes(to_bytes(file.texts))))
 
 
 def export_prompt_cache(

@@ -189,7 +189,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         if name or self._config.pp_size > 1:
             check_layers(self._options["recipe"], "this pool does not hold all layers of the model")
         packed = recipe_with_basis(self._options["recipe"], self._options.get("basis"), str(self._config.model_name or ""))
-        options = {**self._options, "recipe": packed.text if recipe is None else recipe}
+        options = {**self._options, "recipe": packed if recipe is None else recipe}
         store = PageStore(
             options["location"],
             _identity(self._config, options, pool, name, arranged=recipe is not None),
@@ -197,10 +197,9 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
             threads=int(options.get("threads", 1)),
             max_bytes=options.get("max_bytes"),
             encryption=_keys(options),
-            basis=packed.basis,
         )
         ratio = geometry.raw_bytes / store.codec.nbytes
-        logging.getLogger("kvpack").info("kvpack packs pages with %s, %.2f times smaller, into its store", options["recipe"], ratio)
+        logging.getLogger("kvpack").info("kvpack packs pages with %s, %.2f times smaller, into its store", store.codec.recipe.text, ratio)
         return store
 
 

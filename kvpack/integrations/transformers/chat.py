@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from kvpack.cache.files import load, save
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
 from kvpack.formats.arguments import shown
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.files import Bases
-    from kvpack.coding.recipes import Recipe
     from kvpack.file.metadata import Value
     from kvpack.store import Store
 
@@ -69,7 +68,7 @@ class Chat:
         self._store, self._template = store, dict(template or {})
         if store is not None and recipe is None:
             basis = store.basis()
-            recipe = store.identity.recipe if basis is None else parse_recipe(store.identity.recipe, basis)
+            recipe = Recipe(store.identity.recipe, basis)
         self._recipe = parse_recipe(RECIPE if recipe is None else recipe)
         self._cache: Cache | None = None
         self.reused = 0

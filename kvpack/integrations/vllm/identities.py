@@ -17,6 +17,8 @@ from .layouts import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvpack.coding.recipes import Recipe
+
 
 _NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
 """Keys of a model's configuration on which no value of a page depends, or whose effect ``settings_of`` names otherwise."""
@@ -72,7 +74,7 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
-def identity_of(config: Any, recipe: str, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
+def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
     """The identity of pages whose arrangement ``shape`` tells, of vLLM's OffloadingConfig.
 
     Raises InvalidParameter where nothing names the weights.

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_with_basis
 from kvpack.pages.codec import PageCodec
@@ -76,11 +77,10 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self.codecs = [
             [
                 PageCodec(
-                    group.recipe(self._recipe),
+                    Recipe(group.recipe(self._recipe), given.basis),
                     group.geometry,
                     threads=threads,
                     namespace=self._namespace_of(number, rank),
-                    basis=given.basis,
                 )
                 for rank in range(copies)
             ]

@@ -88,13 +88,11 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             "layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": config.groups[0].layer_names, "settings": settings,
             **version,
         }  # fmt: skip
-        identity = identity_of(config, packed.text, shape, revision, adapter, tenant)
+        identity = identity_of(config, packed, shape, revision, adapter, tenant)
         encryption = None
         if encryption_key_file is not None:
             encryption = read_key_file(encryption_key_file)
-        self.store = PageStore(
-            location, identity, rows.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption, basis=packed.basis
-        )
+        self.store = PageStore(location, identity, rows.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
         memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
         self._pages = rows.buffer(memory)
         self._running: dict[int, Any] = {}

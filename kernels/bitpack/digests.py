@@ -89,7 +89,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
             rows, blocks = [], 0
     if rows:
         groups.append((rows, blocks))
-    parts = found.split([len(rows) for rows, _ in groups])
+    parts = found.split([len(rows) for rows, _ in groups])  # type: ignore[no-untyped-call]
     with _streams(device, len(groups)) as streams:
         for part, (rows, blocks), stream in zip(parts, groups, cycle(streams), strict=False):
             with stream:

@@ -657,20 +657,20 @@ def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
 @pytest.mark.parametrize("q_heads", [4, 160], ids=["rotated row by row", "rotated by products"])
 def test_what_was_prepared_is_launched_again(tail: int, q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call over a layer skips checks and planning, and gives the same for another query."""
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
     layer = kvpack.pack(random_pairs(1, 75, dims=(32, 32)), f"kv=scalar:b=4;tail={tail}")[0]
+    queries = [torch.randn(1, q_heads, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    expected = [exact(q, layer) for q in queries]
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
-    for seed in range(2):
-        q = torch.randn(1, q_heads, 1, 32, generator=torch.Generator().manual_seed(seed))
-        expected = exact(q, layer)
+    for q, right in zip(queries, expected, strict=True):
         found = kvpack.attend(q.to(DEVICE), there).cpu()
-        assert (found - expected).norm() / expected.norm() < TOLERANCE
+        assert (found - right).norm() / right.norm() < TOLERANCE
 
 
 @pytest.mark.kernels
 def test_checks_come_before_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
     layer = kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kv=scalar:b=4")[0]
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     q = torch.randn(1, 4, 1, 32, device=DEVICE)
     kvpack.attend(q, there)

@@ -2170,6 +2170,7 @@ HIDDEN_TOKENS = "hidden-tokens"
 HIDDEN_RECORD = 20
 OFFSETS = "container.md, Position offsets"
 POSITION_OFFSETS = "position-offsets"
+CHECKSUMS = "zstd-checksum"
 SIDE_CAR_FEATURES = {"balanced": BALANCED, "key_mean": "key-mean", "raw_positions": "raw-positions"}
 CODEC_FEATURES = (*SIDE_CAR_FEATURES.values(), SCALE_PER_HEAD, LOG_NORMS)
 REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, *CODEC_FEATURES)}
@@ -2471,8 +2472,11 @@ def json_header(header: bytes, tensors: Sequence[Tensor]) -> bytes:
 # container.md, zstd: RFC 8878, Sec. 3.1.1 ----------------------------------------------------------------------------
 
 
-def check_frame(name: str, frame: bytes, content: int) -> None:
-    """One frame with a content size, without a dictionary, its window within the limit, nothing before or after it."""
+def check_frame(name: str, frame: bytes, content: int, checksums: bool) -> None:
+    """One frame with a content size, without a dictionary, its window within the limit, nothing before or after it.
+
+    With ``checksums`` it has one.
+    """
     rule = "container.md, zstd"
 
     def take(at: int, count: int) -> int:
@@ -2483,6 +2487,7 @@ def check_frame(name: str, frame: bytes, content: int) -> None:
     descriptor = take(4, 1)
     single_segment, checksum = descriptor >> 5 & 1, descriptor >> 2 & 1
     require(descriptor & 0x08 == 0, rule, f"{name}: the reserved bit of the frame is set")
+    require(checksum == 1 or not checksums, rule, f"{name}: the frame has no content checksum")
     at, window = 5, None
     if not single_segment:
         exponent, mantissa = take(at, 1) >> 3, take(at, 1) & 7
@@ -2554,7 +2559,7 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
         if place.tensor is None:
             require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
         else:
-            contents[place.tensor.name] = take_content(place.tensor, stored, decompress)
+            contents[place.tensor.name] = take_content(place.tensor, stored, decompress, CHECKSUMS in file.ignorable)
     given = by_digest(bases)
     for number_, layer in enumerate(file.layers):
         for name, side in layer.items():
@@ -2574,11 +2579,11 @@ def by_digest(bases: Sequence[bytes]) -> dict[bytes, bytes]:
     return {hashlib.sha256(basis).digest(): basis for basis in bases}
 
 
-def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None) -> bytes:
+def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None, checksums: bool) -> bytes:
     require(xxh3_128(stored) == tensor.digest, "container.md, Digests", f"{tensor.name} has another digest")
     if tensor.filter == "none":
         return stored
-    check_frame(tensor.name, stored, tensor.bytes)
+    check_frame(tensor.name, stored, tensor.bytes, checksums)
     if decompress is None:
         refuse("container.md, zstd", f"{tensor.name}: no decompressor was given, and the standard library of Python 3.11 has none")
     content = decompress(stored, tensor.bytes)

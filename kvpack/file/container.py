@@ -6,7 +6,7 @@ A length, a JSON header, then the data: the tensor ``kvpack.header`` and the pay
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
@@ -22,12 +22,14 @@ from .json_header import aligned, check_digest, check_hash, make_front, read_fro
 from .payload import Span, as_array, check_pad, check_pads, checked_array, read_checked, read_span, span_of
 from .sources import InMemory, OnDisk
 from .user_files import open_regular, path_text
+from .zstd import FEATURE as CHECKSUMS
 from .zstd import compressed, decompressed
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from kvpack.formats.base import Layout
     from kvpack.formats.value_blocks import Array
 
     from .atomic import Progress
@@ -78,6 +80,8 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
         stored[name] = raw if frame is None else memoryview(frame)
         chosen = "none" if frame is None else "zstd"
         tensors.append(TensorEntry(name, layout.dtype, layout.shape, chosen, len(stored[name]), xxhash.xxh3_128_digest(stored[name])))
+    if any(tensor.filter == "zstd" for tensor in tensors):
+        contents = replace(contents, ignorable={**contents.ignorable, CHECKSUMS: b""})
     front = make_front(Header.of(contents, tuple(tensors)))
     result = [memoryview(front.text), memoryview(front.tensor)]
     for name, place in front.places.items():
@@ -171,7 +175,9 @@ class File:
                 check_pad(name, self._source.view(start + place.pad, start + place.begin))
                 check_digest(name, stored, entry.digest)
                 self._verified.add(name)
-            return stored if entry.filter == "none" else decompressed(name, stored, layout_bytes(self.header.layouts[name]))
+            if entry.filter == "none":
+                return stored
+            return decompressed(name, stored, layout_bytes(self.header.layouts[name]), checksums=self._checksums)
 
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
         """The decoded bytes of every tensor of one side ("k" or "v") by stream name, after checks of digests, pads and codec rules.
@@ -204,7 +210,7 @@ class File:
         Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         with _located(self.where):
-            read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory)
+            read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
 
     def side_places(self, layer: int, side: str) -> SidePlaces:
         """Where ``read_side_into`` puts the tensors of a side. Raises OutOfBounds when the file does not have the side."""
@@ -235,7 +241,7 @@ class File:
                     check_digest(tensor.name, memory[begin:end], tensor.digest)
             else:
                 for (tensor, begin, end), layout in zip(tensors, layouts.values(), strict=True):
-                    read_checked(self._source, self.front, tensor, layout, memory[begin:end])
+                    read_checked(self._source, self.front, tensor, layout, memory[begin:end], checksums=self._checksums)
             if not check_values:
                 return
             for (stream, layout), (_, begin, end) in zip(layouts.items(), tensors, strict=True):
@@ -284,7 +290,7 @@ class File:
                 stored = {stream: self.tensors[f"{number}.{side}.{stream}"] for stream in self.header.streams[entry]}
                 with _located(self.where):
                     layouts = self.header.streams[entry]
-                    arrays = {stream: checked_array(self._source, self.front, tensor, layouts[stream]) for stream, tensor in stored.items()}
+                    arrays = {stream: self._checked_array(tensor, layouts[stream]) for stream, tensor in stored.items()}
                     arrays.pop("tail", None)
                     self._check(entry, arrays, f"{number}.{side}")
                 done += sum(tensor.stored_bytes for tensor in stored.values())
@@ -293,12 +299,19 @@ class File:
             for state in self.header.states_of(number):
                 tensor = self.tensors[state.where]
                 with _located(self.where):
-                    array = checked_array(self._source, self.front, tensor, state.layout)
+                    array = self._checked_array(tensor, state.layout)
                     if self.header.is_basis:
                         basis.check_frame_values(state, array)
                 done += tensor.stored_bytes
                 if progress is not None:
                     progress(done, total)
+
+    @property
+    def _checksums(self) -> bool:
+        return CHECKSUMS in self.header.ignorable
+
+    def _checked_array(self, tensor: TensorEntry, layout: Layout) -> Array:
+        return checked_array(self._source, self.front, tensor, layout, checksums=self._checksums)
 
     def _check(self, entry: SideEntry, arrays: Mapping[str, Array], where: str, check_chunks: bool = True) -> None:
         """Raise InvalidPayload where a side breaks the rules of its codec."""

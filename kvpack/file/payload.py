@@ -60,10 +60,10 @@ class InPieces:
         return array
 
 
-def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout) -> Array:
+def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout, *, checksums: bool) -> Array:
     """The tensor, after checks of its pad and digest: a small one is read at once, a large one in pieces, a zstd frame whole.
 
-    Raises DigestMismatch, InvalidPayload and Truncated.
+    ``checksums`` is that of ``decompressed``. Raises DigestMismatch, InvalidPayload and Truncated.
     """
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
@@ -76,13 +76,15 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
         return InPieces(source, begin, layout)
     stored = source.read(begin, end)
     check_digest(tensor.name, stored, tensor.digest)
-    return as_array(stored if tensor.filter == "none" else decompressed(tensor.name, stored, layout_bytes(layout)), layout)
+    if tensor.filter != "none":
+        stored = decompressed(tensor.name, stored, layout_bytes(layout), checksums=checksums)
+    return as_array(stored, layout)
 
 
-def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview) -> None:
+def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview, *, checksums: bool) -> None:
     """Copy the decoded tensor into ``memory``, of its size; what is checked (pad, digest, frame) is the copy, not the file.
 
-    Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
+    ``checksums`` is that of ``decompressed``. Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
     """
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
@@ -90,7 +92,7 @@ def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layo
     if tensor.filter != "none":
         stored = source.read(begin, end)
         check_digest(tensor.name, stored, tensor.digest)
-        memory[:] = decompressed(tensor.name, stored, layout_bytes(layout))
+        memory[:] = decompressed(tensor.name, stored, layout_bytes(layout), checksums=checksums)
         return
     digest = xxhash.xxh3_128()
     for first in range(0, len(memory), PIECE_BYTES):

@@ -6,6 +6,9 @@ from kvpack.formats.errors import InvalidPayload
 
 from .limits import MAX_RATIO, MAX_WINDOW_BYTES
 
+FEATURE = "zstd-checksum"
+"""The ignorable feature of a file whose frames all have a content checksum."""
+
 MIN_SAVING = 0.03
 """The smallest share that a frame must save for a writer to keep it."""
 
@@ -17,14 +20,15 @@ def compressed(raw: memoryview) -> bytes | None:
     """One frame of ``raw``, or None if it saves less than 3 % or is smaller than the format allows."""
     import zstandard
 
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)
     return frame if len(frame) <= (1 - MIN_SAVING) * len(raw) and len(raw) <= MAX_RATIO * len(frame) else None
 
 
-def decompressed(name: str, stored: memoryview, size: int) -> memoryview:
+def decompressed(name: str, stored: memoryview, size: int, *, checksums: bool) -> memoryview:
     """Decode the frame ``stored`` to ``size`` writable bytes; nothing is allocated before the frame's header matches ``size``.
 
-    Raises InvalidPayload, which begins with ``name``.
+    ``checksums`` says that the file has ``FEATURE``, so that a frame without a content checksum is refused: versions of libzstd decode
+    some malformed frames to different values. Raises InvalidPayload, which begins with ``name``.
     """
     import zstandard
 
@@ -38,6 +42,8 @@ def decompressed(name: str, stored: memoryview, size: int) -> memoryview:
             raise InvalidPayload(f"{name}: the zstd frame needs a window of {frame.window_size} bytes, the limit is {MAX_WINDOW_BYTES}")
         if frame.dict_id:
             raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, and dictionaries are not allowed")
+        if checksums and not frame.has_checksum:
+            raise InvalidPayload(f"{name}: the zstd frame has no content checksum, which every frame has in a file with {FEATURE!r}")
         if not size:
             return _no_content(name, stored)
         # The decompressor allocates the size that the frame states, now known to be ``size``; max_output_size would not limit it.

@@ -9,17 +9,22 @@ import zstandard
 
 from spec.generate.invalid_vectors import add
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import frame, one_side
+from support.file_parts import edit, frame, one_side
 from support.strategies import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from support.file_parts import Parts
+
 BLOCKS_REFUSED: set[str] = set()
 """Files whose frames are wrong in their compressed data or checksum: only a decompressor can tell."""
 
-EITHER = {"block-offset-0", "block-reserved-modes", "block-bit-missing"}
-"""Breaches of RFC 8878 that libzstd 1.5.7 refuses, and 1.5.4 and 1.5.5 do not."""
+EITHER = {
+    "block-offset-0", "block-reserved-modes", "block-bit-missing",
+    "literals-bit-left", "literals-bit-missing", "literals-no-end-mark", "tree-of-depth-12",
+}  # fmt: skip
+"""Breaches of RFC 8878 that some versions of libzstd accept: those of blocks before 1.5.7, those of literals and trees up to it."""
 
 REPEATED, REPEAT = 0x54, 0xFC
 """The modes of a sequences section whose three tables have one code each, and of one that reuses the previous block's tables."""
@@ -30,14 +35,16 @@ def add_all() -> None:
     add_by_hand()
     add_sizes()
     add_refused()
+    add_literals()
+    add_checksums()
 
 
-def of_frame(stored: bytes, content_size: int, channels: int = 16) -> bytes:
-    """A file of one side of raw binary32 values, stored as the frame ``stored``."""
+def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Callable[[Parts], None]) -> bytes:
+    """A file of one side of raw binary32 values, stored as the frame ``stored``, after ``changes``."""
     codec = create("raw", channels, dtype="fp32")
     tokens, rest = divmod(content_size, 4 * channels)
     assert rest == 0
-    return one_side(codec, frame(lambda raw: stored), runs=(tokens,), tail=0, heads=1)
+    return one_side(codec, frame(lambda raw: stored), *changes, runs=(tokens,), tail=0, heads=1)
 
 
 def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:
@@ -173,11 +180,12 @@ def add_sizes() -> None:
     add("zstd-window-of-one-segment", "container-26", "InvalidPayload", shows, lambda: of_frame(joined(size, *many), size, 1024))
 
 
-def add_refused() -> None:
-    def refused(name: str, rule: str, shows: str, stored: Callable[[], bytes], size: int = 64) -> None:
-        BLOCKS_REFUSED.add(f"invalid/zstd-{name}.kvpack")
-        add(f"zstd-{name}", rule, "InvalidPayload", shows, lambda: of_frame(stored(), size), either=name in EITHER)
+def refused(name: str, rule: str, shows: str, stored: Callable[[], bytes], size: int = 64) -> None:
+    BLOCKS_REFUSED.add(f"invalid/zstd-{name}.kvpack")
+    add(f"zstd-{name}", rule, "InvalidPayload", shows, lambda: of_frame(stored(), size), either=name in EITHER)
 
+
+def add_refused() -> None:
     def wrong_checksum() -> bytes:
         good = zstandard.ZstdCompressor(write_checksum=True).compress(letters(1280, 2))
         return good[:-1] + bytes([good[-1] ^ 1])
@@ -205,3 +213,37 @@ def add_refused() -> None:
     ):
         stored = joined(64, before, compressed(literals, sequences))
         refused(f"block-{name}", "container-21", shows, lambda s=stored: s)
+
+
+def add_literals() -> None:
+    """Four streams of 56 bits each, whose Huffman tree has eleven weights: 64 literals, all of the code of one bit."""
+    right, streams = bytes.fromhex("8aba9876543210"), [bytes.fromhex("ffffffffffffff1f")] * 4
+
+    def changed(weights: bytes = right, **ends: int) -> Callable[[], bytes]:
+        found = [stream[:-1] + bytes([ends.get(f"stream{number}", stream[-1])]) for number, stream in enumerate(streams)]
+        literals = bytes.fromhex("064f0b") + weights + bytes.fromhex("080008000800") + b"".join(found)
+        return lambda: bytes.fromhex("28b52ffd 20 f0") + (len(literals) + 1 << 3 | 2 << 1 | 1).to_bytes(3, "little") + literals + b"\0"
+
+    add_valid("zstd-literals", "literals in four streams of codes of one bit", lambda: of_frame(changed()(), 240, 60), "container-21")
+    for name, shows, stored in (
+        ("literals-bit-left", "a stream of literals with a bit more than they take", changed(stream0=0x3F)),
+        ("literals-bit-missing", "a stream of literals with a bit less than they take", changed(stream0=0x0F)),
+        ("literals-no-end-mark", "a stream of literals that ends in a zero byte", changed(stream1=0)),
+        ("tree-of-depth-12", "a Huffman tree with codes of twelve bits", changed(bytes.fromhex("8bcba987654321"))),
+    ):
+        BLOCKS_REFUSED.add(f"invalid/zstd-{name}.kvpack")
+        add(f"zstd-{name}", "container-21", "InvalidPayload", shows, lambda s=stored: of_frame(s(), 240, 60), either=True)
+
+
+def add_checksums() -> None:
+    """Files with the feature ``zstd-checksum``: a frame with a checksum, and one without."""
+    content = letters(1280, 2)
+
+    def of_file(*, checksum: bool) -> bytes:
+        stored = zstandard.ZstdCompressor(write_checksum=checksum).compress(content)
+        return of_frame(stored, len(content), 16, edit("ignorable", {"zstd-checksum": b""}))
+
+    shows = "a frame with a checksum in a file that says that all have one"
+    add_valid("zstd-checksum-said", shows, lambda: of_file(checksum=True), "container-65", "container-33")
+    shows = "a frame without a checksum in a file that says that all have one"
+    add("zstd-checksum-missing", "container-65", "InvalidPayload", shows, lambda: of_file(checksum=False))

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,12 @@ from kvpack.formats.errors import (
     UnsupportedVersion,
     WriteFailed,
 )
+from support.file_parts import changed, edit
 from support.small_files import KINDS, arrays_of, contents, side, small_file
 from support.strategies import create
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 ROOT = Path(__file__).parents[2]
 TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -81,7 +83,9 @@ def test_what_is_written_is_read(kind: str, compress: bool, tmp_path: Path) -> N
     size = container.write(tmp_path / "a", made, arrays, compress=compress, durable=True)
     with container.open_file(tmp_path / "a") as file:
         assert (file.size, os.path.getsize(tmp_path / "a")) == (size, size)
-        assert Contents(**{name: getattr(file.header, name) for name in Contents.__dataclass_fields__}) == made
+        framed = any(tensor.filter == "zstd" for tensor in file.header.tensors)
+        expected = replace(made, ignorable={**made.ignorable, zstd.FEATURE: b""}) if framed else made
+        assert Contents(**{name: getattr(file.header, name) for name in Contents.__dataclass_fields__}) == expected
         assert list(file.tensors) == list(made.layouts) == list(arrays)
         for name, array in arrays.items():
             assert file.tensor(name) == memoryview(array) or (not array.size and not file.tensor(name)), name
@@ -599,6 +603,12 @@ def test_zstd_is_used_where_it_saves(values: Any, chosen: str) -> None:
     file.verify()
 
 
+def stored_as(frame: bytes, made: Contents, arrays: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> container.File:
+    """A file whose tensor is stored as ``frame``, and which does not say that frames have a checksum."""
+    monkeypatch.setattr(container, "compressed", lambda raw: frame)
+    return container.open_bytes(changed(container.to_bytes(made, arrays, compress=True), edit("ignorable", {})))
+
+
 def frame_header(window: int) -> bytes:
     """The start of a frame whose window has 2^``window`` bytes."""
     return b"\x28\xb5\x2f\xfd" + bytes([0b10000000, (window - 10) << 3])
@@ -636,8 +646,7 @@ BAD_FRAMES = {
 def test_no_other_frame_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     frame, message = BAD_FRAMES[kind]
     made, arrays = raw_contents(numpy.frombuffer(RAW, numpy.float32))
-    monkeypatch.setattr(container, "compressed", lambda raw: frame)
-    file = container.open_bytes(container.to_bytes(made, arrays, compress=True))
+    file = stored_as(frame, made, arrays, monkeypatch)
     with pytest.raises(InvalidPayload, match=message) as caught:
         file.tensor("0.k.values")
     assert str(caught.value).startswith("bytes: 0.k.values: ")
@@ -660,8 +669,7 @@ def test_no_other_frame_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_frame_of_no_content_is_read_to_its_end(frame: str, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
-    monkeypatch.setattr(container, "compressed", lambda raw: bytes.fromhex("28b52ffd" + frame))
-    file = container.open_bytes(container.to_bytes(made, {"0.k.values": b""}, compress=True))
+    file = stored_as(bytes.fromhex("28b52ffd" + frame), made, {"0.k.values": b""}, monkeypatch)
     if accepted:
         assert len(file.tensor("0.k.values")) == 0
     else:
@@ -674,8 +682,7 @@ def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.Monke
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
     bomb = bytes.fromhex("28b52ffd 80 38 00000000") + bytes.fromhex("020010 00") * 2**14 + bytes.fromhex("010000")
     assert zstandard.get_frame_parameters(bomb).content_size == 0
-    monkeypatch.setattr(container, "compressed", lambda raw: bomb)
-    file = container.open_bytes(container.to_bytes(made, {"0.k.values": b""}, compress=True))
+    file = stored_as(bomb, made, {"0.k.values": b""}, monkeypatch)
     tracemalloc.start()
     try:
         with pytest.raises(InvalidPayload, match="is not one whole zstd frame"):
@@ -683,6 +690,24 @@ def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.Monke
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_written_frames_have_a_checksum_and_the_file_says_so(tmp_path: Path) -> None:
+    """An edited frame without one is refused, and the same frame is read where the file does not say so."""
+    made = contents("raw")
+    arrays = {name: numpy.zeros_like(array) for name, array in arrays_of(made).items()}
+    data = container.to_bytes(made, arrays, compress=True)
+    with container.open_bytes(data) as file:
+        assert file.header.ignorable[zstd.FEATURE] == b""
+        name = next(name for name, tensor in file.tensors.items() if tensor.filter == "zstd")
+        file.verify()
+        raw = bytes(file.tensor(name))
+    without = changed(data, lambda parts: parts.store(name, zstandard.ZstdCompressor().compress(raw), "zstd"))
+    with container.open_bytes(without) as file, pytest.raises(InvalidPayload, match=f"{name}: the zstd frame has no content checksum"):
+        file.verify()
+    with container.open_bytes(changed(without, edit("ignorable", {}))) as file:
+        assert bytes(file.tensor(name)) == raw
+    assert zstd.FEATURE not in container.open_bytes(container.to_bytes(made, arrays)).header.ignorable
 
 
 def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

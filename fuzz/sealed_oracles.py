@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fuzz.byte_mutator import mutated_bytes
 from kvpack.formats.errors import KvpackError
+from kvpack.identity.identity import length_prefixed
 from kvpack.store.encryption import MAGIC, Cipher
-from kvpack.store.identity import length_prefixed
 from kvpack.store.keys import KEY_BYTES
 
 if TYPE_CHECKING:

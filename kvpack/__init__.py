@@ -44,9 +44,10 @@ if TYPE_CHECKING:
         WriteFailed,
     )
     from .file.inputs import Inputs
+    from .identity.identity import Identity
     from .integrations.transformers.prefill import prefill
     from .live.cache import LiveCache
-    from .store import Identity, Store, Tier
+    from .store import Store, Tier
     from .store.page_store import PageStore
 
 __version__ = "0.1.0"
@@ -70,7 +71,7 @@ _HOMES = {
     "prefill": "integrations.transformers.prefill",
     "PRESETS": "coding.recipes",
     "Recipe": "coding.recipes",
-    "Identity": "store",
+    "Identity": "identity.identity",
     "PageStore": "store.page_store",
     "Store": "store",
     "Tier": "store",

@@ -20,6 +20,7 @@ FLOORS = (
     ("cache_names", "codecs", "errors", "file", "hub"),
     ("kernels",),
     ("coding",),
+    ("identity",),
     ("cache",),
     ("attention",),
     ("live", "pages"),

@@ -17,10 +17,10 @@ from kvpack.evaluation.sizes import positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
 from kvpack.formats.arguments import check_callback, integer, shown
 from kvpack.formats.errors import InvalidParameter, InvalidType
+from kvpack.identity.fingerprint import dtype_text, model_name
 from kvpack.integrations.transformers.models import execution_device
 from kvpack.integrations.transformers.switch import Switch
 from kvpack.models import ByteTokenizer
-from kvpack.store.fingerprint import dtype_text, model_name
 
 from .quality import REFERENCE
 from .summary import summary, table

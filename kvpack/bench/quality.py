@@ -38,8 +38,8 @@ from kvpack.evaluation.windows import (
     uncompressed,
 )
 from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
-from kvpack.store.fingerprint import model_name
 
 from . import generated, needles, picture
 from .quality_peers import Peer, PeerMeasured, installed, measure_peer

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store import Identity, Store
+from kvpack.identity.identity import Identity
+from kvpack.store import Store
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 

@@ -17,8 +17,9 @@ import torch
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.identity import Identity
 from kvpack.output import print_table
-from kvpack.store import Identity, Store
+from kvpack.store import Store
 from kvpack.store.page_store import PageStore
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ import xxhash
 import kvpack
 from kvpack.file.json_header import DIGEST_PLACE
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.identity import Identity
 from kvpack.output import print_table
-from kvpack.store import Identity, Store
+from kvpack.store import Store
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.entries import to_pieces

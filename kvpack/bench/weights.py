@@ -12,12 +12,12 @@ import torch
 
 from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity import checkpoints
+from kvpack.identity.fingerprint import weights_of
+from kvpack.identity.modules import parts
 from kvpack.integrations.transformers.models import named
 from kvpack.models import model_folder, transformers_library
 from kvpack.output import print_table
-from kvpack.store import checkpoints
-from kvpack.store.fingerprint import weights_of
-from kvpack.store.modules import parts
 
 from .serve import random_model
 

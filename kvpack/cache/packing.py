@@ -13,12 +13,13 @@ import torch
 from kvpack.coding import dispatch, shared_scales
 from kvpack.coding.encoding import RAW_NAMES
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.checks import check_integer, check_names
+from kvpack.file.checks import check_integer
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import check_callback, check_mapping, items
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
+from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
     from kvpack.formats.base import Codec
+    from kvpack.identity.arguments import ModelArgument
 
     from .states import StatesAt
 
@@ -58,7 +60,7 @@ def pack(
     past_key_values: Any,
     recipe: str | os.PathLike[str] | Recipe,
     *,
-    model: Mapping[str, str] | None = None,
+    model: ModelArgument | None = None,
     start: int = 0,
     inputs: Inputs | None = None,
     progress: Progress | None = None,
@@ -70,8 +72,8 @@ def pack(
     ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. One that an engine keeps in fp8, mxfp8,
     mxfp4 or nvfp4 is a Minifloats, and stored bit for bit if ``recipe`` stores that format. In place of (k, v) a layer may be
     (k, v, skipped), if a sliding window has dropped that many tokens before them. The states of recurrent and convolution layers of
-    a transformers Cache are kept bit for bit. ``model`` is the model's
-    identity, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
+    a transformers Cache are kept bit for bit. ``model`` is the model, its
+    Identity or its name, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
     computed from, if known. A recipe such as
     "klt-2" needs a basis: give ``Recipe("klt-2", basis)``. ``progress`` counts layers.
     ``states_at`` holds the states of all layers at earlier positions (``Cache.states_at``), as ``recording`` keeps them for a store.
@@ -80,19 +82,16 @@ def pack(
     """
     check_callback(progress)
     recipe = parse_recipe(recipe)
-    if model is not None and not isinstance(model, Mapping):
-        raise InvalidType(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
     if inputs is not None and not isinstance(inputs, Inputs):
         raise InvalidType(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
-    start, model = integer(start, "start"), dict(model or {})
+    start, named = integer(start, "start"), model_fields(model)
     try:
         check_integer("start", start, 0, MAX_TOKENS)
-        check_names("model", model, str)
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
     recipe.check_length()
     if recipe.basis is not None:
-        recipe.basis.check_model(model)
+        recipe.basis.check_model(named)
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
     layers, outliers = [], []
@@ -115,7 +114,7 @@ def pack(
         inputs = _fitting(inputs, layers, start)
         _check_values(inputs, states, start)
         inputs = replace(inputs, sums=None)
-    cache = Cache(tuple(layers), recipe.canonical, MappingProxyType(model), start, inputs)
+    cache = Cache(tuple(layers), recipe.canonical, MappingProxyType(named), start, inputs)
     return cache if states_at is None else replace(cache, states_at=_checked_states(states_at, cache))
 
 

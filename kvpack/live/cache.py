@@ -16,8 +16,9 @@ from kvpack.cache.packed_argument import check_packed
 from kvpack.cache.rows import check_rows, row_numbers
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.formats.arguments import check_flag, check_mapping, shown
+from kvpack.formats.arguments import check_flag, shown
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from kvpack.identity.arguments import model_fields
 from kvpack.runtime.modes import float32_no_grad
 
 from . import operators
@@ -28,8 +29,9 @@ from .steps import Steps
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from kvpack.identity.arguments import ModelArgument
 
 DEFERRED = 1024
 """Tokens of an update that wait raw until the next one is made, so that the first token after a short suffix does not wait for them."""
@@ -40,7 +42,8 @@ class LiveCache:
 
     Made empty, ``LiveCache("octopus-3", layers=32)`` (each layer takes its heads, dims, dtype and device from its first tokens),
     or by ``LiveCache.of(cache)``, which shares the pages of the cache. ``sliding_windows`` is the model's window for each layer, whose
-    tokens are dropped once no later query sees them, None for a layer that attends to all. ``model`` is the identity for ``freeze``.
+    tokens are dropped once no later query sees them, None for a layer that attends to all. ``model``, as for ``pack``, is
+    recorded by ``freeze``.
     A recipe such as "klt-2" needs a basis: give ``Recipe("klt-2", basis)``.
 
     On a CUDA device ``update`` and ``attend`` of a few tokens run only kernels that read positions on the device. A CUDA graph may
@@ -56,15 +59,14 @@ class LiveCache:
         *,
         layers: int,
         sliding_windows: Sequence[int | None] | None = None,
-        model: Mapping[str, str] | None = None,
+        model: ModelArgument | None = None,
     ) -> None:
         self._recipe = parse_recipe(recipe)
         self._count = integer(layers, "layers")
         if not 1 <= self._count <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 1 to {MAX_LAYERS}")
-        check_mapping(model, "model", "{'name': 'llama'}")
         self._recipe.check_layers(self._count)
-        self._text, self.model, self.start = self._recipe.canonical, MappingProxyType(dict(model or {})), 0
+        self._text, self.model, self.start = self._recipe.canonical, MappingProxyType(model_fields(model)), 0
         if self._recipe.basis is not None:
             self._recipe.basis.check_model(self.model)
         self.sliding_windows = checked_windows(sliding_windows, self._count)

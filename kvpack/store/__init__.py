@@ -7,8 +7,7 @@ For example::
     store.save(token_ids, cache)
 """
 
-from .identity import Identity
 from .options import Tier
 from .store import Store
 
-__all__ = ["Identity", "Store", "Tier"]
+__all__ = ["Store", "Tier"]

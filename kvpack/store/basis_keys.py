@@ -6,8 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import DigestMismatch
-
-from .identity import length_prefixed
+from kvpack.identity.identity import length_prefixed
 
 if TYPE_CHECKING:
     from .backend import Data

@@ -18,9 +18,9 @@ import xxhash
 from kvpack.file.header import DIGEST_BYTES
 from kvpack.file.json_header import check_digest
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
+from kvpack.identity.identity import length_prefixed
 
 from .entry_kind import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_version, key_id, sealed_bytes
-from .identity import length_prefixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

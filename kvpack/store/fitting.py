@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding.recipes import parse_recipe, recorded_text
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.canonical_text import weights_kind
 
-from .canonical_text import weights_kind
 from .keys import ID_BYTES
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.states import States
-
-    from .identity import Identity
+    from kvpack.identity.identity import Identity
 
 _ANY_DIM = 128
 """A head dim that every codec takes; token groups do not depend on the head dim."""

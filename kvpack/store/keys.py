@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.arguments import items
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.lazy import numpy
-
-from .identity import length_prefixed
+from kvpack.identity.identity import length_prefixed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import KvpackError, Undecryptable
+from kvpack.identity.identity import states_key
 
 from . import state_entries
 from .encryption import in_clear
 from .entry_probe import Known, check_front
 from .faults import is_damage
-from .identity import states_key
 from .windows import Windows
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.errors import InvalidType
+from kvpack.identity.identity import Identity
 
 from .encryption import Cipher
 from .entry_kind import Form
-from .identity import Identity
 from .locations import open_backend
 
 if TYPE_CHECKING:

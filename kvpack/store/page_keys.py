@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.file.row import FRAME_BYTES, check_row
 from kvpack.formats.errors import InvalidHeader
-
-from .identity import length_prefixed
+from kvpack.identity.identity import length_prefixed
 
 if TYPE_CHECKING:
     from .backend import Data

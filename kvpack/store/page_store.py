@@ -32,10 +32,10 @@ from .tiers import Tiers, told
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from kvpack.identity.identity import Identity
     from kvpack.pages.geometry import PageGeometry
 
     from .backend import Found
-    from .identity import Identity
     from .options import StoreKeywords
 
     Pages = PageBuffer | Sequence[PageBuffer]

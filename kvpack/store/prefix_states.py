@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import NotConsecutive
+from kvpack.identity.identity import states_key
 
 from . import state_entries
 from .entry_kind import check_size
-from .identity import states_key
 from .loading import FAULTS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .identity import Identity, states_key
+from kvpack.identity.identity import Identity, states_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

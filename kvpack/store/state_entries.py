@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from kvpack.file import container
 from kvpack.file.header import DIGEST_BYTES
 from kvpack.formats.errors import InvalidHeader
+from kvpack.identity.identity import states_key
 
 from .entries import check_header, check_payload, file_payload_digest, open_entry, payload_digest
-from .identity import states_key
 from .keys import KEY_BYTES
 
 if TYPE_CHECKING:

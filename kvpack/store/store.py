@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from kvpack.coding.recipes import basis_named, parse_recipe
 from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.identity import states_key
+from kvpack.identity.rope import longest_sequence
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .bases import StoredBasis
@@ -20,7 +22,6 @@ from .entries import Reader, check_decoded, to_pieces
 from .entry_kind import check_size
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
 from .holds import PIN_SECONDS, checked_owner, hold_of
-from .identity import states_key
 from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
 from .leases import Leases
 from .loading import FAULTS, Loader
@@ -29,7 +30,6 @@ from .options import StoreOptions, check_count
 from .prefix_states import PrefixStates
 from .reclaim import reclaim
 from .removal import chains_from, remove
-from .rope import longest_sequence
 from .tiers import Tiers, told
 from .windows import Windows, check_held
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.cache.states import StatesAt
     from kvpack.coding.bases import Basis
+    from kvpack.identity.identity import Identity
 
-    from .identity import Identity
     from .keys import Link
     from .options import StoreKeywords
 

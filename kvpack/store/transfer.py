@@ -10,11 +10,11 @@ from kvpack.file.features import joined, split
 from kvpack.file.inputs import IDS_FEATURE, Inputs
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
+from kvpack.identity.identity import Identity
 
 from . import state_entries
 from .encryption import in_clear
 from .entries import check_entry, open_entry
-from .identity import Identity
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from kvpack.file.basis import SUFFIX
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import SCOPES, default_chunk
+from kvpack.identity.rope import same_up_to
 from kvpack.integrations.transformers.models import Model, identity_for, identity_of
 from kvpack.models import load_model, model_folder, transformers_library
-from kvpack.store.rope import same_up_to
 
 from .balanced_fit import balanced_of_all, gain_of_more_text
 from .basis_fit import rows_of_all

@@ -10,7 +10,7 @@ from kvpack.evaluation.sizes import positions
 from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import LARGEST_FREQUENCY, PAIRINGS, Rope
-from kvpack.store.rope import same_up_to
+from kvpack.identity.rope import same_up_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

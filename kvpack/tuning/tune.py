@@ -19,8 +19,8 @@ from kvpack.evaluation.models import Text, read_text, vocabulary
 from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
-from kvpack.store.fingerprint import model_name
 
 from .allocation import recipe_clauses, recipe_text
 from .calibrate import check_basis

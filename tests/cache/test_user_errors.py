@@ -92,12 +92,7 @@ CALLS: dict[str, Call] = {
         "a recipe is text, such as 'octopus-3'; found a NoneType",
     ),
     "pack with an unknown recipe": (lambda: kvpack.pack(PAIRS, "octopus"), InvalidParameter, "did you mean octopus-"),
-    "model is text": (
-        lambda: kvpack.pack(PAIRS, "kivi-4", model="llama"),
-        InvalidType,
-        r"is a str.*such as \{'name': 'llama'\}",
-    ),
-    "model is a number": (lambda: kvpack.pack(PAIRS, "kivi-4", model=3), InvalidType, "model is a int, expected a map of names"),
+    "model is a number": (lambda: kvpack.pack(PAIRS, "kivi-4", model=3), InvalidType, "model is a int, expected a transformers model"),
     "start is text": (lambda: kvpack.pack(PAIRS, "kivi-4", start="0"), InvalidType, "start is '0', expected an integer"),
     "start is negative": (lambda: kvpack.pack(PAIRS, "kivi-4", start=-1), InvalidParameter, "start is -1"),
     # attend

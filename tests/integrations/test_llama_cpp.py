@@ -455,8 +455,8 @@ def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
         import_slot(tmp_path / "none.bin", kv_heads=2)
     with pytest.raises(InvalidParameter, match="a path is text or"):
         is_state_file(None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidParameter, match="model is a str, expected a map of names to text"):
-        import_slot(FILES / "rows.bin", kv_heads=1, model="llama")  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="model is a int, expected a transformers model"):
+        import_slot(FILES / "rows.bin", kv_heads=1, model=3)  # type: ignore[arg-type]
 
 
 def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 
 import kvpack
 from kvpack.errors import InvalidParameter, KvpackWarning
+from kvpack.identity.fingerprint import weights_of
+from kvpack.identity.modules import parts
 from kvpack.integrations.transformers import KvpackCache, recording
 from kvpack.integrations.transformers.models import sample_of
-from kvpack.store.fingerprint import weights_of
-from kvpack.store.modules import parts
 from support.small_models import small_llama
 
 IDS = torch.arange(40)[None]
@@ -204,7 +204,7 @@ def test_the_digest_is_that_of_every_weight_by_itself() -> None:
     import hashlib
     import json
 
-    from kvpack.store.canonical_text import plain
+    from kvpack.identity.canonical_text import plain
 
     for model in (small_llama(), tied(), in_bf16(), with_buffer()):
         total = hashlib.sha256()

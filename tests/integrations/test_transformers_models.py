@@ -552,8 +552,8 @@ def test_none_is_what_a_store_gives_for_a_miss(tmp_path: Path) -> None:
 
 
 def test_arguments_of_another_type_are_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"model is a str, expected a map of names to text, such as \{'name': 'llama'\}"):
-        pack(PAST, FP32, model="llama")
+    with pytest.raises(InvalidType, match=r"model is a list, expected a transformers model, .* such as \{'name': 'llama'\}"):
+        pack(PAST, FP32, model=["llama"])  # type: ignore[arg-type]
     with pytest.raises(InvalidType, match="the second argument is 'llama', expected the model that continues the cache"):
         KvpackCache.of(pack(PAST, FP32), "llama")  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="inputs is a list, expected a kvpack"):

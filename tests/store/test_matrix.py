@@ -88,7 +88,7 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
     "want of memory is raised": ("memory limit", "kvpack.store.counters.Counters.fault", _raise),
     "what is there is right": ("two users", "kvpack.store.directory.kind_of", lambda *_: Kind.READABLE),
     "no locks": ("PID namespaces", "kvpack.store.eviction.sweep", _remove),
-    "no tenant in the key": ("isolation", "kvpack.store.identity.Identity.digest", property(_without_tenant)),
+    "no tenant in the key": ("isolation", "kvpack.identity.identity.Identity.digest", property(_without_tenant)),
 }
 
 

@@ -14,9 +14,9 @@ import kvpack
 from kvpack.cli import main
 from kvpack.errors import InvalidHeader, InvalidParameter, OutOfBounds
 from kvpack.file import container
+from kvpack.identity.identity import states_key
 from kvpack.store import state_entries
 from kvpack.store.catalog import read_catalog, verify
-from kvpack.store.identity import states_key
 from support.caches import dense, random_pairs
 from support.state_caches import STATEFUL, ends, same_states, stateful
 from support.store_caches import CHUNK, IDENTITY, entries, entry_of, open_store, prompt

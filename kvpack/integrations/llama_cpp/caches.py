@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from types import MappingProxyType
@@ -17,7 +16,8 @@ from kvpack.file.atomic import write_file
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.file.user_files import path_text
-from kvpack.formats.errors import InvalidParameter, InvalidType
+from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.arguments import model_fields
 from kvpack.integrations.exported import exported, windows_of
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
@@ -26,7 +26,7 @@ from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, CellBlock
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.dense_states import DenseLayer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
     from kvpack.file.metadata import Value
+    from kvpack.identity.arguments import ModelArgument
 
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
@@ -53,7 +54,7 @@ def import_slot(
     kv_heads: int | Sequence[int],
     windows: Mapping[int, int] | None = None,
     latents: bool = False,
-    model: Mapping[str, str] | None = None,
+    model: ModelArgument | None = None,
     progress: Progress | None = None,
 ) -> Cache:
     """The sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's inputs.
@@ -62,16 +63,16 @@ def import_slot(
     the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own.
     ``latents`` says that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as
     llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` says that it is llama.cpp's;
-    ``model`` adds the name of the model, for example. Metadata keeps what else ``export_slot`` needs. Blocks of q8_0, q5_0 and q4_0 are
-    kept bit for bit, with the recipe ``raw`` alone: llama.cpp may have rotated them, and the file does not say whether. No codec holds
-    those of q4_1, q5_1 and iq4_nl: a cache of such a slot has no tokens, but states after the last one, which opaque.py describes.
+    ``model``, as for ``kvpack.pack``, adds its name, for example. Metadata keeps
+    what else ``export_slot`` needs. Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, with the recipe ``raw`` alone: llama.cpp may
+    have rotated them, and the file does not say whether. No codec holds those of q4_1, q5_1 and iq4_nl: a cache of such a slot has no
+    tokens, but states after the last one, which opaque.py describes.
 
     Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: positions that are not
     consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
     """
     where = path_text(path)
-    if model is not None and not isinstance(model, Mapping):
-        raise InvalidType(f"model is a {type(model).__name__}, expected a map of names to text, such as {{'name': 'llama'}}")
+    fields = model_fields(model)
     with Reader(where) as reader:
         file = parsed(reader, 2 if windows else 1, latents=latents)
         layers = sum(len(section.keys) for section in file.sections)
@@ -103,13 +104,13 @@ def import_slot(
     if opaque is not None:
         kinds = dict.fromkeys(block.dtype for section in file.sections for block in (*section.keys, *section.values))
         check_raw(where, kinds, recipe)
-        named = {**(model or {}), "dtype": f"{' and '.join(kinds)} of llama.cpp", "config": CONFIG}
+        named = {**fields, "dtype": f"{' and '.join(kinds)} of llama.cpp", "config": CONFIG}
         return replace(pack(opaque, "raw", model=named, start=tokens, progress=progress), metadata=metadata)
     stored = [[x.kind if isinstance(x, Quantized) else RAW_NAMES[x.dtype] for x in state[:2] if x is not None] for state in states]
     dtype = " and ".join(dict.fromkeys(kind for kinds in stored for kind in kinds))
     if any(kind in QUANTIZED for kinds in stored for kind in kinds):
         recipe, dtype = _recipe_of(where, stored, recipe), _KINDS.join(stored[0])
-    named = {**(model or {}), "dtype": f"{dtype} of llama.cpp", "config": CONFIG}
+    named = {**fields, "dtype": f"{dtype} of llama.cpp", "config": CONFIG}
     inputs = Inputs(file.ids) if file.ids else None
     return replace(pack(states, recipe, model=named, inputs=inputs, progress=progress), metadata=metadata)
 

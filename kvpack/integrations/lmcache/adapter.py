@@ -15,10 +15,10 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.identity import Identity
 from kvpack.pages.codec import key_digest
 from kvpack.store.catalog import descriptions_of
 from kvpack.store.counters import Counters
-from kvpack.store.identity import Identity
 from kvpack.store.key_files import read_key_file
 from kvpack.store.metrics import shared_collector
 from kvpack.store.open_store import opened

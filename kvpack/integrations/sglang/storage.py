@@ -16,11 +16,11 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.identity import Identity
 from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 from kvpack.store.counters import MAX_RECENT
-from kvpack.store.identity import Identity
 from kvpack.store.page_store import PageStore
 
 from .metrics import StoreMetrics

@@ -29,11 +29,11 @@ from transformers.cache_utils import (
 from kvpack import cache_names
 from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
-from kvpack.store.canonical_text import ALL, SAMPLE, weights_kind
-from kvpack.store.fingerprint import weights_of, weights_sample
-from kvpack.store.identity import Identity
-from kvpack.store.model_layers import cache_layers
-from kvpack.store.modules import parts
+from kvpack.identity.canonical_text import ALL, SAMPLE, weights_kind
+from kvpack.identity.fingerprint import weights_of, weights_sample
+from kvpack.identity.identity import Identity
+from kvpack.identity.model_layers import cache_layers
+from kvpack.identity.modules import parts
 
 from .changes import modules_of
 from .hooks import models_in, outermost
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
-    from kvpack.store.modules import ModelPart
-    from kvpack.store.weights import Weights
+    from kvpack.identity.modules import ModelPart
+    from kvpack.identity.weights import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand cached states before attention, or attend in chunks."""

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.cache_names import NAMES
 from kvpack.file.inputs import MASKED
-from kvpack.store.rope import same_up_to
+from kvpack.identity.rope import same_up_to
 
 from .changes import adapters_in_effect, chosen_by_row
 

@@ -9,7 +9,7 @@ import torch
 from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
 from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter, InvalidType
-from kvpack.store.rope import same_up_to
+from kvpack.identity.rope import same_up_to
 
 from .passes import OTHER_FREQUENCIES
 from .record import CHANGED, ids_of, visible_of

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store.identity import Identity
+from kvpack.identity.identity import Identity
 
 from . import VERSIONS
 from .layouts import DTYPES

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvpack import Identity
-from kvpack.store import checkpoints
+from kvpack.identity import checkpoints
 
 DIM = 256
 
@@ -116,7 +116,7 @@ def test_other_processes_find_the_digest(tmp_path: Path, cache: Path) -> None:
     path = folder(tmp_path / "m")
     found = weights(path)
     code = (
-        "import sys\nfrom pathlib import Path\nfrom kvpack.store import checkpoints\n"
+        "import sys\nfrom pathlib import Path\nfrom kvpack.identity import checkpoints\n"
         "def read(*_): raise AssertionError\ncheckpoints.digest_of_bytes = read\nprint(checkpoints.checkpoint_digest(Path(sys.argv[1])))"
     )
     assert subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True, text=True).stdout.strip() == found

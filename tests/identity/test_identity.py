@@ -14,8 +14,8 @@ from torch import nn
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store.canonical_text import plain, sampled
-from kvpack.store.rope import longest_sequence
+from kvpack.identity.canonical_text import plain, sampled
+from kvpack.identity.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,0 +1,45 @@
+"""The argument ``model=`` of functions that record which model a cache belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from kvpack.file.checks import check_names
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded
+
+from .identity import Identity
+
+ModelArgument: TypeAlias = torch.nn.Module | Identity | str | Mapping[str, str]
+"""A transformers model, an identity, a model's name, or the fields that another cache records (``Cache.model``)."""
+
+
+def model_fields(model: ModelArgument | None) -> dict[str, str]:
+    """Return the fields by which a cache names ``model``; no fields for None.
+
+    Raises InvalidType for a value of any other type, and InvalidParameter for a model that ``Identity.of`` refuses and for fields
+    that do not fit a header.
+    """
+    found: dict[str, Any]
+    if model is None:
+        return {}
+    if isinstance(model, str):
+        found = {"name": model}
+    elif isinstance(model, Identity):
+        found = model.header_model
+    elif isinstance(model, Mapping):
+        found = dict(model)
+    elif isinstance(model, torch.nn.Module):
+        found = Identity.of(model, "raw").header_model
+    else:
+        raise InvalidType(
+            f"model is a {type(model).__name__}, expected a transformers model, a kvpack.Identity, a name, or a map of names to text such "
+            "as {'name': 'llama'}"
+        )
+    try:
+        check_names("model", found, str)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise InvalidParameter(str(error)) from None
+    return found

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STREAM = "channel_scale"
 
-_ORDINARY = 4.0
+_ORDINARY = 3.0
 """A channel up to this many times the median root mean square is not scaled."""
 
 _LARGEST = 65504.0
@@ -86,7 +86,7 @@ class ChannelScale(ValueMap):
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (4 median rms)), where rms is a channel's root mean square.
+        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (3 median rms)), where rms is a channel's root mean square.
 
         It is that of the median of spans of 16 tokens: an outlier in one token would scale the channel of all others. Balanced factors are
         in proportion to (E[k^2] / E[q^2])^(1/4) of the channel, and their geometric mean is 1.

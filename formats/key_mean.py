@@ -107,6 +107,9 @@ class KeyMean(PageVector):
             parts.append(x[:, :, whole:].mean(2, keepdim=True, dtype=torch.float64))
         return torch.cat(parts, 2).to(torch.float32)
 
+    def rest(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self._of_tokens(self.measured(x), x.shape[2])
+
     def stored(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
         """The streams of means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange for a scale above binary16."""
         most = 2 ** (self.bits - 1) - 1

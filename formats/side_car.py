@@ -206,6 +206,10 @@ class PageVector(SideCar):
         """Take the vectors out of the blocks of ``run``, which ``rotation`` leads to the coded frame."""
 
     @abstractmethod
+    def rest(self, x: torch.Tensor) -> torch.Tensor:
+        """What about is left of ``x`` ``[batch, kv_head, token, dim]``, whose first token begins a page, in the original frame."""
+
+    @abstractmethod
     def vectors(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
 

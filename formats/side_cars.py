@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .balanced import Balanced
@@ -214,7 +214,7 @@ class WithSideCars(Codec):
         for tokens in reversed(self.kept_tokens):
             add(tokens.begin(steps.run(), before, self))
         for value_map in self.value_maps:
-            add(value_map.begin(steps.run(), before))
+            add(value_map.begin(self._less_vectors(steps.run()), before))
         steps.add(lambda block, _: (_finite(block, "rotated in blocks"), {}))
         for vector in self.page_vectors:
             add(vector.begin(steps.run(), self.rotation))
@@ -224,6 +224,12 @@ class WithSideCars(Codec):
                 add(part.begin(steps.run(), before))
             steps.add(lambda block, _: (_finite(self.rotation.inverse(block), "rotated"), {}))
         return steps, own
+
+    def _less_vectors(self, run: Run) -> Run:
+        """``run`` less the vectors of its pages: maps are measured on what the codec will encode."""
+        for vector in self.page_vectors:
+            run = replace(run, blocks=partial(_mapped, vector.rest, run.blocks))
+        return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
         """The streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` holds the parts taken out."""
@@ -325,6 +331,10 @@ class WithSideCars(Codec):
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
         self.codec.check_chunks(arrays, where)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable[[], Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    return map(change, blocks())
 
 
 class _Steps:

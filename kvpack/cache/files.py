@@ -132,7 +132,7 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe | None, bas
     if recipe is None:
         return cache
     parsed: Recipe = parse_recipe(recipe)
-    if parsed.needs_basis and parsed.basis is None and bases is not None:
+    if parsed.takes_basis and parsed.basis is None and bases is not None:
         own = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
         given: Any = bases
         parsed = Recipe(parsed, find(given, own.pop()) if len(own) == 1 else given)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     Numbers = numpy.ndarray[Any, Any]
 
 
+LOSSES = "losses.{side}"
+"""Of the model: what each layer costs the model at one width of one side, from the first layer on, as numbers with commas between."""
+
 LONGEST = "rope_same_up_to"
 """Of the model: the tokens of the longest sequences whose keys RoPE turns by the frequencies of the basis."""
 
@@ -63,11 +67,12 @@ TRANSFORM_STREAMS = 6
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
 
-_GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
+GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 """What each bit of a column takes from its error."""
 
 _STEPS = 100
 _MAX_DIGITS = 18
+_LOSS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,12})?(e-[0-9]{2})?")
 _PIECE_BYTES = 1 << 20
 
 
@@ -165,6 +170,11 @@ class Basis:
     def mean(self, layer: int) -> torch.Tensor:
         """The mean of the keys of ``layer`` before RoPE, float32 ``[kv_head, dim]``. Raises OutOfBounds."""
         return self._of_keys(self._means, layer, "mean of keys before RoPE")
+
+    @cached_property
+    def losses(self) -> Mapping[tuple[int, str], float]:
+        """What layers and sides cost the model at one width, of "k" and "v"; none where it was not measured. Raises InvalidHeader."""
+        return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
 
     def _of_keys(self, found: Mapping[int, torch.Tensor], layer: int, what: str) -> torch.Tensor:
         if layer not in found:
@@ -267,7 +277,7 @@ class Basis:
         found = {}
         for place in self._rows:
             weights = self._run_weights[*place, own]
-            widths = (weights[:, None] * _GAINS > slope).sum(1)
+            widths = (weights[:, None] * GAINS > slope).sum(1)
             if not widths.any():
                 widths[weights.argmax()] = 1
             found[place] = bytes(widths.tolist())
@@ -506,6 +516,16 @@ def _longest(file: container.File) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS and int(text)):
         raise InvalidHeader(f"{file.where}: model.{LONGEST} is {text!r:.100}, expected a number of tokens of at most {_MAX_DIGITS} digits")
     return int(text)
+
+
+def _losses(basis: Basis, side: str) -> list[float]:
+    name = LOSSES.format(side=side)
+    texts = basis.model[name].split(",") if name in basis.model else []
+    if (texts and len(texts) != basis.layers_described) or not all(_LOSS.fullmatch(text) for text in texts):
+        raise InvalidHeader(
+            f"{basis.where}: model.{name} is {basis.model[name]!r:.100}, expected {basis.layers_described} numbers such as 0.0125 or 3e-05"
+        )
+    return [float(text) for text in texts]
 
 
 def _rows(file: container.File, layer: int, side: str) -> BasisRows:

@@ -1,4 +1,4 @@
-"""The papers' published configurations as recipes, by name.
+"""kvpack's own recipes and the papers' published configurations, by name.
 
 A preset covers both sides of every layer. An addition changes a part, and comes after the part that it changes in a recipe.
 Every lossy preset keeps a few tokens raw (``RAW_CLAUSE``), whatever its paper does with them.
@@ -7,6 +7,7 @@ Every lossy preset keeps a few tokens raw (``RAW_CLAUSE``), whatever its paper d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 RAW_CLAUSE = "raw=4,0.6,4"
 """The tokens that lossy presets keep raw: the first of a sequence, and those whose keys have a norm far from their page's median.
@@ -31,6 +32,20 @@ class Preset:
     dim: int | None = None
 
 
+
+class Own(NamedTuple):
+    """The ``bits`` of the codes of one of kvpack's own presets, and whether they are paths through a trellis."""
+
+    bits: int
+    trellis: bool
+
+
+OWN = {f"kvpack-{bits}{'-trellis' if trellis else ''}": Own(bits, trellis) for bits in (4, 3, 2) for trellis in (False, True)}
+"""kvpack's own presets, by name."""
+
+MAX_TRELLIS_BITS = 4
+"""The most bits of a value of the codec trellis."""
+
 _MIXED_KV = {
     # model: (layers, head dim, boosted layers, bins of K, bins of V)
     "tinyllama-1.1b": (22, 64, "0-3", 128, 256),
@@ -49,6 +64,18 @@ def _turboangle(k_bins: int, v_bins: int) -> tuple[str, str]:
     return f"k=angle:n={k_bins},norm=linear8", f"v=angle:n={v_bins},norm=log4"
 
 
+def _own(bits: int, trellis: bool) -> str:
+    """kvpack's own recipe: keys less the mean of their page, which is stored apart, in channels of about one size."""
+    words = f"{'trellis' if trellis else 'scalar'}:b={bits},norm=log8"
+    return f"k={words},mean=128,channel_scale=fp16;v={words}"
+
+
+def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
+    """The codec of ``side`` of kvpack's own presets where a basis has frames for keys, without its raw tokens."""
+    family = "trellis" if trellis and bits <= MAX_TRELLIS_BITS else "scalar"
+    return f"{family}:b={bits},norm=log8{',mean=128,mean_bits=4,frame=centered' if side == 'k' else ''}"
+
+
 def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
     uniform = _turboangle(128, 64)
     changed = (clause for clause in _turboangle(k_bins, v_bins) if clause not in uniform)
@@ -60,6 +87,9 @@ def _all() -> dict[str, Preset]:
     found = {"raw": Preset("kv=raw", "no compression, values as they come")}
     for name in ("bf16", "fp16", "fp32"):
         found[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
+    for name, own in OWN.items():
+        codes = "paths through a trellis" if own.trellis else "codes"
+        found[name] = Preset(_own(*own), f"kvpack's own: {codes} of {own.bits} bits, key means, channel scales")
     found["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded")
     found["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")
     found["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")

@@ -39,8 +39,9 @@ from kvpack.formats.raw import HOLDS
 
 from . import raw_clause
 from .basis_sources import basis_of
+from .calibrated_presets import calibrated_presets
 from .canonical import canonical_text
-from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, PUBLISHED
+from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, OWN, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
 from .rules import CALIBRATED, CHECKED_DIM, WORDS_OF_BASES, Rule
@@ -120,7 +121,7 @@ class Recipe:
             text = _text_of(codecs, layers or {}, window)
         elif isinstance(text, Recipe) or (text is not None and _names_file(text)):
             parsed = parse_recipe(text)
-            text, basis = parsed.canonical, parsed.basis if basis is None else basis
+            text, basis = parsed._written if parsed._names_own else parsed.canonical, parsed.basis if basis is None else basis
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "basis", basis)
         self._parse(_NAMED)
@@ -147,6 +148,7 @@ class Recipe:
         object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
             object.__setattr__(self, "basis", basis_of(self.basis))
+            object.__setattr__(self, "_named", {**named, **calibrated_presets(self.basis)})
             object.__setattr__(self, "_written", self._with_basis())
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
@@ -176,6 +178,16 @@ class Recipe:
     def needs_basis(self) -> bool:
         """Whether a clause has a codec that needs a basis."""
         return any(rule.needs_basis for rule in self.rules)
+
+    @property
+    def takes_basis(self) -> bool:
+        """Whether a basis changes it: a clause needs one, or is a preset that uses one where it is given."""
+        return self.needs_basis or self._names_own
+
+    @property
+    def _names_own(self) -> bool:
+        """Whether its text names a preset of kvpack's own, whose clauses depend on the basis."""
+        return any(written in OWN for _, written in self._clauses())
 
     @cached_property
     def window(self) -> int:

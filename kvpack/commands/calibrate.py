@@ -41,6 +41,14 @@ def add(commands: Any) -> None:
         help="make only means and balanced frames of keys, for recipes with frame=balanced: by default of two windows of 2048 tokens, "
         "which takes a tenth of the time",
     )
+    parser.add_argument(
+        "--widths",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also measure what each layer and side loses at 2 bits in N windows, for the widths of kvpack-2, kvpack-3 and kvpack-4 by "
+        "this basis; each window is read once for every layer and side (default: 0)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
     add_force(parser)
     add_json(parser)
@@ -64,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.seed,
         arguments.scope,
         arguments.balanced_only,
+        arguments.widths,
     )
     with progress("calibrate", arguments) as callback:
         found = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)

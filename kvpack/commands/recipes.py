@@ -155,7 +155,7 @@ def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | 
     from kvpack.coding.recipes import Recipe, parse_recipe
 
     recipe = parse_recipe(name)
-    if recipe.needs_basis and basis is not None:
+    if recipe.takes_basis and basis is not None:
         recipe = Recipe(recipe, basis)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
     of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}

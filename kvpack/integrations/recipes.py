@@ -23,14 +23,14 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
     for one that the recipe does not need.
     """
     found = parse_recipe(recipe)
-    if not found.needs_basis:
-        if basis is not None:
-            raise InvalidParameter(f"basis is {os.fspath(basis)!r}, but the recipe {recipe!r} needs none: leave basis out")
-        return found
     if basis is None:
-        raise MissingBasis(
-            f"the recipe {recipe!r} needs a basis: set basis to the path of the file that kvpack calibrate made for the model"
-        )
+        if found.needs_basis:
+            raise MissingBasis(
+                f"the recipe {recipe!r} needs a basis: set basis to the path of the file that kvpack calibrate made for the model"
+            )
+        return found
+    if not found.takes_basis:
+        raise InvalidParameter(f"basis is {os.fspath(basis)!r}, but the recipe {recipe!r} needs none: leave basis out")
     loaded = Basis.load(basis)
     if model is not None:
         loaded.check_model({"name": model})

@@ -28,6 +28,7 @@ from kvpack.models import load_model, model_folder, transformers_library
 from .balanced_fit import balanced_of_all, gain_of_more_text
 from .basis_fit import rows_of_all
 from .frames_fit import frames_of_all
+from .place_losses import losses_of_places
 from .rope import ropes
 from .statistics import RAW, Framing, QueryMoments, Statistics
 
@@ -45,6 +46,8 @@ DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 16
 BALANCED_TOKENS, BALANCED_WINDOWS = 2048, 2
 """Sizes for balanced frames alone: those of 12 times as much text are as good."""
+WIDTHS_TOKENS = 1024
+"""Tokens of the windows that are read with one layer and side packed, of which the last quarter is scored."""
 SAMPLES = 8192
 """Tokens whose keys and values are kept to train tables, over all windows."""
 PROGRESS_SUFFIX = ".progress"
@@ -63,6 +66,7 @@ class Settings:
     ``tokens`` of a window, of which the last ``score`` are not in its cache; as many are predicted (``statistics.beginnings``).
     ``twin`` is the factor of the outlier-heavy twin, None for the model as it is. ``scope`` of frames is "head", "layer" or, for a
     basis without them, "none". ``balanced_only`` leaves out what klt and transform need: windows are read once, and nothing is predicted.
+    ``widths`` windows are read again with one layer and side packed at a time, for the widths of kvpack's own presets.
     """
 
     tokens: int | None = None
@@ -72,6 +76,7 @@ class Settings:
     seed: int = 0
     scope: str | None = None
     balanced_only: bool = False
+    widths: int = 0
 
 
 def run(
@@ -113,7 +118,9 @@ def run(
     halves = found.halves()
     if only and halves is None:
         raise InvalidParameter(f"{words.name}: the model computes attention on its own, so that the queries of its keys are not known")
-    total = windows + len(found.sums) + len(halves or ())
+    # Layers that share those of others have none: a cache has them without sides.
+    layers = len(Model(network).layers_with_tokens())
+    total = windows + len(found.sums) + len(halves or ()) + settings.widths * (1 + 2 * layers)
     done = windows
 
     def step() -> None:
@@ -122,13 +129,16 @@ def run(
         if progress:
             progress(done, total)
 
-    # Layers that share those of others have none: a cache has them without sides.
-    layers = len(Model(network).layers_with_tokens())
     frames = None if framing is None else frames_of_all(found, framing, step)
     rows = {} if only else rows_of_all(found, step)
     balanced = None if halves is None else balanced_of_all([one + other for one, other in halves], turns, lambda *_: step())
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.of_bytes(data, where=out)
+    if settings.widths:
+        read = _windows_for_widths(words, positions(network), settings)
+        losses = losses_of_places(network, basis, layers, read, step)
+        data = basis_bytes(rows, layers, identity | losses, dtype, frames, balanced)
+        basis = Basis.of_bytes(data, where=out)
     write_file(out, [memoryview(data)])
     os.unlink(out + PROGRESS_SUFFIX)
     return {
@@ -144,8 +154,17 @@ def run(
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits],
         "without_frames": reason,
         "balanced": halves is not None,
+        "widths": settings.widths,
         "balanced_cost": None if halves is None else gain_of_more_text(halves),
     }
+
+
+def _windows_for_widths(text: Text, most_positions: int | None, settings: Settings) -> list[torch.Tensor]:
+    """Windows of the text for ``losses_of_places``. Raises InvalidParameter where the text has no room for so many."""
+    tokens = window_tokens(None, WIDTHS_TOKENS, text, most_positions)
+    size = window_ids(tokens, text)
+    check_size("widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
+    return [window(text, start, size) for start in starts(len(text.ids), size, settings.widths, settings.seed)]
 
 
 def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:

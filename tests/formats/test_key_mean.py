@@ -49,6 +49,19 @@ def test_what_tokens_share_costs_no_precision(codec: str, words: dict[str, str],
     assert without > 2 * error
 
 
+def test_channel_scales_are_those_of_what_the_mean_leaves() -> None:
+    """A channel that is large in the mean alone is not scaled: its own part would lose precision."""
+    x = torch.randn(1, 1, 256, 64, generator=torch.Generator().manual_seed(3))
+    x[..., 5] += 100
+    x[..., 7] *= 100
+    factors = create("scalar", 64, b="2", mean="128", channel_scale="fp16").encode(x)["channel_scale"][0, 0, 0]
+    pair = [7, 39]
+    assert factors[pair].min() > 20
+    assert (factors == 1).sum() == 62
+    alone = create("scalar", 64, b="2", channel_scale="fp16").encode(x)["channel_scale"][0, 0, 0]
+    assert alone[5] > 20
+
+
 def test_raw_tokens_are_left_out_of_the_mean() -> None:
     x = keys(64)
     codec = create("scalar", 64, b="2", mean="32", raw_first="3")

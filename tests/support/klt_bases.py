@@ -74,7 +74,11 @@ def with_random_balanced(codec: Codec) -> Codec:
 
 
 def balanced_basis(
-    shapes: Mapping[int, tuple[int, int]], layers: int, dtype: str = "fp16", rows: Mapping[tuple[int, str], tuple[int, int]] | None = None
+    shapes: Mapping[int, tuple[int, int]],
+    layers: int,
+    dtype: str = "fp16",
+    rows: Mapping[tuple[int, str], tuple[int, int]] | None = None,
+    model: Mapping[str, str] | None = None,
 ) -> bytes:
     """A basis file with random balanced frames for keys of (heads, dim), by layer, and rows for the layers and sides of ``rows``.
 
@@ -87,7 +91,7 @@ def balanced_basis(
         rope = Rope(tuple(2.0 ** (1 - i) for i in range(dim // 2)), "halves") if turned else None
         keys[layer] = BalancedKeys(frames, centered, frames @ frames.transpose(1, 2), frames[:, 0] if turned else None, rope)
     made = {place: random_rows(*shape, f"{place}") for place, shape in (rows or {}).items()}
-    return basis_bytes(made, layers, {"name": "x"}, dtype, balanced=keys)
+    return basis_bytes(made, layers, {"name": "x", **(model or {})}, dtype, balanced=keys)
 
 
 class AnyHeads(BasisRows):

@@ -186,9 +186,10 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return Pool(store, pool, pages, StoreMetrics(store, name, (self._config.tp_rank, self._config.pp_rank)))
 
     def _store_of(self, pool: Any, geometry: PageGeometry, name: str, recipe: str | None = None) -> PageStore:
-        if name or self._config.pp_size > 1:
-            check_layers(self._options["recipe"], "this pool does not hold all layers of the model")
         packed = recipe_with_basis(self._options["recipe"], self._options.get("basis"), str(self._config.model_name or ""))
+        if name or self._config.pp_size > 1:
+            for recipe_text in (self._options["recipe"], packed.text):
+                check_layers(recipe_text, "this pool does not hold all layers of the model")
         options = {**self._options, "recipe": packed if recipe is None else recipe}
         store = PageStore(
             options["location"],

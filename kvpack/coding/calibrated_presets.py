@@ -1,0 +1,56 @@
+"""kvpack's own presets by a basis: keys in its frames, and a width for every layer and side by what that place costs the model.
+
+A place that loses more than others at one width is given more bits. The widths have the average that the preset names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .bases import GAINS
+from .presets import OWN, RAW_CLAUSE, calibrated_codec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .bases import Basis
+
+    Place = tuple[int, str]
+    """A layer and a side of it, "k" or "v"."""
+
+MAX_WIDTH = 8
+
+
+def calibrated_presets(basis: Basis) -> dict[str, str]:
+    """The clauses of kvpack's own presets by ``basis``; none where it has no frames for keys."""
+    if not basis.has_balanced_frames:
+        return {}
+    return {name: _clauses(basis, own.bits, own.trellis) for name, own in OWN.items()}
+
+
+def _clauses(basis: Basis, bits: int, trellis: bool) -> str:
+    found = widths(basis.losses, bits)
+    clauses = [_clause("", side, bits, trellis, basis) for side in "kv"]
+    for side in "kv":
+        for width in sorted(set(found.values()) - {bits}):
+            layers = [layer for (layer, of), own in sorted(found.items()) if (of, own) == (side, width)]
+            if layers:
+                clauses.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, trellis, basis))
+    return ";".join([*clauses, RAW_CLAUSE])
+
+
+def _clause(layers: str, side: str, bits: int, trellis: bool, basis: Basis) -> str:
+    named = f",basis={basis.digest.hex()}" if side == "k" else ""
+    return f"{layers}{side}={calibrated_codec(side, bits, trellis)}{named}"
+
+
+def widths(losses: Mapping[Place, float], average: int) -> dict[Place, int]:
+    """The widths of at most ``average`` bits on average, 1 at least, of places that lose ``losses`` at one width.
+
+    A bit goes where it lowers the loss most (Shoham and Gersho 1988): a bit more lowers the loss of any place in the same proportion.
+    """
+    found = dict.fromkeys(losses, 1)
+    for _ in range((average - 1) * len(losses)):
+        place = max((place for place in losses if found[place] < MAX_WIDTH), key=lambda place: losses[place] * GAINS[found[place]])
+        found[place] += 1
+    return found

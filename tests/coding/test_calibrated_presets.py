@@ -1,0 +1,97 @@
+"""kvpack's own presets by a basis: keys in its frames, and widths by what layers lose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import cli
+from kvpack.coding.bases import LOSSES, Basis
+from kvpack.coding.calibrated_presets import MAX_WIDTH, widths
+from kvpack.coding.presets import OWN
+from kvpack.errors import InvalidHeader, InvalidParameter
+from kvpack.integrations.recipes import recipe_with_basis
+from support.caches import random_pairs
+from support.klt_bases import balanced_basis, random_basis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYERS = 4
+LOSING = {"losses.k": "0.4,0.001,0.001,0.001", "losses.v": "0.002,0.001,0,0"}
+
+
+def basis(model: dict[str, str]) -> Basis:
+    """One of four layers of two heads of dim 64."""
+    return Basis.of_bytes(balanced_basis(dict.fromkeys(range(LAYERS), (2, 64)), LAYERS, model=model))
+
+
+def test_keys_are_in_the_frames_of_the_basis() -> None:
+    given = basis({})
+    recipe = kvpack.Recipe("kvpack-3", given)
+    assert recipe.text == (
+        f"k=scalar:b=3,basis={given.digest.hex()},frame=centered,mean=128,mean_bits=4,norm=log8;v=scalar:b=3,norm=log8;raw=4,0.6,4"
+    )
+    trellis = kvpack.Recipe("kvpack-2-trellis", given)
+    assert [rule.codec_id for rule in trellis.rules] == ["trellis", "trellis"]
+
+
+def test_places_that_lose_more_have_more_bits() -> None:
+    recipe = kvpack.Recipe("kvpack-2", basis(LOSING))
+    found = {(layer, side): recipe.codec(layer, LAYERS, side, 64).family.bits for layer in range(LAYERS) for side in "kv"}  # type: ignore[attr-defined]
+    assert sum(found.values()) == 2 * len(found)
+    assert max(found, key=found.__getitem__) == (0, "k")
+    assert found[3, "v"] == 1
+    assert "layers=" not in kvpack.Recipe("kvpack-2").text
+
+
+def test_wide_codes_of_the_trellis_presets_are_scalars() -> None:
+    recipe = kvpack.Recipe("kvpack-4-trellis", basis(LOSING))
+    codecs = [recipe.codec(layer, LAYERS, "k", 64).family for layer in range(LAYERS)]
+    assert {codec.id for codec in codecs} == {"scalar", "trellis"}
+    assert all((codec.id == "scalar") == (codec.bits > 4) for codec in codecs)  # type: ignore[attr-defined]
+
+
+def test_widths_have_the_average_that_is_asked_for() -> None:
+    losses = {(layer, side): 4.0 ** -layer for layer in range(6) for side in "kv"}
+    for average in (1, 2, 5, MAX_WIDTH):
+        found = widths(losses, average)
+        assert sum(found.values()) == average * len(losses)
+        assert sorted(found.values(), reverse=True) == [found[layer, side] for layer in range(6) for side in "kv"]
+    assert widths({}, 3) == {}
+
+
+@pytest.mark.parametrize("losses", ["1,2,3", "1,2,3,x", "1,2,3,-1", "1,2,3,1e400"])
+def test_losses_that_are_none_are_refused(losses: str) -> None:
+    with pytest.raises(InvalidHeader, match=r"model.losses.k is .*, expected 4 numbers such as"):
+        kvpack.Recipe("kvpack-2", basis({LOSSES.format(side="k"): losses}))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_basis_given_at_any_time_makes_the_same_cache(name: str, tmp_path: Path) -> None:
+    given, pairs = basis(LOSING), random_pairs(LAYERS, 40)
+    path, plain, framed = tmp_path / "x.kvbasis", tmp_path / "plain.kvpack", tmp_path / "framed.kvpack"
+    path.write_bytes(given.data)
+    cache = kvpack.pack(pairs, kvpack.Recipe(name, given))
+    assert cache.recipe == kvpack.Recipe(kvpack.Recipe(name), path).text == kvpack.Recipe(kvpack.Recipe(name, given)).text
+    assert recipe_with_basis(name, path, None).text == cache.recipe
+    kvpack.save(kvpack.pack(pairs, "bf16"), plain)
+    assert kvpack.load(plain, recipe=name, basis=path).recipe == cache.recipe
+    assert cli.main(["convert", str(plain), str(framed), "--recipe", name, "--basis", str(path)]) == 0
+    loaded = kvpack.load(framed, basis=path)
+    assert loaded.recipe == cache.recipe
+    assert torch.equal(loaded[0].k.unpack(torch.float32), cache[0].k.unpack(torch.float32))
+
+
+def test_a_basis_without_frames_changes_nothing() -> None:
+    shapes = {(layer, side): (2, 64) for layer in range(2) for side in "kv"}
+    found = Basis.of_bytes(random_basis(shapes, 2))
+    assert kvpack.Recipe("kvpack-2", found) == kvpack.Recipe("kvpack-2")
+
+
+def test_a_basis_that_no_clause_uses_is_refused_where_it_was() -> None:
+    with pytest.raises(InvalidParameter, match="needs none: leave basis out"):
+        recipe_with_basis("octopus-3", "x.kvbasis", None)

@@ -25,18 +25,19 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
     """The clauses of kvpack's own presets by ``basis``; none where it has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
-    return {name: _clauses(basis, own.bits, own.trellis) for name, own in OWN.items()}
+    return {name: clauses(basis, own.bits, trellis=own.trellis) for name, own in OWN.items()}
 
 
-def _clauses(basis: Basis, bits: int, trellis: bool) -> str:
-    found = widths(basis.losses, bits)
-    clauses = [_clause("", side, bits, trellis, basis) for side in "kv"]
+def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
+    """The clauses of a recipe by ``basis`` whose codes have at most ``average`` bits per value on average."""
+    found, usual = widths(basis.losses, average), int(average)
+    texts = [_clause("", side, usual, trellis, basis) for side in "kv"]
     for side in "kv":
-        for width in sorted(set(found.values()) - {bits}):
+        for width in sorted(set(found.values()) - {usual}):
             layers = [layer for (layer, of), own in sorted(found.items()) if (of, own) == (side, width)]
             if layers:
-                clauses.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, trellis, basis))
-    return ";".join([*clauses, RAW_CLAUSE])
+                texts.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, trellis, basis))
+    return ";".join([*texts, RAW_CLAUSE])
 
 
 def _clause(layers: str, side: str, bits: int, trellis: bool, basis: Basis) -> str:
@@ -44,13 +45,13 @@ def _clause(layers: str, side: str, bits: int, trellis: bool, basis: Basis) -> s
     return f"{layers}{side}={calibrated_codec(side, bits, trellis)}{named}"
 
 
-def widths(losses: Mapping[Place, float], average: int) -> dict[Place, int]:
+def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
     """The widths of at most ``average`` bits on average, 1 at least, of places that lose ``losses`` at one width.
 
     A bit goes where it lowers the loss most (Shoham and Gersho 1988): a bit more lowers the loss of any place in the same proportion.
     """
     found = dict.fromkeys(losses, 1)
-    for _ in range((average - 1) * len(losses)):
+    for _ in range(int((average - 1) * len(losses))):
         place = max((place for place in losses if found[place] < MAX_WIDTH), key=lambda place: losses[place] * GAINS[found[place]])
         found[place] += 1
     return found

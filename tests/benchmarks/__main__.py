@@ -1,4 +1,4 @@
-"""Measurements for developers: ``make bench-fidelity``, ``bench-overview``, ``bench-pages`` and ``bench-decode``."""
+"""Measurements for developers: ``make bench-fidelity``, ``bench-overview``, ``bench-pages``, ``bench-decode`` and ``bench-presets``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of ``python -m benchmarks``."""
     result = argparse.ArgumentParser(prog="benchmarks", description="Measure kvpack on this machine.", allow_abbrev=False)
     kinds = result.add_subparsers(title="measurements", metavar="WHAT", required=True)
-    for add in (_add_fidelity, _add_overview, _add_pages, _add_decode):
+    for add in (_add_fidelity, _add_overview, _add_pages, _add_decode, _add_presets):
         add(kinds)
     return result
 
@@ -130,6 +130,48 @@ def run_decode(arguments: argparse.Namespace) -> int:
     with progress("decode", arguments) as callback:
         report = decode.run(arguments.basis, arguments.bits or decode.BITS, arguments.tokens, repeats=arguments.repeats, progress=callback)
     print_report(report, decode.show, arguments)
+    return 0
+
+
+def _add_presets(kinds: Any) -> None:
+    presets = kinds.add_parser(
+        "presets",
+        help="what kvpack's own presets lose on a model, as parts of what the papers' recipes lose",
+        description="Measure kvpack's own presets and the papers' recipes in windows of a text, and compare their losses.",
+    )
+    presets.add_argument("--model", required=True, metavar="DIR", help="the model's folder, or demo")
+    presets.add_argument("--text", required=True, metavar="FILE", help="a text that the basis was not made of")
+    presets.add_argument("--out", required=True, metavar="DIR", help="results of each window; those that are there are not measured again")
+    presets.add_argument("--basis", metavar="FILE", help="the model's basis (kvpack calibrate --balanced-only --widths 2)")
+    presets.add_argument("--windows", type=int, default=8, metavar="N", help="windows, spread evenly over the text (default: 8)")
+    presets.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens packed in each window (default: 3840)")
+    presets.add_argument("--processes", type=int, default=1, metavar="N", help="windows measured at once (default: 1)")
+    presets.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
+    presets.add_argument("--twin", type=float, metavar="C", help="measure the twin of bench quality --twin C")
+    presets.add_argument("--offset", type=float, metavar="C", help="move keys as bench quality --offset C does")
+    add_json(presets)
+    presets.set_defaults(run=run_presets)
+
+
+def run_presets(arguments: argparse.Namespace) -> int:
+    """Measure and print the table."""
+    from . import presets
+
+    model = None if arguments.model == "demo" else arguments.model
+    settings = presets.Settings(
+        model,
+        arguments.text,
+        arguments.out,
+        arguments.basis,
+        arguments.windows,
+        arguments.tokens,
+        arguments.device,
+        arguments.twin,
+        arguments.offset,
+    )
+    with progress("presets", arguments) as callback:
+        report = presets.run(settings, arguments.processes, progress=callback)
+    print_report(report, presets.show, arguments)
     return 0
 
 

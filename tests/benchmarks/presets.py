@@ -1,0 +1,204 @@
+"""make bench-presets: what kvpack's own presets lose and take, as parts of what the papers' recipes lose in the same windows.
+
+A window has ``TOKENS`` tokens that are packed and ``SCORE`` that are scored, as ``kvpack bench quality`` does it. Its results are a file,
+so that windows are measured by several processes, or one after another, and those that are there are not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.coding.bases import Basis
+from kvpack.coding.calibrated_presets import clauses
+from kvpack.coding.recipes import Recipe
+from kvpack.coding.recorded_presets import RECORDED
+from kvpack.evaluation.models import read_text, vocabulary
+from kvpack.evaluation.sizes import window
+from kvpack.evaluation.twins import make_twin, offset_keys
+from kvpack.evaluation.windows import measure, read_exactly
+from kvpack.formats.errors import InvalidParameter
+from kvpack.models import load_model, model_folder
+from kvpack.output import print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.coding.encoding import Progress
+
+TOKENS, SCORE = 3840, 256
+_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe that is measured; ``average`` is that of the widths by the basis, for a recipe that is no preset.
+
+    ``of`` names the row that its loss is a part of, ``bits`` and ``part`` are the most that it is to have.
+    """
+
+    name: str
+    recipe: str
+    of: str = ""
+    bits: float = 0.0
+    part: float = 0.0
+    by_basis: bool = False
+    average: float = 0.0
+    trellis: bool = False
+
+
+SCALAR, OCTOPUS, QUAROT, FP8 = "scalar, 2 bits", "octopus-3 of the paper", "quarot-4 of the paper", "fp8"
+PAPERS = ("octopus-3", "turboquant-3", "octopus-2", "hqmq-s24-r3", "quarot-4")
+
+ROWS = (
+    Row(FP8, RECORDED["fp8"]),
+    Row(SCALAR, "kv=scalar:b=2"),
+    *(Row(f"{name} of the paper", RECORDED[name]) for name in PAPERS),
+    *(
+        Row(name, name, f"{name} of the paper", 0.1, part)
+        for name, part in (("octopus-3", 0.4), ("turboquant-3", 0.4), ("octopus-2", 0.4), ("hqmq-s24-r3", 0.35))
+    ),
+    Row("kvpack-2", "kvpack-2", SCALAR, 2.3, 0.4),
+    Row("kvpack-3", "kvpack-3", OCTOPUS, 3.3, 0.35),
+    Row("kvpack-4", "kvpack-4", QUAROT, 4.3, 0.3),
+    Row("kvpack-2-trellis", "kvpack-2-trellis", SCALAR, 2.3, 0.4),
+    Row("kvpack-3-trellis", "kvpack-3-trellis", OCTOPUS, 3.3, 0.35),
+    Row("kvpack-4-trellis", "kvpack-4-trellis", QUAROT, 4.3, 0.3),
+    Row("kvpack-2, basis", "kvpack-2", SCALAR, 2.25, 0.2, by_basis=True),
+    Row("kvpack-2-trellis, basis", "kvpack-2-trellis", SCALAR, 2.25, 0.12, by_basis=True),
+    Row("2.4 bits, basis", "", OCTOPUS, 2.7, 0.45, by_basis=True, average=2.4),
+    Row("2.4 bits of a trellis, basis", "", OCTOPUS, 2.7, 0.3, by_basis=True, average=2.4, trellis=True),
+    Row("3.9 bits, basis", "", FP8, 4.2, 1.05, by_basis=True, average=3.9),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model's folder (None for the demo's), the text's file, the basis and where results are kept.
+
+    ``windows`` are spread evenly over the text. ``twin`` and ``offset`` are those of ``kvpack bench quality``; with them no basis is used.
+    """
+
+    model: str | None
+    text: str
+    out: str
+    basis: str | None = None
+    windows: int = 8
+    tokens: int = TOKENS
+    device: str = "cpu"
+    twin: float | None = None
+    offset: float | None = None
+
+
+def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure the windows that are not in ``settings.out`` yet, in so many ``processes``, and return what all of them say.
+
+    Raises InvalidParameter for a text without room for a window.
+    """
+    rows = [row for row in rows if not row.by_basis or (settings.basis is not None and settings.offset is None and settings.twin is None)]
+    os.makedirs(settings.out, exist_ok=True)
+    missing = [number for number in range(settings.windows) if not _file(settings, number).exists()]
+    if processes == 1 or len(missing) == 1:
+        for done, number in enumerate(missing, 1):
+            _measure(settings, rows, number, torch.get_num_threads())
+            if progress:
+                progress(done, len(missing))
+    elif missing:
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+            for done, job in enumerate(as_completed([pool.submit(_measure, settings, rows, number, threads) for number in missing]), 1):
+                job.result()
+                if progress:
+                    progress(done, len(missing))
+    found = [json.loads(_file(settings, number).read_text()) for number in range(settings.windows)]
+    return {"settings": asdict(settings), "rows": [_summary(row, rows, found) for row in rows]}
+
+
+def _file(settings: Settings, number: int) -> Path:
+    return Path(settings.out, f"window-{number}.json")
+
+
+def recipe_of(row: Row, basis: Basis | None) -> Recipe:
+    """The recipe of a row, by ``basis`` if it is one by a basis."""
+    if not row.by_basis:
+        return Recipe(row.recipe)
+    assert basis is not None
+    return Recipe(clauses(basis, row.average, trellis=row.trellis) if row.average else row.recipe, basis)
+
+
+def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int) -> None:
+    """Write the results of the window ``number``."""
+    torch.set_num_threads(threads)
+    basis = None if settings.basis is None else Basis.load(settings.basis)
+    with model_folder(settings.model) as folder:
+        model = load_model(folder)
+        text = read_text(settings.text, folder, vocabulary(model))
+    if settings.device == "cuda":
+        model = model.to("cuda", torch.bfloat16)
+    size = settings.tokens + SCORE + 1 - len(text.start)
+    if size > len(text.ids):
+        raise InvalidParameter(f"{settings.text}: has {len(text.ids)} tokens, and a window has {size}")
+    sample = window(text, 0, _SAMPLE).to(model.device)
+    if settings.twin is not None:
+        make_twin(model, settings.twin, sample, 0)
+    if settings.offset is not None:
+        offset_keys(model, settings.offset, sample, 0)
+    start = round(number * (len(text.ids) - size) / max(1, settings.windows - 1))
+    exact = read_exactly(model, window(text, start, size).to(model.device), SCORE)
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as name:
+        for row in rows:
+            one = measure(model, exact, recipe_of(row, basis), os.path.join(name, "window.kvpack"), errors=False)
+            found[row.name] = {
+                "kl_divergence": one.kl_divergence,
+                "bits_per_value": 8 * one.bytes / one.values,
+                "same_choices": one.same_choices,
+                "log_perplexity": one.log_perplexity - exact.loss,
+                "encode_seconds": one.encode_seconds,
+            }
+    _file(settings, number).write_text(json.dumps(found))
+
+
+def _summary(row: Row, rows: Sequence[Row], windows: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Means over the windows of a row, and whether they are within its limits; ``bits`` below 1 are those above the row that it is of."""
+    means = {name: fmean(found[row.name][name] for found in windows) for name in windows[0][row.name]}
+    result: dict[str, Any] = {"name": row.name, **means, "of": row.of}
+    if row.of:
+        kl, bits = (fmean(found[row.of][name] for found in windows) for name in ("kl_divergence", "bits_per_value"))
+        most = row.bits if row.bits >= 1 else bits + row.bits
+        part = means["kl_divergence"] / kl
+        result |= {"part": part, "most_bits": most, "most_part": row.part}
+        result["within"] = means["bits_per_value"] <= most and part <= row.part
+    return result
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one row per recipe."""
+    print_table(
+        f"{report['settings']['windows']} windows, {report['settings']['tokens']:,} tokens packed and {SCORE} scored",
+        ["recipe", "bits", "at most", "KL", "same choice", "part", "at most", "of", ""],
+        (
+            [
+                row["name"],
+                f"{row['bits_per_value']:.3f}",
+                f"{row['most_bits']:.2f}" if row["of"] else "",
+                f"{row['kl_divergence']:.5f}",
+                f"{100 * row['same_choices']:.1f} %",
+                f"{row['part']:.3f}" if row["of"] else "",
+                f"{row['most_part']:.2f}" if row["of"] else "",
+                row["of"],
+                ("yes" if row["within"] else "no") if row["of"] else "",
+            ]
+            for row in report["rows"]
+        ),
+        left=1,
+    )

@@ -16,6 +16,7 @@ from spec.generate import (
     balanced_vectors,
     codec_vectors,
     container_vectors,
+    core_reader,
     frame_vectors,
     log_norm_vectors,
     parameter_vectors,
@@ -31,8 +32,6 @@ from support.second_decoder import decoder, decompress
 
 FOLDER = Path(__file__).resolve().parents[2] / "spec" / "vectors"
 MANIFEST = FOLDER / "manifest.json"
-CORE = {"raw", "group"}
-"""Codecs of the profile core, which has no side-cars and no filters."""
 
 MODULES = (
     valid_vectors,
@@ -87,7 +86,7 @@ def values_of(file: Any) -> list[float]:
 
 def profile_of(file: Any) -> str:
     """The smallest profile whose readers decode a file that the second decoder read."""
-    plain = all(codec.id in CORE and not getattr(codec, "side_cars", {}) for codec in file.codecs)
+    plain = all(codec.id in core_reader.CODECS and not getattr(codec, "side_cars", {}) for codec in file.codecs)
     return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
 
 
@@ -114,12 +113,23 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
     return line
 
 
+def of_core(file: str, line: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a line that say what readers of the profile core make of the file."""
+    found = core_reader.refusal((FOLDER / file).read_bytes())
+    if "error" not in line:
+        return {} if found is None else {"core": found}
+    if found == line["error"]:
+        return {"profile": "core"}
+    return {"profile": "full", "core": found}
+
+
 def main() -> None:
     lines = manifest()
     for file, vector in DEFINED.items():
         if file not in lines:
             (FOLDER / file).parent.mkdir(parents=True, exist_ok=True)
-            lines[file] = written(file, vector)
+            line = written(file, vector)
+            lines[file] = line | of_core(file, line)
     rows = ",\n".join(f"{json.dumps(file)}: {json.dumps(line, ensure_ascii=False)}" for file, line in lines.items())
     MANIFEST.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
 

@@ -13,7 +13,7 @@ from kvpack.file import container
 from kvpack.formats import errors
 from kvpack.formats.errors import InvalidPayload, KvpackError
 from spec.generate.frame_vectors import BLOCKS_REFUSED
-from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, described, digest, profile_of, values_of, values_path
+from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, described, digest, of_core, profile_of, values_of, values_path
 from support.numbered_rules import rules
 from support.second_decoder import decoder, decompress
 from support.vector_checks import DECODED, LINES, basis_of, check_values, read, unpacked, verify
@@ -82,6 +82,12 @@ def test_what_needs_no_basis_is_refused_without_it(file: str) -> None:
     assert refused.value.rule == rules()[LINES[file]["rules"][0]].section
     with pytest.raises(InvalidPayload):
         container.open_bytes(data).verify()
+
+
+def test_every_line_says_what_readers_of_the_profile_core_do() -> None:
+    for file, line in LINES.items():
+        keys = ("profile", "core") if "error" in line else ("core",)
+        assert {key: line[key] for key in keys if key in line} == of_core(file, line), file
 
 
 @pytest.mark.parametrize("file", EITHER)

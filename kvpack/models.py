@@ -32,6 +32,9 @@ def load_model(
     InvalidParameter for a model with an encoder and for one that transformers does not load so, and MissingPackage without transformers.
     """
     library, refusals = transformers_library(), []
+    if attention == "kvpack":
+        # Its import tells transformers of this attention.
+        import kvpack.integrations.transformers  # noqa: F401
     with model_folder(path) as folder:
         refusal = f"{folder}: transformers does not load this model with the attention {attention!r}"
         try:

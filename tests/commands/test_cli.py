@@ -556,11 +556,8 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, file: Path, capsys: pytest.Capt
 
 
 PIPED = {
-    "recipes": ["recipes"],
     "recipes as JSON": ["recipes", "--json"],
     "inspect": ["inspect", "FILE"],
-    "inspect as JSON": ["inspect", "--json", "FILE"],
-    "verify": ["verify", "FILE"],
     "store ls": ["store", "ls", "STORE"],
 }
 

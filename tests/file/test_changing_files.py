@@ -141,7 +141,7 @@ import kvpack
 from kvpack import cli
 refused = 0
 try:
-    for number in range(60):
+    for number in range(20):
         try:
             kvpack.load(path, copy=True).unpack()
             kvpack.file.container.open_file(path).verify()

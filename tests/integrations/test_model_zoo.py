@@ -1,4 +1,7 @@
-"""Every architecture of transformers works over packed caches without loss, or is refused in one sentence; a page says which."""
+"""Architectures of transformers work over packed caches without loss, or are refused in one sentence; a page says which.
+
+One architecture in three is run here, and all of them by ``make zoo``, which writes the page.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 import transformers
 
 from support import once, warm_python
-from support.model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examined, page
+from support.model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examined, table, told
 from support.tiny_configs import tiny_config
 
 NOT_RUN = {
@@ -31,15 +34,17 @@ NOT_RUN = {
 """Architectures that do not run alone in tiny sizes, with the reason: any other is new, and needs sizes in ``tiny_configs``."""
 
 
+EVERY = 3
+
 pytestmark = pytest.mark.scenario
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> list[Row]:
-    """What ``python -m support.model_zoo`` prints. It takes minutes, so one worker finds it for all."""
+    """What ``python -m support.model_zoo`` prints of these. It takes half a minute, so one worker finds it for all."""
 
     def examine(folder: Path) -> None:
-        rows = examined(ZOO, folder, warm_python.python(*warm_python.MODELS), share=4)
+        rows = examined(ZOO[::EVERY], folder, warm_python.python(*warm_python.MODELS), share=4)
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
 
     found = once.folder(tmp_path_factory, "zoo", examine) / "rows.json"
@@ -61,20 +66,22 @@ def test_every_step_works_or_is_refused_in_one_sentence(rows: list[Row]) -> None
 
 def test_all_architectures_run_but_those_that_are_listed(rows: list[Row]) -> None:
     assert {row.name for row in rows if row.not_run} <= NOT_RUN.keys()
-    assert len(rows) - len(NOT_RUN) >= 200
+    assert len([row for row in rows if not row.not_run]) >= 200 // EVERY
 
 
 def test_most_architectures_work_in_every_step(rows: list[Row]) -> None:
-    assert len([row for row in rows if row.works == list(STEPS)]) >= 160
+    assert len([row for row in rows if row.works == list(STEPS)]) >= 160 // EVERY
     most = {"pack", "save", "load", "continue", "beam", "generate"}
-    assert len([row for row in rows if most <= set(row.works)]) >= 180
+    assert len([row for row in rows if most <= set(row.works)]) >= 180 // EVERY
 
 
-def test_the_page_has_the_table(rows: list[Row]) -> None:
+def test_the_page_tells_of_all(rows: list[Row]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}," not in text:
         pytest.skip("the page is of another version of transformers")
-    assert page(rows) == text
+    stated = told(text)
+    assert stated.keys() == {architecture.name for architecture in ZOO}
+    assert {row.name for row in rows if stated[row.name] != told(table([row]))[row.name]} == set()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "t5"])

@@ -97,6 +97,7 @@ def test_attention_that_says_it_is_not_causal_is_as_over_plain_tensors(attention
         past.release()
 
 
+@pytest.mark.scenario
 def test_compiled_attention_that_says_it_is_not_causal_is_refused() -> None:
     model = model_of("Llama", attention="eager")
     for layer in model.model.layers:

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import UNASKED_STEPS
 from kvpack.integrations.transformers.model_snapshot import Makeup
-from support.graph_device import SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
+from support.graph_device import ONE_LAYER, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
 from support.interpreter import DEVICE, INTERPRETED
 from support.zoo_models import ZOO, model_of
 
@@ -49,7 +49,7 @@ def steps(model: Any, cache: Any, count: int = STEPS) -> list[torch.Tensor]:
 
 @pytest.mark.kernels
 def test_a_long_row_of_steps_is_replayed(device: Device) -> None:
-    model = model_of("Llama", **SIZES).to(DEVICE)
+    model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     before, expected = dict(vars(model)), eager(model)
     logits = steps(model, expected)
     with warnings.catch_warnings():
@@ -66,7 +66,7 @@ def test_a_long_row_of_steps_is_replayed(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_generate_replays_steps(device: Device) -> None:
-    model = model_of("Llama", **SIZES).to(DEVICE)
+    model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     prompt, options = ids(2, 6), {"max_new_tokens": STEPS + 1, "do_sample": False, "pad_token_id": 0}
     with eager(model) as expected:
         tokens = model.generate(prompt, past_key_values=expected, **options)
@@ -215,7 +215,7 @@ def test_a_mode_sees_every_operation(device: Device) -> None:
             self.count += 1
             return function(*args, **(kwargs or {}))
 
-    model, counts = model_of("Llama", **SIZES).to(DEVICE), []
+    model, counts = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     cache = cache_of(model, device, graphs=None)
     steps(model, cache)
     replayed = device.replayed
@@ -239,7 +239,7 @@ def test_a_capture_that_fails_is_not_tried_again(device: Device, monkeypatch: py
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "capture", failing)
-    model = model_of("Llama", **SIZES).to(DEVICE)
+    model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     expected = steps(model, eager(model))
     for _ in range(2):
         with warnings.catch_warnings():
@@ -255,7 +255,7 @@ def test_a_capture_that_fails_is_not_tried_again(device: Device, monkeypatch: py
 @pytest.mark.kernels
 def test_what_a_model_says_of_itself_keeps_it_no_longer(device: Device) -> None:
     """Attributes that refer to the model itself."""
-    model = model_of("Llama", **SIZES).to(DEVICE)
+    model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.generate = types.MethodType(type(model).generate, model)
     cache = cache_of(model, device, graphs=None)
     steps(model, cache)
@@ -269,7 +269,7 @@ def test_what_a_model_says_of_itself_keeps_it_no_longer(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_a_forward_that_is_there_before_the_cache_stays(device: Device) -> None:
-    model = model_of("Llama", **SIZES).to(DEVICE)
+    model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.forward = own = types.MethodType(type(model).forward, model)
     cache = cache_of(model, device, graphs=None)
     assert model.forward is own

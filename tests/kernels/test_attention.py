@@ -270,7 +270,7 @@ def test_sequences_with_padding_before_them(mode: str, dual: bool) -> None:
     else:
         k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
-    for starts in ([0, 1, 310, 308, 64], [130, 0, 3, 250, 129]):
+    for starts in ([0, 1, 310, 308, 64], [130, 0, 3, 250, 129])[: 1 if INTERPRETED else 2]:
         check(layer, 2, starts=starts, **STARTS[mode])
 
 

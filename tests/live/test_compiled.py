@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # Dynamo imports parts of PyTorch that other versions of it call deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), pytest.mark.scenario]
 
 LENGTHS = (40, 1, 1, 100, 1, 60, 1)
 """Tokens of each call: with them the tail is filled and rolled, and one update is longer than its room."""

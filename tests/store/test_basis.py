@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from kvpack.file import container
 from kvpack.store.bases import StoredBasis
 from kvpack.store.basis_keys import basis_keys
 from kvpack.store.encryption import Cipher
-from support import redis_server, s3_server
+from support import redis_server, s3_server, warm_python
 from support.basis_caches import BASIS, IDENTITY, RECIPE, basis_of, cache, held, save, with_basis, without_basis
 from support.caches import random_pairs
 from support.klt_bases import random_basis
@@ -126,7 +125,7 @@ def test_another_process_reads_without_the_basis(tmp_path: Path) -> None:
         f"tokens, found = store.load({IDS!r})\n"
         "print(tokens, float(found.unpack()[0][0].float().sum()))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([warm_python.python(), "-c", code], capture_output=True, text=True, check=True)
     tokens, total = done.stdout.split()
     assert int(tokens) == 3 * CHUNK
     assert float(total) == pytest.approx(float(cache(len(IDS)).prefix(3 * CHUNK).unpack()[0][0].float().sum()))

@@ -302,7 +302,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_by
             child = FORK.Process(target=_save_in_child, args=(store, results), daemon=True)
             child.start()
         with pytest.raises(queue.Empty):
-            results.get(timeout=3)
+            results.get(timeout=1)
         child.kill()
         child.join()
         return

@@ -298,6 +298,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path) -> None:
     assert open_store(tmp_path).match(prompt(2, seed=7)) == 2 * CHUNK
 
 
+@pytest.mark.scenario
 def test_tiers_over_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
     pytest.importorskip("obstore")

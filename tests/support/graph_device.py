@@ -26,6 +26,8 @@ SIZES = {
     "num_key_value_heads": 1,
 }
 """A program of the attention kernel for each head of keys takes the interpreter 8 ms, so there is one such head."""
+ONE_LAYER = {**SIZES, "num_hidden_layers": 1}
+"""For what does not depend on how many layers there are: each takes the interpreter some 20 ms a step."""
 RECIPE = "kv=group:b=8,g=32"
 
 

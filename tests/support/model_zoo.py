@@ -420,6 +420,12 @@ def page(rows: list[Row]) -> str:
     return f"{before}{BEGIN}\n{found}\n\n{table(rows)}\n{END}{after}"
 
 
+def told(text: str) -> dict[str, tuple[str, str]]:
+    """By architecture, what a table says that works and why the rest is refused, without what differs within a row."""
+    lines = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| ")][1:]
+    return {name.strip(): (works.strip(), _SPECIFIC.sub("", why).strip()) for names, works, why in lines for name in names.split(", ")}
+
+
 BEGIN, END = "<!-- make zoo -->\n", "<!-- end -->"
 
 

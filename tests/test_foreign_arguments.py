@@ -104,7 +104,6 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "encryption": {"a": bytes(32)},
         "check_values": True,
         "max_entry_bytes": 10**8,
-        "basis": None,
     }
     engine = folder / "engine"
     engine.mkdir()
@@ -130,7 +129,6 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
                 "model": {"a": "b"},
                 "start": 0,
                 "inputs": None,
-                "basis": None,
                 "progress": None,
                 "states_at": {},
             },
@@ -145,7 +143,6 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
                 "model": MODEL,
                 "texts": "text " * 20,
                 "recipes": "raw",
-                "basis": None,
                 "reference": None,
                 "tokens": 16,
                 "score": 4,
@@ -182,17 +179,13 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         # Caches, layers and sides.
         "Cache.__getitem__": (lambda index: CACHE[index], {"index": 0}),
         "Cache.positions": (CACHE.positions, {"number": 0}),
-        "Cache.prefix": (CACHE.prefix, {"tokens": 4}),
-        "Cache.slice": (CACHE.slice, {"start": 0, "stop": 32}),
         "Cache.select": (CACHE.select, {"indices": [0]}),
         "Cache.append": (CACHE.append, {"pairs": PAIRS}),
         "Cache.append of layers": (lambda k, v: CACHE.append([(k, v), (K, V)]), {"k": K, "v": V}),
-        "Cache.convert": (CACHE.convert, {"recipe": "kivi-2", "basis": None, "progress": None}),
+        "Cache.convert": (CACHE.convert, {"recipe": "kivi-2", "progress": None}),
         "Cache.unpack": (CACHE.unpack, {"dtype": torch.float32}),
         "Cache.to": (CACHE.to, {"device": CPU}),
         "Layer.unpack": (layer.unpack, {"dtype": torch.float32}),
-        "Layer.prefix": (layer.prefix, {"tokens": 4}),
-        "Layer.slice": (layer.slice, {"start": 0, "stop": 32}),
         "Layer[]": (lambda tokens: layer[tokens], {"tokens": slice(0, 32)}),
         "Layer.select": (layer.select, {"indices": [0]}),
         "Layer.append": (layer.append, {"k": K, "v": V}),
@@ -219,7 +212,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         # Live caches.
         "LiveCache": (
             kvpack.LiveCache,
-            {"recipe": "kivi-4", "layers": 2, "sliding_windows": [None, 8], "model": {"a": "b"}, "basis": None},
+            {"recipe": "kivi-4", "layers": 2, "sliding_windows": [None, 8], "model": {"a": "b"}},
         ),
         "LiveCache.of": (kvpack.LiveCache.of, {"cache": CACHE, "sliding_windows": [None, 64]}),
         **{
@@ -260,7 +253,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "PageGeometry.of_bytes": (kvpack.pages.PageGeometry.of_bytes, {"count": 4096, "layers": 1}),
         "PageBuffer": (kvpack.pages.PageBuffer, {"geometry": GEOMETRY, "k": pages().sides["k"], "v": pages().sides["v"]}),
         "PageBuffer.checked_slots": (pages().checked_slots, {"slots": SLOTS, "written": True}),
-        "PageCodec": (kvpack.pages.PageCodec, {"recipe": "raw", "geometry": GEOMETRY, "threads": 1, "namespace": bytes(32), "basis": None}),
+        "PageCodec": (kvpack.pages.PageCodec, {"recipe": "raw", "geometry": GEOMETRY, "threads": 1, "namespace": bytes(32)}),
         "PageCodec.encode_into": (codec.encode_into, {"pages": pages(), "slots": SLOTS, "rows": rows(codec), "keys": KEYS}),
         "PageCodec.decode_into": (
             codec.decode_into,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.basis_sources import basis_of
-from kvpack.coding.recipes import Recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation.models import tokenized
 from kvpack.evaluation.sizes import positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
@@ -28,7 +27,6 @@ from .summary import summary, table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvpack.coding.bases import Basis
     from kvpack.coding.encoding import Progress
     from kvpack.evaluation.models import Text
     from kvpack.evaluation.windows import Forgotten, Measured
@@ -79,7 +77,6 @@ def evaluate(
     texts: str | Sequence[str],
     recipes: str | os.PathLike[str] | Recipe | Sequence[str | os.PathLike[str] | Recipe],
     *,
-    basis: Basis | str | os.PathLike[str] | None = None,
     reference: str | None = REFERENCE,
     tokens: int | None = None,
     score: int | None = None,
@@ -93,7 +90,8 @@ def evaluate(
     ``windows`` stretches of ``tokens`` tokens are read (default: 4 of 1,024, or as many as the texts and the model have room for): all but
     the last ``score`` (default: 256) are packed, saved and loaded, and the model's predictions of those, at most ``step`` in a pass, are
     compared with what it predicts over its uncompressed cache. ``tokenizer`` is the model's, None for one whose tokens are bytes.
-    ``basis`` is for recipes such as "klt-1.75"; every divergence is also given as a multiple of that of ``reference``. ``progress`` is
+    Every divergence is also given as a multiple of that of ``reference``. A recipe such as "klt-1.75" needs a basis: give
+    ``Recipe("klt-1.75", basis)``. ``progress`` is
     called with the steps that are done and their number. Two runs with one seed differ only in times.
 
     The model and its attention are afterwards what they were. Raises InvalidType for arguments of a wrong type, InvalidParameter for
@@ -112,9 +110,9 @@ def evaluate(
     given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
     if not given or not all(isinstance(text, str) for text in given):
         raise InvalidType(f"texts is {shown(texts)}, expected a string or a list of strings")
-    source = None if basis is None else basis_of(basis)
     asked = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
-    parsed = {_name(one): recipe for one, recipe in [(one, Recipe(one, source)) for one in asked]}
+    parsed = {_name(one): recipe for one, recipe in [(one, parse_recipe(one)) for one in asked]}
+    source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenized(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
     places, sizes = _places(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)

@@ -70,7 +70,7 @@ class Cache:
     A model with positions of several dimensions gives images fewer positions than tokens.
     """
     states_at: StatesAt = field(default_factory=lambda: MappingProxyType({}))
-    """The states of all layers at positions inside the range, by position: ``slice`` ends there, and a store keeps them. A file holds
+    """The states of all layers at positions inside the range, by position: a slice may end there, and a store keeps them. A file holds
     only the states after the last token."""
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Cache:
                 slice(start=None, stop=None, step=None),
                 slice(start=SupportsIndex() | None as start, stop=SupportsIndex() | None as stop, step=None | 1),
             ):
-                return self.slice(
+                return self._slice(
                     0 if start is None else integer(start, "start"),
                     self.tokens if stop is None else integer(stop, "stop"),
                 )
@@ -183,20 +183,12 @@ class Cache:
         total = sum(weights)
         return sum(side.codec.nominal_bits * weight for side, weight in zip(sides, weights, strict=True)) / total if total else 0.0
 
-    def prefix(self, tokens: int) -> Cache:
-        """The first ``tokens`` tokens of every layer; the packed bytes are shared.
-
-        Raises OutOfBounds when a layer does not hold them.
-        """
-        return self.slice(0, tokens)
-
-    def slice(self, start: int, stop: int) -> Cache:
+    def _slice(self, start: int, stop: int) -> Cache:
         """Tokens ``[start, stop)`` of every layer, counted from the cache's first token; the packed bytes are shared.
 
         Raises OutOfBounds when a layer does not hold all of them, when ``start`` is inside tokens that a codec encoded together, and
         when layers keep states and none are known at ``stop`` (``states_at``). A slice of the whole range always succeeds.
         """
-        start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens}")
         held, states = self.layers, None

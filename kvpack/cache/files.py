@@ -123,7 +123,7 @@ def load(
     cache = read(file, part.numbers, basis=basis, progress=progress)
     if not part.has_all_tokens:
         with _located(file.where):
-            cache = cache.slice(part.start, part.stop)
+            cache = cache[:, part.start : part.stop]
     return _in_recipe(cache if target.type == "cpu" else cache.to(target), recipe, basis)
 
 

@@ -74,21 +74,15 @@ class Layer:
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def __getitem__(self, tokens: slice) -> Layer:
-        """``layer[start:stop]``: as ``slice``. Raises OutOfBounds, also for a step and for negative positions."""
+        """Return tokens ``[start, stop)``, counted from the beginning of the cache's range; packed bytes are shared.
+
+        A layer that skipped tokens can only be sliced whole: cut, its last tokens would lack the window before them. Raises OutOfBounds
+        for tokens that the layer does not hold, for a step, and for negative positions.
+        """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise OutOfBounds(f"layer[{shown(tokens)}]: a layer is indexed as layer[start:stop], by tokens")
-        return self.slice(0 if tokens.start is None else tokens.start, self.seen if tokens.stop is None else tokens.stop)
-
-    def prefix(self, tokens: int) -> Layer:
-        """The first ``tokens`` tokens of the cache's range. Raises OutOfBounds."""
-        return self.slice(0, tokens)
-
-    def slice(self, start: int, stop: int) -> Layer:
-        """Tokens ``[start, stop)``, counted from the beginning of the cache's range: all held by the layer, or the whole range.
-
-        Raises OutOfBounds. Cutting a layer that skipped tokens would leave its last tokens without the window before them.
-        """
-        start, stop = integer(start, "start"), integer(stop, "stop")
+        start = 0 if tokens.start is None else integer(tokens.start, "start")
+        stop = self.seen if tokens.stop is None else integer(tokens.stop, "stop")
         if (start, stop) == (0, self.seen):
             return self
         if self.states:
@@ -148,7 +142,7 @@ def _one_moment(layer: Layer, request: str) -> str:
 
 
 def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
-    """Tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on, as ``Cache.slice``.
+    """Tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on, as ``cache[:, start:stop]``.
 
     Raises OutOfBounds, which names the layer, when it does not hold all of them, and when ``start`` is inside a token group.
     """
@@ -163,6 +157,6 @@ def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count
         raise OutOfBounds(f"layers[{number}]: {_one_moment(layer, f'tokens {start} to {stop} of {count} were requested')}")
     try:
         # States after the last token are those of every range that ends there.
-        return replace(replace(layer, states=MappingProxyType({})).slice(start, stop), states=layer.states)
+        return replace(replace(layer, states=MappingProxyType({}))[start:stop], states=layer.states)
     except OutOfBounds as error:
         raise OutOfBounds(f"layers[{number}]: {error}") from None

@@ -422,7 +422,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         raise InvalidParameter(f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, and --chunk is {chunk}")
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
     largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
-    options: dict[str, Any] = {"chunk": chunk, "encryption": keys, "max_entry_bytes": largest, "basis": exported.basis}
+    options: dict[str, Any] = {"chunk": chunk, "encryption": keys, "max_entry_bytes": largest}
     options["trusted_group"] = arguments.trusted_group
     with Store(arguments.store, exported.identity, **options) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)

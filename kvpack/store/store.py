@@ -298,7 +298,7 @@ class Store:
         """The entry of one chunk; None, counted, if it cannot be encoded."""
         key, parent, part, digest = link
         try:
-            chunk = self._named(cache.slice(number * self.chunk, (number + 1) * self.chunk))
+            chunk = self._named(cache[:, number * self.chunk : (number + 1) * self.chunk])
             check_decoded(chunk, key, self._max_entry_bytes)
             pieces = to_pieces(chunk, key, parent, part, digest)
             if self._cipher is not None:

@@ -37,14 +37,13 @@ _CHUNK_BYTES = 4
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported prefix: every ``chunk`` tokens have one of the digests ``inputs``, if there are any; ``basis`` is what they need."""
+    """An exported prefix: every ``chunk`` tokens have one of the digests ``inputs``, if there are any; the identity has their basis."""
 
     identity: Identity
     ids: list[int]
     cache: Cache
     inputs: list[bytes] | None = None
     chunk: int | None = None
-    basis: Basis | None = None
 
 
 def export_prefix(
@@ -121,12 +120,12 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     named = basis_named(Recipe.recorded(header.recipe))
     basis = find(source, named) if source is not None and named is not None else None
     cache = files.read(file, basis=basis)
-    identity = replace(identity, keeps_states=any(layer.states for layer in cache))
+    identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
     if data := joined(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
-        return Exported(identity, _listed(ids), cache, digests, chunk, basis)
+        return Exported(identity, _listed(ids), cache, digests, chunk)
     own = Inputs.from_features(header.ignorable)
     data = (b"" if own is None else own.token_ids) if tokens is None else _ids_of(tokens)
     if not data:
@@ -136,7 +135,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
             f"{file.where}: holds the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens; give all of them as a JSON array "
             "with --tokens"
         )
-    return Exported(identity, _listed(data), cache, basis=basis)
+    return Exported(identity, _listed(data), cache)
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:

@@ -68,7 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
     def take_a_prefix(self, data: st.DataObject) -> None:
         tokens = data.draw(st.integers(0, self.cache.tokens))
         self._keep(0, tokens)
-        self._accept(self.cache.prefix(tokens), tokens)
+        self._accept(self.cache[:, :tokens], tokens)
 
     @precondition(lambda self: self.cache.tokens > 0)
     @rule(data=st.data())

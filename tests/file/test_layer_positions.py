@@ -46,7 +46,7 @@ def test_a_count_that_no_layer_has_is_refused(sides: int, skipped: int) -> None:
 
 def test_the_whole_cache_is_a_slice_of_itself() -> None:
     cache = sliding()
-    for whole in (cache.prefix(70), cache[:, :], cache[:, :70]):
+    for whole in (cache[:, :70], cache[:, :], cache[:, :70]):
         assert [layer.skipped for layer in whole] == [0, 48, 0]
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(whole), dense(cache), strict=True))
 
@@ -67,13 +67,13 @@ def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> No
     with pytest.raises(OutOfBounds, match=message):
         sliding(recipe="bf16")[:, start:stop]
     with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were requested from a layer that holds tokens 48 to 70"):
-        sliding()[1].slice(start, stop)
+        sliding()[1][start:stop]
 
 
 def test_slices_lie_within_the_cache() -> None:
     for start, stop in ((0, 71), (-1, 3), (8, 3)):
         with pytest.raises(OutOfBounds, match=f"tokens {start} to {stop} were requested from a cache of 70"):
-            sliding().slice(start, stop)
+            sliding()[:, start:stop]
 
 
 def test_a_layer_without_sides_is_in_every_slice() -> None:
@@ -243,7 +243,7 @@ def test_an_entry_of_a_store_whose_layers_start_elsewhere_is_a_miss(tmp_path: Pa
     monkeypatch.setattr("kvpack.store.store.check_cache", lambda *_: None)
     monkeypatch.setattr("kvpack.store.store.check_ids", lambda *_: None)
     monkeypatch.setattr("kvpack.store.store.check_held", lambda *_: None)
-    monkeypatch.setattr(kvpack.Cache, "slice", lambda *_: moved)
+    monkeypatch.setattr(kvpack.Cache, "__getitem__", lambda *_: moved)
     assert store.save(ids, moved) == 32
     monkeypatch.undo()
     assert store.load(ids) == (0, None)

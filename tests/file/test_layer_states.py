@@ -84,7 +84,7 @@ def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
     check_same(cache[:, :], cache)
     rest = replace(cache, layers=cache.layers[:2])[:, 0:TOKENS]
     check_same(rest, replace(cache, layers=cache.layers[:2]))
-    for cut in (lambda: cache[:, :16], lambda: kvpack.load(path, tokens=16), lambda: cache.prefix(31)):
+    for cut in (lambda: cache[:, :16], lambda: kvpack.load(path, tokens=16), lambda: cache[:, :31]):
         with pytest.raises(OutOfBounds, match=r"layers\[0\].* has the states conv.0 and recurrent.0 after the cache's last token alone"):
             cut()
     with pytest.raises(OutOfBounds, match="has the states"):

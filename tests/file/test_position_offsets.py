@@ -39,7 +39,7 @@ def test_a_part_keeps_them_only_where_it_ends_with_the_cache(tmp_path: Path) -> 
     whole = cache(-12)
     kvpack.save(whole, tmp_path / "a")
     assert whole[:, 0:TOKENS].position_offsets == (-12,)
-    assert whole.prefix(TOKENS - 1).position_offsets is None
+    assert whole[:, : TOKENS - 1].position_offsets is None
     assert kvpack.load(tmp_path / "a", tokens=(0, TOKENS)).position_offsets == (-12,)
     assert kvpack.load(tmp_path / "a", tokens=(0, 16)).position_offsets is None
     raw = replace(kvpack.pack(random_pairs(2, TOKENS), "raw"), position_offsets=(-12,))

@@ -112,7 +112,7 @@ def act(cache, action):
         elif action == "append":
             layer.append(*(None if side is None else torch.zeros(side.batch, side.heads, 5, side.dim) for side in (k, layer.v)))
         elif action == "slice":
-            cache.slice(0, cache.tokens // 2)
+            cache[:, : cache.tokens // 2]
 
 # What the libraries take when they are first used is not the file's.
 few = kvpack.pack([(torch.randn(1, 1, 40, 4),) * 2], "k=quaternion:s=5,r=4;v=group:b=3,g=4")

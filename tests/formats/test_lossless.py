@@ -71,14 +71,14 @@ def test_caches_that_are_cut_joined_and_grown_keep_every_bit(dim: int, dtype: st
     cache = cache.append([(k[:, :, 600:], v[:, :, 600:])])
     parts = {
         "whole": (cache, 0, 700),
-        "prefix inside a chunk": (cache.prefix(390), 0, 390),
-        "prefix of one token": (cache.prefix(1), 0, 1),
+        "prefix inside a chunk": (cache[:, :390], 0, 390),
+        "prefix of one token": (cache[:, :1], 0, 1),
         "from a chunk on": (cache[:, 256:], 256, 700),
         "the middle": (cache[:, 256:301], 256, 301),
-        "cut twice": (cache.prefix(450).prefix(300), 0, 300),
-        "joined": (kvpack.concat([cache.prefix(512), cache[:, 512:]]), 0, 700),
+        "cut twice": (cache[:, :450][:, :300], 0, 300),
+        "joined": (kvpack.concat([cache[:, :512], cache[:, 512:]]), 0, 700),
         "joined after a partial chunk": (
-            kvpack.concat([cache.prefix(300), kvpack.pack([(k[:, :, 300:], v[:, :, 300:])], "lossless", start=300)]),
+            kvpack.concat([cache[:, :300], kvpack.pack([(k[:, :, 300:], v[:, :, 300:])], "lossless", start=300)]),
             0,
             700,
         ),
@@ -153,7 +153,7 @@ def test_attention_is_that_of_raw_pages(tokens: int) -> None:
     q = torch.randn(2, 6, 5, 64, generator=torch.Generator().manual_seed(3))
     found, expected = (kvpack.attend(q, kvpack.pack([(k, v)], recipe)[0]) for recipe in ("lossless", "raw"))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    cut = kvpack.attend(q, kvpack.pack([(k, v)], "lossless").prefix(65)[0])
+    cut = kvpack.attend(q, kvpack.pack([(k, v)], "lossless")[:, :65][0])
     torch.testing.assert_close(cut, kvpack.attend(q, kvpack.pack([(k[:, :, :65], v[:, :, :65])], "raw")[0]), rtol=1e-5, atol=1e-5)
 
 

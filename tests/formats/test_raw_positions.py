@@ -79,9 +79,9 @@ def test_the_keys_choose_for_both_sides(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_parts_of_a_cache_count_positions_anew(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(), recipe)
-    cut = cache.slice(128, TOKENS)
+    cut = cache[:, 128:TOKENS]
     check(cut, [[2, 72], []], 128)
-    joined = kvpack.concat([cache.slice(0, 96), cache.slice(96, 192), cache.slice(192, TOKENS)])
+    joined = kvpack.concat([cache[:, :96], cache[:, 96:192], cache[:, 192:TOKENS]])
     check(joined, EXPECTED)
     kvpack.save(joined, tmp_path / "x")
     check(kvpack.load(tmp_path / "x"), EXPECTED)

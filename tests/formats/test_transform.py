@@ -103,14 +103,14 @@ def test_caches_keep_their_values_in_files_and_parts(basis: Basis, tmp_path: Pat
         torch.testing.assert_close(found.slice(16, 40).unpack(torch.float32), values[:, :, 16:40])
         torch.testing.assert_close(found.select([1, 1]).unpack(torch.float32), values[[1, 1]])
     again = tmp_path / "y.kvpack"
-    kvpack.save(loaded.prefix(23), again)
+    kvpack.save(loaded[:, :23], again)
     for layer, whole in zip(kvpack.load(again, basis=basis), loaded, strict=True):
         for name, side in layer.sides.items():
             torch.testing.assert_close(side.unpack(torch.float32), whole.sides[name].unpack(torch.float32)[:, :, :23])
     assert loaded.append(pairs(5, 2)).tokens == 58
     assert [side.tail.shape[2] for layer in loaded for side in layer.sides.values()] == [13] * 4
     with pytest.raises(OutOfBounds, match="begins 5 tokens into a page"):
-        loaded.slice(5, 20)
+        loaded[:, 5:20]
 
 
 def test_positions_are_those_of_the_tokens(basis: Basis) -> None:
@@ -296,7 +296,7 @@ def many(basis: Basis, sequences: int) -> kvpack.Cache:
 def test_pieces_of_sequences_decode_to_the_same_values(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = many(basis, 5)
     whole = cache.unpack(torch.float32)
-    cut = cache.prefix(21).unpack(torch.float32)
+    cut = cache[:, :21].unpack(torch.float32)
     queries = [torch.randn(5, 2 * layer.k.heads, 3, layer.k.dim, generator=torch.Generator().manual_seed(0)) for layer in cache]
     lengths, starts = torch.tensor([40, 37, 40, 40, 30]), torch.tensor([0, 3, 0, 10, 5])
     attended = [kvpack.attend(q, layer, lengths=lengths, starts=starts) for q, layer in zip(queries, cache, strict=True)]
@@ -304,7 +304,7 @@ def test_pieces_of_sequences_decode_to_the_same_values(basis: Basis, monkeypatch
     for symbols, values in ((1, 1), (1 << 13, 1 << 24), (1 << 22, 1 << 12)):
         monkeypatch.setattr(transform, "_SYMBOLS_AT_ONCE", symbols)
         monkeypatch.setattr(sides, "GROUP_VALUES", values)
-        for found, expected in ((cache, whole), (cache.prefix(21), cut)):
+        for found, expected in ((cache, whole), (cache[:, :21], cut)):
             for own, layer in zip(found.unpack(torch.float32), expected, strict=True):
                 assert all(map(torch.equal, own, layer))
         assert torch.equal(cache[0].k.norms(3), norms)
@@ -331,7 +331,7 @@ def test_a_bounded_number_of_symbols_is_decoded_at_once(basis: Basis, tmp_path: 
     assert max(sizes) <= limit
     for use in (
         lambda: loaded.unpack(),
-        lambda: loaded.prefix(21),
+        lambda: loaded[:, :21],
         lambda: loaded[0].k.norms(),
         lambda: kvpack.attend(torch.zeros(40, loaded[0].k.heads, 1, loaded[0].k.dim), loaded[0]),
     ):

@@ -232,7 +232,7 @@ def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
     cache = import_slot(written(tmp_path / "in.bin", state(SEVEN, caches)), kv_heads=2)
     export_slot(cache, tmp_path / "out.bin")
     assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, quantized("q8_0", "q4_0")[0])
-    export_slot(cache.slice(0, 4), tmp_path / "out.bin")
+    export_slot(cache[:, :4], tmp_path / "out.bin")
     layers = [(contents[number, 0][:4], contents[number, 1][:4]) for number in range(2)]
     assert (tmp_path / "out.bin").read_bytes() == state(SEVEN[:4], Caches(layers, list(range(4)), kinds=caches.kinds))
 
@@ -349,7 +349,7 @@ def test_such_blocks_are_never_recoded_nor_cut(tmp_path: Path) -> None:
         import_slot(path, "octopus-4", kv_heads=2)
     cache = import_slot(path, kv_heads=2)
     with pytest.raises(OutOfBounds, match="tokens 0 to 3 were requested from a cache of 0"):
-        cache.prefix(3)
+        cache[:, :3]
     out = tmp_path / "out.bin"
     with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', and the cache holds 'q4_1 and fp16 of llama\.cpp', which goes back as"):
         export_slot(cache, out, dtype="fp16")
@@ -561,7 +561,7 @@ def test_a_cache_of_llama_cpp_is_no_other_librarys(tmp_path: Path) -> None:
             vocab_size=260, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1
         )
     ).eval()
-    for cut in (cache, cache.convert("octopus-4").prefix(4)):
+    for cut in (cache, cache.convert("octopus-4")[:, :4]):
         with pytest.raises(InvalidParameter, match=r"computed by a model whose dtype is 'fp16 of llama\.cpp', but this one's is 'float32'"):
             KvpackCache.of(cut, model)
 

@@ -188,7 +188,7 @@ def test_prefill_computes_what_a_cache_lacks() -> None:
     with kvpack.prefill(model, PROMPT[0].tolist(), "raw", every=32) as cache:
         assert calls == [32, 32, 13]
         assert cache.packed.token_ids.tolist() == PROMPT.tolist()
-        packed = cache.packed.prefix(40)
+        packed = cache.packed[:, :40]
     calls.clear()
     with kvpack.prefill(model, PROMPT, packed, every=32) as cache:
         assert calls == [24, 13]

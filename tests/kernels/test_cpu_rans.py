@@ -92,7 +92,7 @@ def test_joined_values_are_those_of_formats(half: int, chunk: int, tokens: int, 
     bits = torch.randint(-(2**15), 2**15, (2, 3, 3 * tokens, 2 * half), generator=generator).to(torch.int16)
     x = torch.where(torch.rand(bits.shape, generator=generator) < 0.1, bits, torch.full_like(bits, 0x3F80)).view(torch.bfloat16)
     cache = kvpack.pack([(x, x)], f"kv=lossless:chunk={chunk}").append([(x[:, :, :7], x[:, :, :7])])
-    side = cache.prefix(seed % cache.tokens + 1)[0].k
+    side = cache[:, : seed % cache.tokens + 1][0].k
     assert side is not None
     assert cpu_lossless.supports(side, torch.bfloat16)
     expected = torch.cat([x, x[:, :, :7]], 2)[:, :, : side.tokens]
@@ -107,7 +107,7 @@ def test_joined_values_are_those_of_formats(half: int, chunk: int, tokens: int, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_decodes_by_c(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 700, 64, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
-    cache = kvpack.pack([(x, x)], "lossless").prefix(650)
+    cache = kvpack.pack([(x, x)], "lossless")[:, :650]
     calls: list[int] = []
     original = rans.compiled
     assert original is not None

@@ -102,7 +102,7 @@ def test_both_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path)
                 tokens, found = store.load(ids)
                 assert tokens == 32
                 assert found is not None
-                for values, expected in zip(found.unpack(torch.float32)[0], whole.prefix(32).unpack(torch.float32)[0], strict=True):
+                for values, expected in zip(found.unpack(torch.float32)[0], whole[:, :32].unpack(torch.float32)[0], strict=True):
                     torch.testing.assert_close(values, expected)
     with pytest.raises(InvalidParameter, match=f"names the basis {basis.digest.hex()}, and {other.digest.hex()} was given"):
         kvpack.Recipe(recipe.text, other)
@@ -128,7 +128,7 @@ def test_another_process_reads_without_the_basis(tmp_path: Path) -> None:
     done = subprocess.run([warm_python.python(), "-c", code], capture_output=True, text=True, check=True)
     tokens, total = done.stdout.split()
     assert int(tokens) == 3 * CHUNK
-    assert float(total) == pytest.approx(float(cache(len(IDS)).prefix(3 * CHUNK).unpack()[0][0].float().sum()))
+    assert float(total) == pytest.approx(float(cache(len(IDS))[:, : 3 * CHUNK].unpack()[0][0].float().sum()))
 
 
 def test_a_basis_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_entries_are_evicted_before_their_basis(kind: str, tmp_path: Path) -> No
 
 
 def _evict_all(location: Any, options: dict[str, Any]) -> None:
-    size = cache(len(IDS)).slice(0, CHUNK).nbytes
+    size = cache(len(IDS))[:, :CHUNK].nbytes
     options = {"max_bytes": len(BASIS.data) + 12 * size, **options}
     with with_basis(location, **options) as store:
         first, second = prompt(3, seed=1), prompt(3, seed=2)
@@ -253,7 +253,7 @@ def test_the_basis_counts_and_nothing_is_stored_without_it(tmp_path: Path) -> No
     with with_basis(tmp_path) as store:
         assert store.save(IDS[: CHUNK - 1], cache(CHUNK - 1)) == 0, "there is no whole chunk that needs it"
     assert entries(tmp_path) == []
-    size = cache(len(IDS)).slice(0, CHUNK).nbytes
+    size = cache(len(IDS))[:, :CHUNK].nbytes
     with with_basis(tmp_path, max_bytes=len(BASIS.data) + 2 * size + 2000) as store:
         assert CHUNK <= store.save(IDS, cache(len(IDS))) <= 2 * CHUNK
         assert store.stats()["bytes"] <= len(BASIS.data) + 2 * size + 2000

@@ -31,7 +31,7 @@ PROMPTS = {seed: prompt(3, first=1, seed=seed) for seed in (1, 2)}
 WHOLE = cache(len(PROMPTS[1]))
 """The prompts share a chunk, so they are saved with the same values."""
 SMALL = {seed: prompt(2, seed=seed) for seed in range(10, 14)}
-BUDGET = len(BASIS.data) + 5 * WHOLE.slice(CHUNK, 2 * CHUNK).nbytes
+BUDGET = len(BASIS.data) + 5 * WHOLE[:, CHUNK : 2 * CHUNK].nbytes
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def test_a_header_that_costs_far_more_than_its_entry_is_not_parsed(tmp_path: Pat
     # A header of 3 MB: an ignorable feature for each of 45 names.
     features = {f"junk-{number}": bytes(65536) for number in range(45)}
     named = replace(whole, model=store.identity.header_model, recipe=store.identity.recipe, inputs=None)
-    chunk = named.slice(0, CHUNK)
+    chunk = named[:, :CHUNK]
     ((key, parent, part, digest), *_) = chained(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
     with container.open_bytes(b"".join(to_pieces(chunk, key, parent, part, digest))) as file:
         arrays = {name: bytes(file.tensor(name)) for name in file.tensors}

@@ -286,20 +286,20 @@ def test_commands_know_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_slices_end_where_states_are_known() -> None:
     whole = stateful(TOKENS, ends(2, 5))
-    part = whole.slice(0, 5 * CHUNK)
+    part = whole[:, : 5 * CHUNK]
     check(part, whole, 5 * CHUNK)
     assert list(part.states_at) == ends(2)
-    check(part.prefix(2 * CHUNK), whole, 2 * CHUNK)
-    later = whole.slice(2 * CHUNK, 5 * CHUNK)
+    check(part[:, : 2 * CHUNK], whole, 2 * CHUNK)
+    later = whole[:, 2 * CHUNK : 5 * CHUNK]
     assert later.start == 2 * CHUNK
     assert not later.states_at
-    check(kvpack.concat([part.prefix(2 * CHUNK), later]), whole, 5 * CHUNK)
-    assert list(kvpack.concat([part.prefix(2 * CHUNK), later]).states_at) == ends(2)
+    check(kvpack.concat([part[:, : 2 * CHUNK], later]), whole, 5 * CHUNK)
+    assert list(kvpack.concat([part[:, : 2 * CHUNK], later]).states_at) == ends(2)
     with pytest.raises(OutOfBounds, match=r"layers\[0\]: tokens 0 to 96 of 261 were requested, and the layer has the states"):
-        whole.prefix(3 * CHUNK)
+        whole[:, : 3 * CHUNK]
     rows = whole.select([0, 0])
     assert rows.states_at[2 * CHUNK][0]["conv.0"].shape[0] == 2
-    assert rows.prefix(2 * CHUNK)[0].states["conv.0"].shape[0] == 2
+    assert rows[:, : 2 * CHUNK][0].states["conv.0"].shape[0] == 2
 
 
 def test_states_beyond_the_end_of_a_cache_are_not_used(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def packed(who: int, number: int) -> kvpack.Cache:
 def chunk_bytes(whole: kvpack.Cache, number: int) -> bytes:
     """Every stream of chunk ``number`` with its name, dtype and shape."""
     parts: list[bytes] = []
-    for layer in whole.slice(number * CHUNK, (number + 1) * CHUNK):
+    for layer in whole[:, number * CHUNK : (number + 1) * CHUNK]:
         for name, side in layer.sides.items():
             parts.append(f"{name} {side.codec} {side.tokens} {side.tail.shape[2]}".encode())
             for page in side.runs:

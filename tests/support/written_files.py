@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 import kvpack
 from kvpack import cache_names
 from kvpack.coding.bases import Basis
-from kvpack.coding.presets import PUBLISHED
+from kvpack.coding.presets import ADDITIONS, PUBLISHED
+from kvpack.coding.recorded_presets import RECORDED
 from kvpack.models import BOS, demo_text, load_model, model_folder
 from kvpack.pages.codec import key_digest
 from kvpack.store.page_keys import page_key
@@ -42,7 +43,7 @@ SAMPLE = 37
 """One decoded value in so many is kept."""
 CHUNK = 32
 RECIPE = "octopus-4"
-NAMES = [*PUBLISHED, "klt-2", "transform-2"]
+NAMES = [*(name for name in RECORDED if name not in ADDITIONS), "klt-2", "transform-2"]
 GEOMETRY = kvpack.pages.PageGeometry(1, 2, 16, 64, 64)
 PAGE_KEYS = [b"first page", b"second page"]
 CONTINUATION = 24

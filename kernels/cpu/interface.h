@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 27
+#define KVPACK_INTERFACE 28
 
 enum { HEAD_RUN = 5 };
 enum { MAX_PACKINGS = 12, MAX_DIGITS = 2, MAX_VALUES = 3, MAX_TABLES = 48, MAX_BOUNDS = 4 };
@@ -260,7 +260,7 @@ int64_t kvpack_raw_slots(const RawSlots *call);
 int64_t kvpack_join(const Join *call);
 int64_t kvpack_split(const Split *call);
 
-void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, int64_t piece, int64_t threads);
+void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, int64_t piece, int64_t threads, int64_t block);
 void kvpack_reader_allow(void *reader, int64_t upto);
 int64_t kvpack_reader_wait(void *reader, int64_t upto, int64_t milliseconds);
 void kvpack_reader_stop(void *reader);

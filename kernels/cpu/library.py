@@ -17,7 +17,7 @@ from kvpack.runtime.reader import Read, declare
 if TYPE_CHECKING:
     import torch
 
-INTERFACE = 27
+INTERFACE = 28
 """The number of interface.h that the structures below mirror."""
 
 MAX_PACKINGS, MAX_DIGITS, MAX_VALUES, MAX_TABLES, MAX_BOUNDS = 12, 2, 3, 48, 4

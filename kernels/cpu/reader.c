@@ -12,7 +12,7 @@ enum { MAX_READERS = 64 };
 
 typedef struct {
     Read *reads;
-    int64_t count, piece, next, begun, allowed, done;
+    int64_t count, piece, block, next, begun, allowed, done;
     int64_t threads;
     int descriptor, stopped;
     pthread_mutex_t lock;
@@ -20,9 +20,9 @@ typedef struct {
     pthread_t thread[MAX_READERS];
 } Reader;
 
-static int read_all(int descriptor, char *data, int64_t bytes, int64_t offset) {
+static int read_all(int descriptor, char *data, int64_t bytes, int64_t offset, int64_t block) {
     while (bytes > 0) {
-        ssize_t count = pread(descriptor, data, bytes, offset);
+        ssize_t count = pread(descriptor, data, (bytes + block - 1) / block * block, offset);
         if (count < 0 && errno == EINTR) continue;
         if (count <= 0) return 0;
         data += count;
@@ -47,7 +47,7 @@ static void *read_pieces(void *given) {
             reader->begun = 0;
         }
         pthread_mutex_unlock(&reader->lock);
-        int made = read_all(reader->descriptor, read->data + begin, bytes, read->offset + begin);
+        int made = read_all(reader->descriptor, read->data + begin, bytes, read->offset + begin, reader->block);
         pthread_mutex_lock(&reader->lock);
         read->ended += bytes;
         if (!made) read->failed = 1;
@@ -59,15 +59,16 @@ static void *read_pieces(void *given) {
     return 0;
 }
 
-/* Starts threads that make `reads` in order, each in pieces of up to `piece` bytes that they share: none yet, since none is allowed. Returns
-   0 where no thread starts; what it returns otherwise is to be stopped before a fork, before `reads` or their memory go, or the descriptor
-   is closed. */
-EXPORTED void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, int64_t piece, int64_t threads) {
+/* Starts threads that make `reads` in order, each in pieces of up to `piece` bytes that they share, by requests of whole `block` bytes:
+   none yet, since none is allowed. Returns 0 where no thread starts; what it returns otherwise is to be stopped before a fork, before
+   `reads` or their memory go, or the descriptor is closed. */
+EXPORTED void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, int64_t piece, int64_t threads, int64_t block) {
     Reader *reader = calloc(1, sizeof(Reader));
     if (!reader) return 0;
     reader->reads = reads;
     reader->count = count;
     reader->piece = piece;
+    reader->block = block;
     reader->descriptor = descriptor;
     if (pthread_mutex_init(&reader->lock, 0)) goto no_lock;
     if (pthread_cond_init(&reader->more_allowed, 0)) goto no_first;

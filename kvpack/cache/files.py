@@ -200,7 +200,7 @@ def read(
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with float32_no_grad(cpu):
         chosen = list(range(len(header.layers)) if numbers is None else numbers)
-        for done, number in enumerate(chosen, 1):
+        for done, number in enumerate(file.in_memory(chosen), 1):
             sides = {}
             for name, entry in header.layers[number].sides():
                 data = file.read_side(number, name, check_values=check_values)

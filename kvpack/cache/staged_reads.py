@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.kernels.cpu.library import library
-from kvpack.runtime.reader import Reader
+from kvpack.runtime.mapping import is_cold
+from kvpack.runtime.reader import BLOCK, Reader, open_direct
 from kvpack.runtime.threads import in_parallel, usable_cores
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ _BEHIND = 2
 """Copies that are under way, or begun, while the next is waited for."""
 _READERS = 14
 """Threads that only read."""
+_DIRECT_READERS = 8
+"""The fewest threads that read past the page cache: so many requests keep a disk busy."""
 _CHECKERS = 16
 """Threads that also check what they read."""
 _WAITING = 2
@@ -78,38 +81,51 @@ def staged(
 def _read_by_library(
     compiled: ctypes.CDLL, copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
-    """``staged`` for copies with spans of an open file. Raises MemoryError at once where no thread can be started."""
-    largest = max(copy.end - copy.begin for copy in copies)
-    slots = min(len(copies), max(2, min(_SLOTS, staging_bytes // largest)))
-    memory = bus.staging(slots * largest)
-    data = memory.numpy().data
-    spans, reads = [], []
-    for number, copy in enumerate(copies):
-        begin, span = number % slots * largest, copy.span
-        assert span is not None
-        size = min(copy.end, span.end - span.begin) - copy.begin
-        spans.append((span, copy.begin, copy.begin + size, data[begin : begin + size]))
-        reads.append((span.begin + copy.begin, size, memory.data_ptr() + begin))
-    descriptor = file.descriptor
+    """``staged`` for copies with spans of an open file. Raises MemoryError at once where no thread can be started.
+
+    A file that is not in the page cache is read past it, into whole blocks of the staging memory, if its file system allows that.
+    """
+    spans = [copy.span for copy in copies if copy.span is not None]
+    descriptor, direct = file.descriptor, None
     assert descriptor is not None
+    if is_cold(descriptor, min(span.begin for span in spans), max(span.end for span in spans)):
+        direct = open_direct(descriptor)
+    block = 1 if direct is None else BLOCK
+    largest = max(copy.end - copy.begin for copy in copies)
+    # With the rest of the first block and of the last.
+    slot = largest if direct is None else (largest // block + 2) * block
+    slots = min(len(copies), max(2, min(_SLOTS, staging_bytes // slot)))
+    memory = bus.staging(slots * slot + block - 1)
+    memory = memory[-memory.data_ptr() % block :]
+    data = memory.numpy().data
+    checks, reads, places = [], [], []
+    for number, (copy, span) in enumerate(zip(copies, spans, strict=True)):
+        size = min(copy.end, span.end - span.begin) - copy.begin
+        lead = (span.begin + copy.begin) % block
+        begin = number % slots * slot + lead
+        checks.append((span, copy.begin, copy.begin + size, data[begin : begin + size]))
+        reads.append((span.begin + copy.begin - lead, size + lead, memory.data_ptr() + begin - lead))
+        places.append(memory[begin : begin + copy.end - copy.begin])
     threads = min(usable_cores(), _READERS, sum(-(-size // PIECE_BYTES) for _, size, _ in reads))
-    running = Reader(compiled, descriptor, reads, memory, PIECE_BYTES, threads)
+    if direct is not None:
+        # They wait for the disk, and not for a core.
+        threads = max(threads, min(_DIRECT_READERS, len(reads)))
+    running = Reader(compiled, descriptor, reads, memory, PIECE_BYTES, threads, direct)
     running.allow(slots)
 
     def copied() -> Generator[torch.Tensor, None, None]:
         marks: list[Any] = []
         behind = min(_BEHIND, slots - 1)
         with running:
-            for number, (copy, span) in enumerate(zip(copies, spans, strict=True)):
+            for number, (place, check) in enumerate(zip(places, checks, strict=True)):
                 if number >= behind > 0:
                     bus.wait(marks[number - behind])
                     running.allow(slots + number - behind + 1)
                 if not running.wait(number):
-                    # Once more, for the error's own words.
-                    file.read_span_into(*span)
-                file.check_pads(*span)
-                begin = number % slots * largest
-                yield memory[begin : begin + copy.end - copy.begin]
+                    # Once more, through the page cache, and for the error's own words.
+                    file.read_span_into(*check)
+                file.check_pads(*check)
+                yield place
                 marks.append(bus.mark())
 
     return copied()

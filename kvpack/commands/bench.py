@@ -50,6 +50,11 @@ def add(commands: Any) -> None:
         metavar="DEVICE",
         help="cuda: load to this device and save from it, next to a pinned copy and a write of the same bytes (default: cpu)",
     )
+    io.add_argument(
+        "--cold",
+        action="store_true",
+        help="load files that are not in the page cache, compared with fio's direct reads of the same disk, if fio is installed",
+    )
     add_json(io)
     io.set_defaults(run=run_io)
     _add_quality(kinds)
@@ -366,9 +371,17 @@ def run_store(arguments: argparse.Namespace) -> int:
 
 def run_io(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
-    from kvpack.bench import io
+    from kvpack.bench import io, io_cold
     from kvpack.coding.recipes import parse_recipe
 
+    if arguments.cold:
+        for recipe in arguments.recipe or ():
+            parse_recipe(recipe)
+        with progress("bench io --cold", arguments) as callback:
+            cache = io.source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic)
+            report = io_cold.run(cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, progress=callback)
+        print_report(report, io_cold.show, arguments)
+        return 0
     recipes = arguments.recipe or list(io.RECIPES)
     for recipe in recipes:
         parse_recipe(recipe)

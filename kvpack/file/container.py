@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
@@ -195,6 +196,29 @@ class File:
             with _located(self.where):
                 self._check(entry, arrays, f"{layer}.{side}")
         return data
+
+    def in_memory(self, numbers: Iterable[int]) -> Iterator[int]:
+        """The layers ``numbers``, one by one, each once its bytes are in memory; those of the next ones are read from the disk meanwhile.
+
+        Raises MissingFile and Truncated.
+        """
+        # Numbers that follow each other differ from their places by the same.
+        for _, group in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+            extents = {number: self._extent(number) for _, number in group}
+            begin, end = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
+            with _located(self.where), contextlib.closing(self._source.ahead(begin, end)) as ahead:
+                reached = begin
+                for number, (_, last) in extents.items():
+                    while reached < last:
+                        reached = next(ahead)
+                    yield number
+
+    def _extent(self, number: int) -> tuple[int, int]:
+        """Where the first tensor of a layer begins in the file, and the last one ends."""
+        names = [f"{number}.{side}.{stream}" for side, entry in self.header.layers[number].sides() for stream in self.header.streams[entry]]
+        places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_of(number)))]
+        start = len(self.front.text)
+        return start + min((place.begin for place in places), default=0), start + max((place.end for place in places), default=0)
 
     def read_state(self, state: StateEntry) -> memoryview:
         """The decoded bytes of a state; digest and pad are checked on first use. Raises DigestMismatch and InvalidPayload."""

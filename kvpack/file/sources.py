@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats.errors import MissingFile, Truncated
+from kvpack.runtime.mapping import populate
+from kvpack.runtime.threads import in_parallel
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+
+PIECE_BYTES = 1 << 22
+"""Bytes that a thread maps at a time."""
+THREADS = 16
+"""The most threads that map at a time: they wait for the disk, which needs many requests to be busy."""
 
 
 class Source(Protocol):
@@ -39,6 +50,10 @@ class Source(Protocol):
         """Bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated, MissingFile."""
         ...
 
+    def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
+        """Bring bytes ``[begin, end)`` into memory for views, in order, and give the end of what is there so far. Raises as ``view``."""
+        ...
+
     def close(self) -> None:
         """Release the file; views stay valid."""
         ...
@@ -64,6 +79,10 @@ class InMemory:
     def view(self, begin: int, end: int) -> memoryview:
         """A view."""
         return self._view[begin:end]
+
+    def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
+        """They are in memory."""
+        yield end
 
     def close(self) -> None:
         """Release the view."""
@@ -121,6 +140,25 @@ class OnDisk:
                 raise self._cut(now)
             self._mapping = InMemory(made)
         return self._mapping.view(begin, end)
+
+    def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
+        """Threads map the pages of the next pieces meanwhile: views alone make the disk wait at every page."""
+        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        memory = self.view(page, end)
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) if end > page else 0
+
+        def mapped(first: int) -> int:
+            last = min(first + PIECE_BYTES, end - page)
+            populate(address + first, last - first)
+            return page + last
+
+        pieces = range(0, end - page, PIECE_BYTES)
+        try:
+            with contextlib.closing(in_parallel(mapped, pieces, THREADS)) as done:
+                yield from done
+        except OSError as error:
+            now = os.fstat(self._descriptor).st_size
+            raise (self._cut(now) if now < end else _failed("read", error)) from None
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -1,4 +1,8 @@
-"""Mapping a file without keeping it open: ``mmap.mmap`` holds a descriptor for as long as it lives, and a long prefix has many files."""
+"""Mapped files and the page cache.
+
+``map_file`` maps a file without keeping it open: ``mmap.mmap`` holds a descriptor for as long as it lives, and a long prefix has many
+files.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ = 22
 """Map every page now (Linux 5.14)."""
 _UNKNOWN_ADVICE = 22
 """EINVAL, the answer of an older kernel."""
-
+_LOWEST_BITS = bytes(number & 1 for number in range(256))
 
 _USUAL_MAPPINGS = 65_530
 _SHARE = 4
@@ -64,12 +69,38 @@ def map_file(descriptor: int, size: int) -> memoryview:
     if address is None or address == _FAILED:
         raise _error()
     mapping = _Mapping(address, size)
-    if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
-        raise _error()
+    populate(address, size)
     array = (ctypes.c_ubyte * size).from_address(address)
     # A view keeps the array alive, and the array the mapping.
     array.mapping = mapping  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+def populate(address: int, size: int) -> None:
+    """Map ``size`` bytes of a mapping from ``address``, a page's first byte, now, while other threads run.
+
+    A disk is then read faster than page by page. Older kernels map them when they are used. Raises OSError where they cannot be read.
+    """
+    if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
+        raise _error()
+
+
+def is_cold(descriptor: int, begin: int, end: int) -> bool:
+    """Whether less than half of bytes ``[begin, end)`` of an open file is in the page cache; False where the system does not tell.
+
+    Linux tells of files that belong to this user, or that it may write.
+    """
+    begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+    size = end - begin
+    address = _LIBC.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, begin)
+    if address is None or address == _FAILED:
+        return False
+    try:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        # Only the lowest bit of each byte says something.
+        return not _LIBC.mincore(address, size, pages) and 2 * sum(bytes(pages).translate(_LOWEST_BITS)) < len(pages)
+    finally:
+        _LIBC.munmap(address, size)
 
 
 def _error() -> OSError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from ctypes import POINTER, Structure, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +15,26 @@ _MILLISECONDS = 100
 """The longest wait without a look for signals, whose handlers Python calls between two waits."""
 
 
+BLOCK = 4096
+"""Direct reads are of whole blocks, in the file and in memory; disks with larger ones are rare, and read through the page cache."""
+
+
+def open_direct(descriptor: int) -> int | None:
+    """A new descriptor of the same open file whose reads go past the page cache; None where the file system refuses them, as tmpfs does."""
+    try:
+        # Through the open file, which may have another name by now, or none.
+        direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return None
+    try:
+        with mmap.mmap(-1, BLOCK) as block:
+            os.preadv(direct, [block], 0)
+    except OSError:
+        os.close(direct)
+        return None
+    return direct
+
+
 class Read(Structure):
     _fields_ = (("offset", c_int64), ("bytes", c_int64), ("data", c_void_p), ("ended", c_int64), ("failed", c_int64))
 
@@ -20,7 +42,7 @@ class Read(Structure):
 def declare(library: ctypes.CDLL) -> None:
     """Declare the reader's functions of the compiled library."""
     library.kvpack_reader_start.restype = c_void_p
-    library.kvpack_reader_start.argtypes = c_int, POINTER(Read), c_int64, c_int64, c_int64
+    library.kvpack_reader_start.argtypes = c_int, POINTER(Read), c_int64, c_int64, c_int64, c_int64
     library.kvpack_reader_allow.restype, library.kvpack_reader_allow.argtypes = None, (c_void_p, c_int64)
     library.kvpack_reader_wait.restype, library.kvpack_reader_wait.argtypes = c_int64, (c_void_p, c_int64, c_int64)
     library.kvpack_reader_stop.restype, library.kvpack_reader_stop.argtypes = None, (c_void_p,)
@@ -29,16 +51,26 @@ def declare(library: ctypes.CDLL) -> None:
 class Reader:
     """``reads`` of the open file ``descriptor`` in order: its first byte, the number of its bytes, and the address that they go to.
 
-    Threads share each in pieces of up to ``piece_bytes``. None is begun before ``allow``. A context manager: until its end the descriptor
-    is read and ``memory``, which holds the addresses and is kept, written. Raises MemoryError where no thread can be started.
+    Threads share each in pieces of up to ``piece_bytes``. With ``direct``, of ``open_direct``, which is closed at the end, these read past
+    the page cache: reads and pieces begin at multiples of ``BLOCK``, in the file and in memory, which is written in whole blocks. None is
+    begun before ``allow``. A context manager: until its end the descriptor is read and ``memory``, which holds the addresses and is kept,
+    written. Raises MemoryError where no thread can be started.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, descriptor: int, reads: Sequence[tuple[int, int, int]], memory: object, piece_bytes: int, threads: int
+        self,
+        library: ctypes.CDLL,
+        descriptor: int,
+        reads: Sequence[tuple[int, int, int]],
+        memory: object,
+        piece_bytes: int,
+        threads: int,
+        direct: int | None = None,
     ) -> None:
-        self._library, self._reader, self._memory = library, None, memory
+        self._library, self._reader, self._memory, self._direct = library, None, memory, direct
         self._reads = (Read * len(reads))(*(Read(*read) for read in reads))
-        self._reader = library.kvpack_reader_start(descriptor, self._reads, len(reads), piece_bytes, threads)
+        source, block = (descriptor, 1) if direct is None else (direct, BLOCK)
+        self._reader = library.kvpack_reader_start(source, self._reads, len(reads), piece_bytes, threads, block)
         if not self._reader:
             raise MemoryError("no thread could be started")
 
@@ -52,6 +84,9 @@ class Reader:
         reader, self._reader = self._reader, None
         if reader:
             self._library.kvpack_reader_stop(reader)
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            os.close(direct)
 
     __del__ = _stop
 

@@ -20,6 +20,7 @@ from kvpack.file import container, payload
 from kvpack.file.header import Contents
 from kvpack.file.streamed import Piece, write_pieces
 from kvpack.formats.errors import DigestMismatch, InvalidParameter, InvalidPayload, KvpackError, OutOfBounds, Truncated, WriteFailed
+from kvpack.kernels.cpu.library import library
 from support.caches import RECIPES, dense, random_pairs
 from support.late_bus import LateBus
 
@@ -397,3 +398,47 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path) -> None:
         save_from(bus, cache_of(), tmp_path / "a", progress=interrupt, piece_bytes=1000)
     assert not os.listdir(tmp_path)
     assert bus.closed
+
+
+@pytest.fixture
+def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.Copy], bytes]:
+    """A file, copies of all its sides in pieces, as of a device that checks digests, and the bytes that they give."""
+    kvpack.save(kvpack.pack(random_pairs(6, 300), "kivi-2"), tmp_path / "a")
+    file = container.open_file(tmp_path / "a")
+    places = [file.side_places(number, side) for number in range(6) for side in "kv"]
+    span = file.span(places)
+    assert span is not None
+    size = span.end - span.begin
+    copies = [staged_reads.Copy(0, begin, min(begin + 5120, size), span, places[0]) for begin in range(0, size, 5120)]
+    return file, copies, (tmp_path / "a").read_bytes()[span.begin : span.end]
+
+
+@pytest.mark.skipif(library() is None, reason="the C library was not built")
+@pytest.mark.parametrize("way", ["cached", "cold", "refused", "failing"])
+def test_cold_files_are_read_past_the_page_cache(
+    way: str, spanned: tuple[container.File, list[staged_reads.Copy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that is refused, or fails, through the page cache: the bytes are the same."""
+    file, copies, expected = spanned
+    (tmp_path / "empty").write_bytes(b"")
+    opened: list[int | None] = []
+    ways = {
+        "cold": staged_reads.open_direct,
+        "refused": lambda _: None,
+        "failing": lambda _: os.open(tmp_path / "empty", os.O_RDONLY),
+    }
+
+    def open_direct(descriptor: int) -> int | None:
+        opened.append(ways[way](descriptor))
+        return opened[0]
+
+    monkeypatch.setattr(staged_reads, "is_cold", lambda *_: way != "cached")
+    monkeypatch.setattr(staged_reads, "open_direct", open_direct)
+    bus = LateBus()
+    found = [piece.clone() for piece in staged_reads.staged(copies, file, bus, staged_reads.STAGING_BYTES, set(), set())]
+    assert b"".join(piece.numpy().tobytes() for piece in found) == expected
+    assert len(opened) == (way != "cached")
+    for descriptor in opened:
+        if descriptor is not None:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -219,3 +220,30 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     start = time.perf_counter()
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, check=True)
     assert int(ended.stdout) * 1024 < 2**24, f"verify took {ended.stdout} KiB in {time.perf_counter() - start:.1f} s"
+
+
+def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that nobody asked for are not read."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", mmap.PAGESIZE)
+    asked: list[tuple[int, int]] = []
+    ahead = sources.OnDisk.ahead
+    monkeypatch.setattr(sources.OnDisk, "ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1])
+    path.write_bytes(file_of(*[(random_side(GROUP, (64,), 5), random_side(COLUMNS, (64,), 5))] * 4))
+    with container.open_file(path) as file:
+        start = len(file.front.text)
+        places = {name: (start + place.begin, start + place.end) for name, place in file.front.places.items()}
+        assert list(file.in_memory([0, 1, 3])) == [0, 1, 3]
+        first, last = min(places.values())[0], max(end for name, (_, end) in places.items() if name.startswith("1."))
+        assert asked[0] == (first, last)
+        assert asked[1][0] == min(begin for name, (begin, _) in places.items() if name.startswith("3."))
+        assert asked[1][1] == max(end for _, end in places.values())
+        assert list(file.in_memory([])) == []
+
+
+def test_a_file_that_is_cut_once_it_is_mapped_is_truncated(path: Path) -> None:
+    path.write_bytes(file_of(*[(random_side(GROUP, (640,), 5), random_side(COLUMNS, (640,), 5))] * 4))
+    with container.open_file(path) as file:
+        file.tensor("0.k.tail")
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(Truncated, match="it was cut meanwhile"):
+            list(file.in_memory(range(4)))

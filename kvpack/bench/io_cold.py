@@ -1,0 +1,126 @@
+"""kvpack bench io --cold: files that are not in the page cache, compared with what fio reads past it from the same disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+import kvpack
+from kvpack.cache.device_copy import HostBus
+from kvpack.cache.staged_reads import COPY_BYTES, STAGING_BYTES, Copy, staged
+from kvpack.file.container import open_file
+from kvpack.formats.errors import InvalidParameter
+from kvpack.runtime.mapping import is_cold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpack.coding.encoding import Progress
+
+    from .io import Source
+
+RECIPES = ("bf16",)
+FIO = ("--rw=read", "--bs=1M", "--direct=1", "--ioengine=libaio", "--iodepth=16", "--readonly")
+DISK, LOAD, RING, AGAIN = "fio --direct=1", "load, mapped", "read as for a device", "load, from the page cache"
+
+
+def run(
+    cache: Source, recipes: Sequence[str] | None, *, repeats: int = 5, folder: str | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Measure files of ``cache`` and return JSON values: one row per recipe and way, its ``of_fio`` above 1 if it is faster than fio.
+
+    Raises InvalidParameter where files stay in memory, as in a tmpfs.
+    """
+    if repeats < 1:
+        raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
+    rows = []
+    recipes = recipes or RECIPES
+    with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
+        path = os.path.join(temporary, "packed.kvpack")
+        for number, recipe in enumerate(recipes):
+            kvpack.save(kvpack.pack(cache.pairs, recipe), path)
+            size = os.path.getsize(path)
+            ways: dict[str, Callable[[], float]] = {LOAD: _timed(lambda: kvpack.load(path)), RING: _timed(lambda: _read_by_ring(path))}
+            if shutil.which("fio") is not None:
+                ways = {DISK: lambda: _fio(path), **ways}
+            seconds: dict[str, list[float]] = {name: [] for name in (*ways, AGAIN)}
+            for _ in range(repeats):
+                for name, way in ways.items():
+                    drop(path)
+                    seconds[name].append(way())
+                kvpack.load(path)
+                seconds[AGAIN].append(_timed(lambda: kvpack.load(path))())
+            medians = {name: statistics.median(own) for name, own in seconds.items()}
+            for name, median in medians.items():
+                of_fio = medians[DISK] / median if DISK in medians else None
+                rows.append({"recipe": recipe, "way": name, "bytes": size, "seconds": median, "gb_per_s": size / median / 1e9,
+                             "of_fio": of_fio})  # fmt: skip
+            os.unlink(path)
+            if progress is not None:
+                progress(number + 1, len(recipes))
+    return {"source": cache.label, "repeats": repeats, "cold_rows": rows}
+
+
+def drop(path: str) -> None:
+    """Drop a file from the page cache. Raises InvalidParameter where it stays there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not is_cold(descriptor, 0, os.path.getsize(path)):
+            raise InvalidParameter(f"{os.path.dirname(path)}: its files stay in memory; give --folder with a folder on a disk")
+    finally:
+        os.close(descriptor)
+
+
+def _timed(call: Callable[[], object]) -> Callable[[], float]:
+    def seconds() -> float:
+        started = time.perf_counter()
+        result = call()
+        passed = time.perf_counter() - started
+        del result
+        return passed
+
+    return seconds
+
+
+def _read_by_ring(path: str) -> None:
+    """Read all sides through the staging memory of a load to a device, without one."""
+    with open_file(path) as file:
+        places = [file.side_places(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
+        span = file.span(places)
+        assert span is not None
+        ends = range(0, sum(place.nbytes for place in places), COPY_BYTES)
+        copies = [Copy(0, begin, min(begin + COPY_BYTES, span.end - span.begin), span, places[0]) for begin in ends]
+        for _ in staged(copies, file, HostBus(), STAGING_BYTES, {*()}, {*()}):
+            continue
+
+
+def _fio(path: str) -> float:
+    """Seconds that fio reads a file for. Raises InvalidParameter with its message where it cannot."""
+    done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
+    if done.returncode:
+        raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")
+    (job,) = json.loads(done.stdout)["jobs"]
+    return float(job["read"]["io_bytes"] / job["read"]["bw_bytes"])
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one table."""
+    from kvpack.output import bytes_text, print_table
+
+    cells = [
+        [row["recipe"], row["way"], bytes_text(row["bytes"]), f"{row['gb_per_s']:.2f}", f"{row['of_fio']:.2f}" if row["of_fio"] else ""]
+        for row in report["cold_rows"]
+    ]
+    print_table(f"{report['source']}: median of {report['repeats']}", ["recipe", "way", "file", "GB/s", "x fio"], cells)
+    if not any(row["way"] == DISK for row in report["cold_rows"]):
+        print("\nfio is not installed: install it (such as by apt install fio) to see the speed of the disk.")
+    print("\nGB/s count the file's bytes, and before each timing but the last the file is dropped from the page cache.")
+    print("load, mapped: kvpack.load, which checks every byte. read as for a device: by direct I/O into the memory that copies begin in.")

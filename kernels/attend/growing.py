@@ -21,6 +21,7 @@ from .prepared import EVERYTHING, Options, Prepared, QueryShape
 if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer
 
+    from .means import Means
     from .plan import Launch
 
 
@@ -60,7 +61,7 @@ class GrowingCall:
         """Take the pages of ``layer`` as they are now; whether launches changed, so that graphs must be captured again."""
         launches = self._planned(layer)
         same = len(launches) == len(self._launches) and all(
-            new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and new.work.shape[0] <= old.work.shape[0]
+            new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)
             for new, old in zip(launches, self._launches, strict=True)
         )
         if not same:
@@ -68,6 +69,8 @@ class GrowingCall:
             return True
         for new, old in zip(launches, self._launches, strict=True):
             old.work.copy_(_padded(new.work, old.work.shape[0]))
+            if old.means is not None and new.means is not None:
+                old.means.table.copy_(new.means.padded(old.means.table.shape[0]).table)
         self._held = [launch.held for launch in launches]
         return False
 
@@ -86,7 +89,10 @@ class GrowingCall:
 
     def _plan(self, launches: list[Launch]) -> None:
         device = launches[0].tables[0].device
-        self._launches = [replace(launch, work=_padded(launch.work, _items(launch)).to(device)) for launch in launches]
+        self._launches = [
+            replace(launch, work=_padded(launch.work, _items(launch)).to(device), means=_with_room(launch.means, device))
+            for launch in launches
+        ]
         self._held = [launch.held for launch in launches]
         slides = self._options.sliding_window is not None
         masked = [launch.has_tail or slides for launch in launches]
@@ -105,6 +111,21 @@ def _items(launch: Launch) -> int:
     if launch.tail_alone or rows <= launch.programs:
         return rows if launch.tail_alone else launch.programs
     return -(-rows // ROOM_FOR_PAGES) * ROOM_FOR_PAGES
+
+
+def _with_room(means: Means | None, device: torch.device) -> Means | None:
+    """``means`` on the device, with room for those of later tokens."""
+    if means is None:
+        return None
+    padded = means.padded(-(-means.table.shape[0] // ROOM_FOR_PAGES) * ROOM_FOR_PAGES)
+    return padded._replace(table=padded.table.to(device))
+
+
+def _has_room(old: Launch, new: Launch) -> bool:
+    """Whether the tables of a launch hold those of the one that follows it."""
+    if old.means is None or new.means is None:
+        return old.means is new.means and new.work.shape[0] <= old.work.shape[0]
+    return new.work.shape[0] <= old.work.shape[0] and new.means.table.shape[0] <= old.means.table.shape[0]
 
 
 def _padded(work: torch.Tensor, items: int) -> torch.Tensor:

@@ -24,12 +24,14 @@ from kvpack.kernels.tiles.shapes import LaunchShape, in_patches, shape_of, table
 from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
 
 from . import segments
+from .means import means_of
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
     from kvpack.kernels.tiles.layers import Layer, Side
 
+    from .means import Means
     from .segments import Frame, Segment, SideSegment
 
 INTERPRETED_MULTIPROCESSORS = 2
@@ -73,6 +75,7 @@ class Launch:
     v: Frame
     shape: LaunchShape
     work: torch.Tensor
+    means: Means | None
     tables: tuple[torch.Tensor, torch.Tensor]
     constants: dict[str, Any]
     held: tuple[torch.Tensor, ...]
@@ -170,15 +173,23 @@ def _launch(
     if found[0].k.page is found[0].v.page is None and tokens <= programs * tile:
         # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
         shape = shape._replace(stages=1)
-    rows, held = work_rows(found, k_tiles, v_tiles, tile, programs, whole)
+    held: list[torch.Tensor] = []
+    means, whole_means, means_places = None, False, [0] * len(found)
+    if k_tiles.means is not None:
+        means, means_places = means_of([segment.k for segment in found], held)
+    rows = work_rows(found, means_places, k_tiles, v_tiles, tile, programs, whole, held)
+    if means is not None:
+        span = shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
+        whole_means = means.key_mean.tokens % span == 0 and not ((rows[:, 3] + rows[:, 5]) % span).any()
     k_address = FIRST_ADDRESS.value
     v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
     # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
     k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
+    k_streams, v_streams = aligned_streams(rows, k_tiles, k_address), aligned_streams(rows, v_tiles, v_address)
     constants = {
-        "K": bind(k_tiles, places[0], k_outliers, aligned_streams(rows, k_tiles, k_address), _whole(rows, 3, k_tiles, shape), fast),
-        "V": bind(v_tiles, places[1], v_outliers, aligned_streams(rows, v_tiles, v_address), _whole(rows, 4, v_tiles, shape), fast),
+        "K": bind(k_tiles, places[0], k_outliers, k_streams, _whole(rows, 3, k_tiles, shape), fast, whole_means),
+        "V": bind(v_tiles, places[1], v_outliers, v_streams, _whole(rows, 4, v_tiles, shape), fast),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": rows.shape[1],
@@ -194,7 +205,9 @@ def _launch(
     work = torch.from_numpy(rows)
     of_tail = [segment.k.page is None or segment.v.page is None for segment in found]
     work = work if growing else work.to(device)
-    return Launch(k, v, shape, work, tables, constants, tuple(held), programs, any(of_tail), all(of_tail), shape.fills)
+    if means is not None and not growing:
+        means = means._replace(table=means.table.to(device))
+    return Launch(k, v, shape, work, means, tables, constants, tuple(held), programs, any(of_tail), all(of_tail), shape.fills)
 
 
 def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
@@ -213,18 +226,25 @@ def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, mult
 
 
 def work_rows(
-    found: list[Segment], k_tiles: Tiles, v_tiles: Tiles, tile: int, programs: int, whole: tuple[int, int]
-) -> tuple[numpy.ndarray[Any, numpy.dtype[numpy.int64]], list[torch.Tensor]]:
-    """Work for ``programs`` of each sequence, int64 ``[item, column]`` (``work.load_work``), and the tensors that its addresses refer to.
+    found: list[Segment],
+    places: list[int],
+    k_tiles: Tiles,
+    v_tiles: Tiles,
+    tile: int,
+    programs: int,
+    whole: tuple[int, int],
+    held: list[torch.Tensor],
+) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
+    """Work for ``programs`` of each sequence, int64 ``[item, column]`` (``work.load_work``); ``held`` gets the tensors of its addresses.
 
-    A program walks its tokens in steps of ``tile``; every query sees all of ``whole``.
+    A program walks its tokens in steps of ``tile``; every query sees all of ``whole``. ``places`` are those of segments among means.
     """
     tokens = sum(segment.tokens for segment in found)
     parts: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
-    held: list[torch.Tensor] = []
-    for segment in found:
+    for segment, place in zip(found, places, strict=True):
         cut_words = any(_cuts_words(own, tiles) for own, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
-        found_at = [*addresses.addresses_of(segment.k.streams, k_tiles, held), *addresses.addresses_of(segment.v.streams, v_tiles, held)]
+        found_at = addresses.addresses_of(segment.k.streams, k_tiles.streams, held)
+        found_at += addresses.addresses_of(segment.v.streams, v_tiles.streams, held)
         # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
         tiles = -(-segment.tokens // tile)
         pieces = max(1, min(tiles, segment.tokens * programs // tokens))
@@ -238,10 +258,10 @@ def work_rows(
         seen = numpy.maximum(seen, 0) // tile * tile
         own_rows = [first - own.first for own in (segment.k, segment.v)]
         part = numpy.empty((len(start), FIRST_ADDRESS.value + len(found_at)), numpy.int64)
-        part[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, seen, *own_rows], 1)
+        part[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, seen, *own_rows, numpy.full_like(first, place)], 1)
         part[:, FIRST_ADDRESS.value :] = found_at
         parts.append(part)
-    return numpy.concatenate(parts), held
+    return numpy.concatenate(parts)
 
 
 def _multiprocessors(device: torch.device) -> int:

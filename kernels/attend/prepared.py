@@ -19,7 +19,7 @@ from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import device_tables, frame_columns
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
-from . import merge, plan, rotation, split
+from . import means, merge, plan, rotation, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,9 +148,11 @@ class Prepared:
         self._merges_originals = own_channels and len(self._v_frames) <= 2
         self._rotated = not all(frame_columns.in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames)
         self._few_rows = shape.sequences * shape.rows <= (MAX_ROTATED_ROWS if self._rotated else ORDERED_ROWS)
+        self._mean_products = [places.take(0 if launch.means is None else rows * launch.means.pages) for launch in launches]
         self._scratch = places.taken
-        launches_of = [*self._prepared_rotations(), *self._prepared_splits(position, masked, cut or options.starts)]
-        self._rotations = len(self._own_queries) + bool(self._plain())
+        launches_of = [*self._prepared_rotations(), *self._prepared_means()]
+        self._rotations = len(launches_of)
+        launches_of += self._prepared_splits(position, masked, cut or options.starts)
         if not self._merges_originals:
             launches_of += self._prepared_frame_merges()
         else:
@@ -275,6 +277,20 @@ class Prepared:
             found.append((launch, [turned, scales, (query, 0), (matrix, 0), (blocks, 0)]))
         return found
 
+    def _prepared_means(self) -> list[_Placed]:
+        """For each launch whose keys have means, one that multiplies queries by those of its pages."""
+        shape = self.shape
+        found: list[_Placed] = []
+        for launch, place in zip(self.launches, self._mean_products, strict=True):
+            if launch.means is not None:
+                run, columns = means.launch_of(
+                    launch.means, launch.k.codec, self._dual, shape.heads, shape.sequences, shape.padded, shape.block, self._dependent,
+                    self.launches[0].fills,
+                )  # fmt: skip
+                turned = (SCRATCH, self._turned[launch.k])
+                found.append((run, [(SCRATCH, place), turned, (launch.means.table, 0), (columns, 0)]))
+        return found
+
     def _prepared_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_Placed]:
         shape, options = self.shape, self.options
         numbers = device_tables.numbers(str(self._device))
@@ -283,7 +299,7 @@ class Prepared:
         row_blocks = shape.padded // shape.block
         found: list[_Placed] = []
         start = 0
-        for launch, lengths in zip(self.launches, masked, strict=True):
+        for launch, lengths, products in zip(self.launches, masked, self._mean_products, strict=True):
             items = launch.work.shape[0]
             rows = 2 * max(FEWEST_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual else shape.block
             tables = launch.constants["TABLES"].nbytes
@@ -293,6 +309,7 @@ class Prepared:
                 (
                     *no_starts, (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts,
                     position, shape.q_len, 0 if options.causal else EVERYTHING, options.sliding_window or EVERYTHING,
+                    0 if launch.means is None else launch.means.pages,
                 ),
                 {
                     **launch.constants, "SOFTCAP": options.softcap is not None, "ROWS": rows, "BLOCK": shape.block,
@@ -302,8 +319,9 @@ class Prepared:
                 partial(shared_table.allow, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
             )  # fmt: skip
             places: list[tuple[int | torch.Tensor, int]] = [
-                *self._partials, (SCRATCH, self._turned[launch.k]), (SCRATCH, self._scales[launch.k]), (launch.work, 0), (numbers, 0),
-                (launch.tables[0], 0), (launch.tables[1], 0), (LENGTHS if options.lengths else launch.work, 0),
+                *self._partials, (SCRATCH, self._turned[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
+                (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
+                (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
             found.append((run, [*places, (STARTS, 0)] if options.starts else places))
             start += launch.parts

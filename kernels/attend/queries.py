@@ -22,7 +22,8 @@ class Queries(NamedTuple):
     ``tiles`` are ``[warp, column, row]``, beside the key tiles that they are multiplied with (``_query_tiles``). Of each row, all
     ``[1, 1, row]``: ``half_sum`` is what signs take of it (``qjl.half_sum``) and ``offset`` what all of its scores have, or 0;
     ``scale`` is what its scores are multiplied by, ``position`` its token, and ``second`` whether its scores are of the second of two
-    tokens in a tile's row.
+    tokens in a tile's row. ``products`` points to its product with the mean of page 0 (``key_mean.load_products``), each of the ``pages``
+    having ``padded``; all are None without means.
     """
 
     tiles: Any
@@ -31,6 +32,9 @@ class Queries(NamedTuple):
     scale: Any
     position: Any
     second: Any
+    products: Any = None
+    pages: Any = None
+    padded: Any = None
 
 
 @triton.constexpr_function
@@ -43,6 +47,8 @@ def sum_of(numbers: tuple[int, ...]) -> int:
 def load_queries(
     q: tl.tensor,
     scales: tl.tensor,
+    products: tl.tensor,
+    pages: tl.tensor,
     sequence: tl.tensor,
     block: tl.tensor,
     row_blocks: tl.tensor,
@@ -80,19 +86,29 @@ def load_queries(
     if K.offset:
         offset = tl.load(begin + sum_of(WIDTHS) * padded + row)[None, None, :]
     scale = tl.load(scales + sequence * padded + row)[None, None, :]  # [1, 1, row]
-    return Queries(tiles, of_signs, offset, scale, position + (row % q_len)[None, None, :], second)
+    of_pages = None
+    if K.means is not None:
+        of_pages = (products + sequence.to(tl.int64) * pages * padded + row)[None, None, :]
+    return Queries(tiles, of_signs, offset, scale, position + (row % q_len)[None, None, :], second, of_pages, pages, padded)
 
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
     """The queries with positions int32, counted from ``token``."""
-    return Queries(queries.tiles, queries.half_sum, queries.offset, queries.scale, (queries.position - token).to(tl.int32), queries.second)
+    position = (queries.position - token).to(tl.int32)
+    return Queries(
+        queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
+        queries.products, queries.pages, queries.padded,
+    )  # fmt: skip
 
 
 @triton.jit
 def scaled(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
     """The queries with another ``scale``, which is made finite."""
-    return Queries(queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second)
+    return Queries(
+        queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
+        queries.products, queries.pages, queries.padded,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
-from kvpack.kernels.loaders.key_mean import factor_of_means
+from kvpack.kernels.loaders.key_mean import load_products
 from kvpack.kernels.loaders.outliers import add_outlier_scores
 from kvpack.kernels.loaders.qjl import decode_bits, factor_of_bits
 
@@ -45,6 +45,7 @@ def score(
     entries: tl.tuple,
     queries: tl.tuple,
     cap: tl.tensor,
+    first: tl.tensor,
     token: tl.tensor,
     visible: tl.tuple,
     lookup: tl.tuple,
@@ -56,14 +57,18 @@ def score(
 ) -> tl.tuple:
     """Base-2 logarithms of weights, ``[warp, token, row]`` for each tile that was ``loaded``; with ``MASKED`` -inf for unseen tokens.
 
-    ``token`` ``[warp, token]`` are the tokens of each warp's first tile. With ``DUAL``, a score is of that token where the row is not
-    ``queries.second``, else of the one behind it (``tile_layout.second_token_offset``); keys that are not dual have a tile for each.
+    ``token`` ``[warp, token]`` are the tokens of each warp's first tile; ``first`` is that of the first warp, from the first page of means
+    on. With ``DUAL``, a score is of that token where the row is not ``queries.second``, else of the one behind it
+    (``tile_layout.second_token_offset``); keys that are not dual have a tile for each.
     """
     TOKENS: tl.constexpr = token.shape[1]
     EACH: tl.constexpr = 2 if DUAL and not K.dual else 1
     scores = ()
     for tile in tl.static_range(len(loaded) // EACH):
-        found = _score(loaded[tile * EACH : (tile + 1) * EACH], entries, queries, cap, lookup, K, tile, TOKENS, SOFTCAP, FAST)
+        found = _score(
+            loaded[tile * EACH : (tile + 1) * EACH], entries, queries, cap, first, lookup, K, DUAL, len(loaded) // EACH, tile, TOKENS,
+            SOFTCAP, FAST,
+        )  # fmt: skip
         if MASKED:
             at = (token + tile * (2 * TOKENS if DUAL else TOKENS))[:, :, None]  # [warp, token, 1], with DUAL [warp, token, row]
             if DUAL:
@@ -82,8 +87,11 @@ def _score(
     entries: tl.tuple,
     queries: tl.tuple,
     cap: tl.tensor,
+    first: tl.tensor,
     lookup: tl.tuple,
     K: tl.constexpr,
+    DUAL: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -99,8 +107,6 @@ def _score(
     SIGNS: tl.constexpr = K.signs
     MEANS: tl.constexpr = K.means
     OUTLIERS: tl.constexpr = K.outliers
-    # Where the means are in what is loaded of a tile.
-    MEANS_AT: tl.constexpr = 1 if K.signs is None else 2
     SIGN_STEPS: tl.constexpr = 0 if K.signs is None else K.signs.steps
     OWN: tl.constexpr = len(queries.tiles) // len(loaded)
     WARPS: tl.constexpr = queries.tiles[0].shape[0]
@@ -126,10 +132,9 @@ def _score(
                 products = _add_products(products, tiles, queries.tiles, (number + 1) * OWN - SIGN_STEPS + step)
         scores += products * of_rows(factor_of(loaded, 1, queries.second, factor_of_bits, SIGNS, False, FAST))
     if K.means is not None:
-        products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
-        for number in tl.static_range(len(loaded)):
-            products = _add_products(products, loaded[number][MEANS_AT][:-1], queries.tiles, number * OWN)
-        scores += products * of_rows(factor_of(loaded, MEANS_AT, queries.second, factor_of_means, MEANS, False, FAST))
+        scores += load_products(
+            queries.products, queries.pages, queries.padded, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS
+        )  # fmt: skip
     if K.outliers is not None:
         scores = add_outlier_scores(scores, entries, queries.tiles, TILE, OUTLIERS, FAST)
     if K.offset:

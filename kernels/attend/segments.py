@@ -11,15 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.group import Group
-from kvpack.formats.key_mean import CODES as MEANS
-from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.klt import Klt
 from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.kernels.loaders import key_mean as tiles_key_mean
 from kvpack.kernels.loaders import minifloat
 from kvpack.kernels.loaders import outliers as tiles_outliers
 from kvpack.kernels.tiles import loaders
@@ -178,10 +175,6 @@ def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun |
     # One that no loader knows stays, and leaves the page to torch.
     loaded = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}
-    if (key_mean := page.codec.side_car(KeyMean)) is not None and tiles is not None:
-        # Parts begin anywhere in a page of tokens.
-        columns = tiles_key_mean.columns_of(tiles, start % key_mean.tokens, str(streams[MEANS].device))
-        segment = segment._replace(streams={**segment.streams, tiles_key_mean.COLUMNS: columns})
     if page.codec.side_car(Outliers) is not None and tiles is not None:
         found = outlier_entries.of_page(page, start, stop)
         if found is None:

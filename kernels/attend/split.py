@@ -33,7 +33,7 @@ from .queries import load_queries, relative_to, scaled
 from .scores import Lookup, Visible, score
 from .softmax import Softmax, add, empty, merge_tokens
 
-COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
+COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window", "pages"]
 """Arguments that change from call to call, and for whose values nothing is compiled anew."""
 
 
@@ -44,6 +44,7 @@ def attend_split(
     total_out: tl.tensor,
     q: tl.tensor,
     scales: tl.tensor,
+    products: tl.tensor,
     work_table: tl.tensor,
     numbers: tl.tensor,
     k_table: tl.tensor,
@@ -61,6 +62,7 @@ def attend_split(
     q_len: tl.tensor,
     ahead: tl.tensor,
     window: tl.tensor,
+    pages: tl.tensor,
     K: tl.constexpr,
     V: tl.constexpr,
     TABLES: tl.constexpr,
@@ -87,7 +89,8 @@ def attend_split(
 
     ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` int16 0, 1, 2, ... for ``load_column_fields``, and
     ``k_table`` and ``v_table`` binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
-    ``[batch, head, row]`` are padded to whole row blocks. Written are ``sums_out`` float32 ``[batch, head, row, part, column]``,
+    ``[batch, head, row]`` are padded to whole row blocks, and so are ``products`` float32 ``[batch, head, page, row]`` with the means of
+    keys (``means.page_products``), read if there are any. Written are ``sums_out`` float32 ``[batch, head, row, part, column]``,
     ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens
     that each sequence has; ``position`` is that of the first query of a sequence of all tokens. ``CUT``: tokens before the
     windows of a sequence are skipped, and so are those before its own of ``starts``, int32 ``[batch]``, if these are given.
@@ -147,7 +150,8 @@ def attend_split(
         gdc_wait()
         gdc_launch_dependents()
     k, v = work.k, work.v
-    queries = load_queries(q, scales, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
+    means_first = work.means + k.first
+    queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
     if K.run_product is not None:
         queries = scaled(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
     # Tokens of a warp lie side by side, whatever tiles they are cut into.
@@ -188,7 +192,9 @@ def attend_split(
             entries, entries_ahead = next_patches(work, offset, ready, entries_ahead, K, V, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
         else:
             entries = ((), ())
-        scores = score(k_loaded, entries[0], queries, cap, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST)
+        scores = score(
+            k_loaded, entries[0], queries, cap, means_first + offset, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST,
+        )  # fmt: skip
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
@@ -215,7 +221,9 @@ def attend_split(
         else:
             entries = ((), ())
         at = near + ASIDE + (offset - ASIDE)
-        scores = score(k_loaded, entries[0], queries, cap, at, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST)
+        scores = score(
+            k_loaded, entries[0], queries, cap, means_first + offset, at, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST,
+        )  # fmt: skip
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)

@@ -111,7 +111,7 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     held: list[torch.Tensor] = []
     found, blocks = [], 0
     for part in packed:
-        found.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles, held)])
+        found.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles.streams, held)])
         blocks += -(-part.tokens // block)
     rows = numpy.array(found, dtype=numpy.int64)
     table = torch.from_numpy(rows).to(device, non_blocking=True)

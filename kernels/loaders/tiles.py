@@ -25,6 +25,13 @@ APART, NEIGHBOURS = 1, 2
 """How the two tokens of such a row lie: all second tokens of the tile after all first ones, or each after its first."""
 
 
+class Means(NamedTuple):
+    """Pages of ``tokens`` tokens whose keys have a mean each; ``whole``: the tokens of a warp's tile lie in one page."""
+
+    tokens: int
+    whole: bool = False
+
+
 class Outliers(NamedTuple):
     """Outliers beside ``tiles`` of ``width`` columns each; ``first_stream`` is the number of their first stream.
 
@@ -98,7 +105,7 @@ class Tiles:
     """Dtype of the tiles: fp16, or that of raw values; without inline PTX, bf16 values are widened to fp32."""
     signs: tuple[Any, ...] | None = None
     """Constants of the loader of ``qjl``, whose tiles are the last ones; None without its side-car."""
-    means: tuple[Any, ...] | None = None
+    means: Means | None = None
     """Constants of the loader of ``key_mean``, for keys; None without its side-car."""
     outliers: Outliers | None = None
     """Those of the loader of ``outliers``; None without its side-car."""

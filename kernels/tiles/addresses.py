@@ -14,8 +14,9 @@ from .bound_loader import RowStream
 from .work import STREAM_INTEGERS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from kvpack.kernels.bitpack.streams import Stream
     from kvpack.kernels.loaders.tiles import Tiles
 
 VARIABLE = "KVPACK_INLINE_ASSEMBLY"
@@ -26,10 +27,10 @@ def uses_assembly(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
 
-def addresses_of(streams: Mapping[str, torch.Tensor], tiles: Tiles, held: list[torch.Tensor]) -> list[int]:
-    """Address, batch stride and head stride in bytes of each stream; a stream whose rows are not dense and aligned is copied."""
+def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], held: list[torch.Tensor]) -> list[int]:
+    """Address, batch stride and head stride in bytes of each stream ``wanted``; one whose rows are not dense and aligned is copied."""
     found: list[int] = []
-    for stream in tiles.streams:
+    for stream in wanted:
         tensor = streams[stream.name]
         size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
         if not dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):

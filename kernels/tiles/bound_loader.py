@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.kernels.triton_internals import code_key
 
 if TYPE_CHECKING:
-    from kvpack.kernels.loaders.tiles import Outliers, Tiles
+    from kvpack.kernels.loaders.tiles import Means, Outliers, Tiles
     from kvpack.kernels.tables.shared_tables import SharedTable
 
 
@@ -39,7 +39,7 @@ class BoundLoader(NamedTuple):
     constants: Any
     steps: int
     signs: Any
-    means: Any
+    means: Means | None
     outliers: Outliers | None
     shared: SharedTable
     streams: tuple[RowStream, ...]
@@ -62,11 +62,21 @@ class BoundLoader(NamedTuple):
 
 
 def bind(
-    tiles: Tiles, shared: SharedTable, outliers: Outliers | None, streams: tuple[RowStream, ...], whole: bool, fast: bool
+    tiles: Tiles,
+    shared: SharedTable,
+    outliers: Outliers | None,
+    streams: tuple[RowStream, ...],
+    whole: bool,
+    fast: bool,
+    whole_means: bool = False,
 ) -> BoundLoader:
-    """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened."""
+    """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened.
+
+    ``whole_means``: the tokens of a warp's tile always lie in one page of means.
+    """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
-    run_product = tiles.run_product if tiles.signs is tiles.means is tiles.outliers is None else None
+    alone = tiles.signs is None and tiles.means is None and tiles.outliers is None
+    run_product = tiles.run_product if alone else None
     return BoundLoader(
         load=tiles.load,
         decode=tiles.decode,
@@ -76,7 +86,7 @@ def bind(
         constants=tiles.constants,
         steps=tiles.steps,
         signs=tiles.signs,
-        means=tiles.means,
+        means=None if tiles.means is None else tiles.means._replace(whole=whole_means),
         outliers=outliers,
         shared=shared,
         streams=streams,

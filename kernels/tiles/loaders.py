@@ -45,4 +45,9 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     """The loader of tiles that hold two tokens per row, which lie as ``dual`` says; None where rows have another number of words."""
+    if isinstance(codec, WithSideCars):
+        found = dual_tiles_of(codec.codec, dual)
+        # Tiles hold no means.
+        means = [one for one in codec.side_cars if isinstance(one, KeyMean)]
+        return tiles_key_mean.with_means(found, means[0]) if found is not None and len(means) == len(codec.side_cars) == 1 else None
     return codecs.of_codec(codec).dual_tiles(codec, dual)

@@ -13,10 +13,9 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
-from kvpack.kernels.loaders.key_mean import load_means
 from kvpack.kernels.loaders.qjl import load_signs
 
-FIRST_ADDRESS = tl.constexpr(5)
+FIRST_ADDRESS = tl.constexpr(6)
 """Integers of a work row before the addresses: those of ``Work`` before its streams."""
 
 ASIDE = tl.constexpr(1 << 20)
@@ -37,12 +36,14 @@ class Rows(NamedTuple):
 class Work(NamedTuple):
     """The tokens of a program: ``count`` of them from token ``begin`` of the layer on.
 
-    Every query sees all of the first ``whole``, a multiple of what the program's warps attend at once.
+    Every query sees all of the first ``whole``, a multiple of what the program's warps attend at once. Row 0 of the keys is token
+    ``means`` from the first page of the launch's means on (``means.Means``).
     """
 
     begin: Any
     count: Any
     whole: Any
+    means: Any
     k: Any
     v: Any
 
@@ -55,9 +56,10 @@ def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr
     whole = tl.load(row + 2).to(tl.int32)
     k_first = tl.load(row + 3)
     v_first = tl.load(row + 4)
+    means = tl.load(row + 5)
     k_streams = stream_pointers(row + FIRST_ADDRESS, batch, head, K)
     v_streams = stream_pointers(row + FIRST_ADDRESS + STREAM_INTEGERS * len(K.streams), batch, head, V)
-    return Work(begin, count, whole, Rows(k_streams, k_first), Rows(v_streams, v_first))
+    return Work(begin, count, whole, means, Rows(k_streams, k_first), Rows(v_streams, v_first))
 
 
 @triton.jit
@@ -99,7 +101,7 @@ def within_length(
     skipped = tl.maximum(0, position - window + 1 - work.begin).to(tl.int32) // SPAN * SPAN
     seen = tl.maximum(0, tl.minimum(count, position + 1 + ahead - work.begin)).to(tl.int32)
     whole = tl.minimum(work.whole, seen // (TILES * SPAN) * (TILES * SPAN))
-    return Work(work.begin, count, whole, work.k, work.v), skipped
+    return Work(work.begin, count, whole, work.means, work.k, work.v), skipped
 
 
 @triton.jit
@@ -118,7 +120,7 @@ def from_first_seen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.
     shift = tl.where(whole > 0, shift, begin).to(tl.int32)
     k = Rows(work.k.streams, work.k.first + shift)
     v = Rows(work.v.streams, work.v.first + shift)
-    return Work(work.begin + shift, count - shift, whole, k, v), shift - begin
+    return Work(work.begin + shift, count - shift, whole, work.means, k, v), shift - begin
 
 
 @triton.jit
@@ -168,14 +170,13 @@ def load_tiles(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs and the means beside it, if any.
+    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs beside it, if any.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the one whose row is ``first``; with ``MASKED``
     those from ``end`` on are not loaded. If the side is dual, half as many tiles of twice as many tokens.
     """
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs
-    MEANS: tl.constexpr = SIDE.means
     loaded = ()
     for tile in tl.static_range(TILES // 2 if SIDE.dual else TILES):
         at = token + tile * (2 * TOKENS if SIDE.dual else TOKENS)
@@ -184,7 +185,5 @@ def load_tiles(
         parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
         if SIDE.signs is not None:
             parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
-        if SIDE.means is not None:
-            parts = parts + (load_means(streams, first, at, valid, MEANS, MASKED),)
         loaded = loaded + (parts,)
     return loaded

@@ -52,7 +52,7 @@ def test_one_kept_matrix_takes_queries_to_the_frame(words: str) -> None:
     layer = Layer(random_side(k, 2, (64,), 9, 1), random_side(v, 2, (64,), 9, 2))
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
     assert triton_attention.prepare(q, layer, Options(0.125)).plain
-    assert GrowingCall.takes(q, layer)
+    assert GrowingCall.supports(q, layer)
 
 
 @pytest.mark.kernels

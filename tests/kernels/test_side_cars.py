@@ -14,6 +14,7 @@ from kvpack.formats.channel_scale import STREAM
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.kernels.tiles import loaders
 from support.caches import random_pairs
 from support.interpreter import DEVICE, needs_loaded_bounds
 from support.random_sides import TOLERANCE, check, codecs, exact, random_side
@@ -73,6 +74,18 @@ def test_means_of_pages_batches_and_lengths(k: str) -> None:
     layer = Layer(random_side(k_codec, 1, (96, 33), 9, 1, batch=3), random_side(v_codec, 1, (129,), 9, 2, batch=3))
     check(layer, 2, lengths=[138, 1, 97])
     check(layer, 2, q_len=60, starts=[0, 21, 70])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mean", [8, 128])
+@pytest.mark.parametrize("v", ["scalar:b=3", "scalar:b=4"])
+def test_means_beside_tiles_of_two_tokens_per_row(v: str, mean: int) -> None:
+    """Tiles lie in one page of means, or in several; the tokens of a row are apart, and neighbors where both sides have such rows."""
+    k_codec, v_codec = codecs(f"scalar:b=2,mean={mean},mean_bits=4", v, (64, 64))
+    found = loaders.dual_tiles_of(k_codec)
+    assert found is not None
+    assert found.means is not None
+    check(Layer(random_side(k_codec, 2, (300, 33), 9, 1), random_side(v_codec, 2, (333,), 9, 2)), 4)
 
 
 @pytest.mark.kernels

@@ -59,7 +59,9 @@ def _built(tmp_path_factory: pytest.TempPathFactory, out: Path, **variables: str
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    out = once.folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder))
+    # Optimized a little: that takes the compiler a fifth of the time.
+    variables = {"CC": str(ROOT / ".ci" / "gcc-o1")} if shutil.which("gcc") else {}
+    out = once.folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder, **variables))
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 

@@ -4,7 +4,7 @@ The package reaches formats/ and kernels/ by the links kvpack/formats and kvpack
 in their place, each with the path that its link pointed to. They become links again before setuptools looks for packages.
 
 The C library is optional. A wheel without it is tagged py3-none-any, so that no cache serves it in place of a compiled one.
-Debug information, five sixths of the library, is left out unless CFLAGS is set.
+Debug information, five sixths of the library, is left out unless CFLAGS is set. The C files are compiled beside each other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import os
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from setuptools import build_meta
+from setuptools._distutils.ccompiler import CCompiler
 from setuptools.build_meta import get_requires_for_build_editable, get_requires_for_build_sdist, get_requires_for_build_wheel
 
 __all__ = [
@@ -38,6 +40,18 @@ print(build_meta.build_wheel(sys.argv[1]))
 """
 
 LINKS = {"kvpack/formats": "../formats", "kvpack/kernels": "../kernels"}
+
+
+_compile = CCompiler.compile
+
+
+def _compile_at_once(self: CCompiler, sources: list[str], *args: Any, **options: Any) -> list[str]:
+    """Compile each file in a thread; raises as for one after another."""
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return [name for names in pool.map(lambda source: _compile(self, [source], *args, **options), sources) for name in names]
+
+
+CCompiler.compile = _compile_at_once
 
 
 def _restore_links() -> None:

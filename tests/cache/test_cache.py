@@ -394,7 +394,7 @@ def test_append_refuses_what_does_not_continue_and_keeps_the_cache() -> None:
     assert all(torch.equal(a, b) for a, b in zip(dense(cache), before, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(tokens=st.integers(0, 300), cut=st.integers(0, 300))
 def test_prefix_then_append_continues(tokens: int, cut: int) -> None:
     cut = min(cut, tokens)

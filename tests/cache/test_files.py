@@ -94,7 +94,7 @@ def test_bits_a_value_count_the_whole_file(tmp_path: Path) -> None:
         assert cache.bits_per_value > cache.nominal_bits
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), recipe=st.sampled_from(RECIPES))
 def test_any_flipped_bit_is_refused(data: st.DataObject, recipe: str, tmp_path: Path) -> None:
     path = tmp_path / "a.kvpack"

@@ -54,7 +54,7 @@ def _has_runs(codec: Codec) -> bool:
     return codec.token_group > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(data=files())
 def test_a_valid_file_is_accepted_and_decodes_alike(data: bytes) -> None:
     assert check_container(data)
@@ -62,7 +62,7 @@ def test_a_valid_file_is_accepted_and_decodes_alike(data: bytes) -> None:
     compare_values(data)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(data=files(), seed=st.integers(0, 2**32))
 def test_a_changed_file_is_accepted_or_refused_alike(data: bytes, seed: int) -> None:
     source = random.Random(seed)

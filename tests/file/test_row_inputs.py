@@ -197,7 +197,7 @@ def grid_of(cache: Cache) -> list[list[Token]]:
     return [[Token(one, (row, cache.start + place) in hidden) for place, one in enumerate(ids)] for row, ids in enumerate(rows)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObject, tmp_path: Path) -> None:
     """Every value tells its row and token, so that whatever is cut, joined, chosen and saved, ids can be compared with values."""

@@ -94,7 +94,7 @@ def test_large_tables_of_directions(bins: int) -> None:
     torch.testing.assert_close(angle(n=bins).directions.double(), expected, rtol=2.0**-24, atol=1e-14)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.one_of(st.integers(2, 300), st.sampled_from([1000, 4096, 65535, 65536])), st.integers(0, 2**32))
 def test_bins_hold_their_angles(bins: int, seed: int) -> None:
     codec = angle(2, n=bins, norm="fp32", rotation="none")
@@ -181,7 +181,7 @@ def test_norm_codes_are_the_nearest_in_the_range_as_stored(word: str, range_dtyp
 # Layout
 
 
-@settings(max_examples=80)
+@settings(max_examples=25)
 @given(st.integers(1, 150), st.one_of(st.integers(2, 65536), st.sampled_from([48, 56, 64, 96, 128, 192, 256, 65536])))
 def test_the_smallest_of_three_packings_is_used(pairs: int, bins: int) -> None:
     def fewest(base: int) -> int:
@@ -208,7 +208,7 @@ def test_the_smallest_of_three_packings_is_used(pairs: int, bins: int) -> None:
     assert row_bytes(codec) == size + norm_codes.row_bytes + 4
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_codes_decode_by_the_formula(data: st.DataObject) -> None:
     dim, bins = data.draw(st.sampled_from([2, 6, 64, 128])), data.draw(st.sampled_from([2, 3, 7, 48, 64, 100, 1000, 65536]))
@@ -304,7 +304,7 @@ def test_every_kind_of_contents(kind: str, norm: str) -> None:
             assert accepted or kind == "large"
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
     norm = data.draw(st.sampled_from(NORM_WORDS))

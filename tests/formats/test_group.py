@@ -29,7 +29,7 @@ def stored_bytes(layout: dict[str, Layout]) -> int:
     return sum(DTYPE_BYTES[entry.dtype] * int(numpy.prod(entry.shape)) for entry in layout.values())
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
     codec = data.draw(codecs("group"))

@@ -50,14 +50,14 @@ def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor
     ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_round_trips(data: st.DataObject) -> None:
     codec = data.draw(codecs("klt"))
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_round_trips_where_heads_have_their_own_widths(data: st.DataObject) -> None:
     dim, heads = data.draw(st.sampled_from((1, 5, 8, 13, 24, 64))), data.draw(st.integers(1, 3))

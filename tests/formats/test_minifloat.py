@@ -35,7 +35,7 @@ def minifloat(dim: int = 64, **words: Any) -> Minifloat:
     return codec
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
     codec = data.draw(codecs("minifloat"))

@@ -373,7 +373,7 @@ def test_the_input_is_left_alone() -> None:
     assert torch.equal(x, keys(1, 1, 9, 128))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     dim=st.sampled_from([4, 8, 64, 80, 96]),
     b_dir=st.integers(1, 6),

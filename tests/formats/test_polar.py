@@ -179,7 +179,7 @@ def test_angles_on_the_axes_and_beside_the_first() -> None:
     assert bins[0, 0, :, 0].tolist() == [0, 0, 2, 4, 6, 7, 7, 0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_codes_decode_by_the_pages_steps_within_its_tolerance(data: st.DataObject) -> None:
     dim = data.draw(st.sampled_from([2, 4, 6, 10, 40, 80, 96, 128, 1024]))
@@ -348,7 +348,7 @@ def test_every_kind_of_contents(kind: str, norm: str) -> None:
         assert check_round_trip(polar(40, norm=norm, **words), contents(kind, (2, 3, 7, 40), seed=1)) or kind == "large"
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
     dim = 2 * data.draw(st.integers(1, 70))

@@ -203,7 +203,7 @@ def test_radius_codes_are_the_nearest_to_the_scale_as_stored() -> None:
 # Layout
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(1, 300), st.one_of(st.integers(1, 4096), st.sampled_from([24, 48, 96, 192, 2730, 2731])), st.integers(1, 8))
 def test_codewords_are_split_when_that_is_smaller(dim: int, secondary: int, radius_bits: int) -> None:
     codec = quaternion(dim, s=secondary, r=radius_bits)
@@ -225,7 +225,7 @@ def test_codewords_are_split_when_that_is_smaller(dim: int, secondary: int, radi
     assert row_bytes(codec) == best + fewest(2**radius_bits) + 2
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_codes_decode_by_the_formula(data: st.DataObject) -> None:
     dim, secondary = data.draw(st.sampled_from([1, 4, 62, 128])), data.draw(st.sampled_from([1, 24, 100, 2730]))

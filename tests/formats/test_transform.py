@@ -47,7 +47,7 @@ def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_round_trips(data: st.DataObject) -> None:
     codec = data.draw(codecs("transform"))

@@ -56,17 +56,16 @@ def logits(run: Any, cache: KvpackCache, padding: str | None, counts: tuple[int,
 
 @pytest.mark.filterwarnings("ignore::kvpack.KvpackWarning")
 @pytest.mark.parametrize(
-    ("name", "recipe", "padding"),
+    ("name", "layers", "padding"),
     [
-        ("Llama", "kv=group:b=4,g=8;tail=16", None),
-        ("Llama", "raw", "right"),
-        ("Gemma-3", "raw", "left"),
-        ("DeepSeek-V3", "raw", "left"),
+        ("Llama", 2, "right"),
+        # The attention of one layer, before layers of experts.
+        ("DeepSeek-V3", 1, "left"),
     ],
 )
-def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, recipe: str, padding: str | None) -> None:
-    model = model_of(name)
-    eager, compiled = (KvpackCache(model, recipe) for _ in "ab")
+def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, layers: int, padding: str) -> None:
+    model = model_of(name, num_hidden_layers=layers)
+    eager, compiled = (KvpackCache(model, "raw") for _ in "ab")
     expected = logits(model, eager, padding)
     for found, own in zip(logits(torch.compile(model, backend="eager"), compiled, padding), expected, strict=True):
         torch.testing.assert_close(found, own)
@@ -82,7 +81,6 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, recipe: str, pa
     ("name", "recipe", "padding"),
     [
         ("Llama", "kv=group:b=4,g=8;tail=16", None),
-        ("Mistral", "kv=group:b=4,g=8;tail=16", "left"),
         ("Gemma-3", "kv=group:b=4,g=8;tail=16", "left"),
         ("Gemma-2", "raw", "right"),
         ("GPT-OSS", "raw", "right"),

@@ -200,7 +200,7 @@ def test_codes_and_scales_are_those_of_formats(codec_id: str, dim: int, words: s
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("family", ["scalar", "octahedral", "angle", "quaternion", "trellis"])
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_any_codec_is_encoded_as_well_as_by_formats(family: str, data: st.DataObject) -> None:
     words, dim, side = data.draw(CASES[family].options), data.draw(st.sampled_from(DIMS)), data.draw(st.sampled_from("kv"))
     try:

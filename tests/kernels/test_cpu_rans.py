@@ -27,7 +27,7 @@ TABLES = "of chunks", "of all chunks", "of symbols"
     st.integers(1, 10), st.integers(0, 1200), st.sampled_from((1, 2, 31, 32, 33, 256)), st.booleans(), st.sampled_from(TABLES),
     st.integers(0, 9999),
 )  # fmt: skip
-@settings(max_examples=300)
+@settings(max_examples=40)
 def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alphabet: int, valid: bool, kind: str, seed: int) -> None:
     from kvpack.kernels.cpu import rans as compiled
 

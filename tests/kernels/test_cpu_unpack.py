@@ -92,7 +92,7 @@ def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", sorted(codec.id for codec in cpu_codecs.FAMILIES))
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_any_side_agrees_with_formats(family: str, data: st.DataObject) -> None:
     side: Side = data.draw(
         sides(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 300)), "k", family, True)
@@ -136,7 +136,7 @@ def test_a_cache_unpacks_by_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(sorted(codec.id for codec in cpu_codecs.FAMILIES if codec.id != "raw")))
     batch, heads, tokens = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 300))

@@ -23,7 +23,7 @@ def tokens(count: int, seed: int, batch: int) -> tuple[torch.Tensor, torch.Tenso
     return k.float(), v.float()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.DataObject, tmp_path: Path) -> None:
     """Values are kept exactly, and keys within the error of their codec, which is nothing for those that are raw."""

@@ -134,7 +134,7 @@ def test_logarithmic_norms_whose_terms_cancel_stay_within_the_tolerance() -> Non
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
     # What a codec needs of a basis is not in its files.
     codec = data.draw(codecs(bounded=False).filter(lambda codec: not codec.bases_needed))
@@ -164,7 +164,7 @@ def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory,
     st.integers(0, 255),
     st.integers(0, 999),
 )
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_any_levels_of_transform(
     tmp_path_factory: pytest.TempPathFactory, heads: int, dim: int, scope: str, side: str, step: int, seed: int
 ) -> None:

@@ -108,7 +108,7 @@ def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pyt
 @pytest.mark.parametrize("operation", ["pwrite", "writev", "pread"])
 def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the first calls alone, and some with all that follow: the rest is written or read as well."""
-    for number, sticky in [(number, False) for number in range(1, 12)] + [(number, True) for number in (1, 2, 4, 8)]:
+    for number, sticky in [(number, False) for number in (1, 2, 3, 5, 8, 11)] + [(1, True), (4, True)]:
         fault = FaultyOs((operation,), number, sticky=sticky, short=True)
         run_with_fault(folder, fault, monkeypatch)
         shutil.rmtree(folder)

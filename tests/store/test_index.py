@@ -258,7 +258,7 @@ def test_any_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     monkeypatch.setenv("KVPACK_TEST_FOLDER", str(tmp_path))
-    run_state_machine_as_test(IndexMachine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(IndexMachine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None))
 
 
 def _stat(folder: Path) -> dict[str, Any]:

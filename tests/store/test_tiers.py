@@ -501,7 +501,7 @@ WHOLE = {(seed, chunks): LONGEST[:, : CHUNK * chunks + 5] for seed in range(2) f
 """The prompts share a chunk, so their caches hold the same values."""
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestTierMachine.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.parametrize(

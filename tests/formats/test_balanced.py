@@ -69,7 +69,7 @@ def test_queries_go_through_the_frame() -> None:
 
 @pytest.mark.parametrize("words", ["scalar:b=4", "group:b=8,g=16"])
 def test_one_product_is_the_frame_and_then_the_rotation(words: str) -> None:
-    layer = kvpack.pack(pairs(20), f"k={words},frame=balanced;v=raw", basis=BASIS)[0]
+    layer = kvpack.pack(pairs(20), kvpack.Recipe(f"k={words},frame=balanced;v=raw", BASIS))[0]
     assert layer.k is not None
     page = layer.k.runs[0]
     q = torch.randn(2, HEADS, 3, DIM, generator=torch.Generator().manual_seed(5))

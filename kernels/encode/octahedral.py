@@ -16,7 +16,6 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.octahedral import norm_with_index
-from kvpack.formats.token_norms import LOG8
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
@@ -34,6 +33,7 @@ from .rows import (
     level_of,
     limit_of,
     load_rows,
+    log8_bounds_of,
     moved,
     norms_of,
     origin_of,
@@ -67,8 +67,6 @@ def encode(
     origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
-    if codec.norm == LOG8:
-        return False
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False
@@ -82,6 +80,7 @@ def encode(
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, components(codec.rotation, 3, _symbols(codec), BLOCK_TRIPLETS, x), plan.places, planes, streams["norm"],
+        log8_bounds_of(codec.norm, x.device),
         bounds_of(codec.direction_table, x.device), values_of(codec.direction_table, x.device), bounds_of(codec.norm_table, x.device),
         values_of(codec.norm_table, x.device), flag,
         **constants, TRIPLETS=codec.triplets, SYMBOLS=_symbols(codec), BLOCK=BLOCK_TRIPLETS, LEVELS=levels, NORM_LEVELS=1 << codec.b_norm,
@@ -142,6 +141,7 @@ def _encode(
     places: tl.tensor,
     planes: tl.tuple,
     norms: tl.tensor,
+    log8_bounds: tl.tensor,
     bounds: tl.tensor,
     magnitudes: tl.tensor,
     norm_bounds: tl.tensor,
@@ -235,5 +235,5 @@ def _encode(
         sums = add_digits(sums, digits, places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
     if RULE > 0:
         norm = unbiased_factor(norm, 1.0, product, decoded, LIMIT, RULE)
-    store_norms(norms, norm, row, valid, LIMIT)
+    store_norms(norms, norm, row, valid, log8_bounds, LIMIT)
     store_columns(sums, planes, row, valid, STREAMS)

@@ -18,11 +18,10 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.tables import kept_on_device
-from kvpack.formats.token_norms import LARGEST_STORED
+from kvpack.formats.token_norms import LARGEST_STORED, LIMITS, LOG8, log8_bounds
 
 from .columns import SMALLEST_AXIS
 
@@ -130,8 +129,13 @@ def scale_of(rotation: Rotation) -> float:
 
 
 def limit_of(dtype: str) -> float:
-    """The least number that does not fit a stored "F16" or "F32"."""
-    return HALF_LIMIT if dtype == "F16" else math.inf
+    """The least norm that does not fit a stored ``dtype``."""
+    return LIMITS[dtype]
+
+
+def log8_bounds_of(norm: str, device: torch.device) -> torch.Tensor | None:
+    """What ``store_norms`` takes for a codec's ``norm``."""
+    return log8_bounds(device) if norm == LOG8 else None
 
 
 def rule_of(norm_rule: str, dtype: str) -> float:
@@ -238,9 +242,20 @@ def norms_of(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl
 
 
 @triton.jit
-def store_norms(norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, LIMIT: tl.constexpr) -> None:
-    """Write one norm a row; one that does not fit was flagged, and is kept from a conversion that would overflow."""
-    tl.store(norms + row, tl.where(norm < LIMIT, norm, 0.0).to(norms.dtype.element_ty), valid)
+def store_norms(
+    norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, log8_bounds: tl.tensor | None, LIMIT: tl.constexpr
+) -> None:
+    """Write one norm a row; one that does not fit was flagged, and is kept from a conversion that would overflow.
+
+    With ``log8_bounds`` (``token_norms.log8_bounds``) it is written as a byte: the number of these that it is not below.
+    """
+    stored = tl.where(norm < LIMIT, norm, 0.0)
+    if log8_bounds is not None:
+        code = tl.zeros(norm.shape, tl.int32)
+        for step in tl.static_range(8):
+            code += tl.where(stored >= tl.load(log8_bounds + code + ((128 >> step) - 1)), 128 >> step, 0)
+        stored = code
+    tl.store(norms + row, stored.to(norms.dtype.element_ty), valid)
 
 
 @triton.jit

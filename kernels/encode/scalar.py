@@ -14,7 +14,6 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.tables import kept_on_device
-from kvpack.formats.token_norms import LOG8
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
@@ -31,6 +30,7 @@ from .rows import (
     level_of,
     limit_of,
     load_rows,
+    log8_bounds_of,
     moved,
     norms_of,
     origin_of,
@@ -59,8 +59,6 @@ def encode(
     origins: Origins | None = None,
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
-    if codec.norm == LOG8:
-        return False
     plan = _plan(codec, x.device)
     if plan is None:
         return False
@@ -73,6 +71,7 @@ def encode(
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, components(codec.rotation, 1, symbols, block, x), plan.places, planes, streams["norm"],
+        log8_bounds_of(codec.norm, x.device),
         tuple(bounds_of(table, x.device) for table in tables), tuple(values_of(table, x.device) for table in tables),
         _high(codec.parts, symbols, x.device) if codec.bits_high else None, flag,
         **constants, SYMBOLS=symbols, BLOCK=block, LEVELS=1 << codec.bits - 1, HIGH_LEVELS=(1 << codec.bits_high) // 2,
@@ -112,6 +111,7 @@ def _encode(
     places: tl.tensor,
     planes: tl.tuple,
     norms: tl.tensor,
+    log8_bounds: tl.tensor,
     bounds: tl.tuple,
     magnitudes: tl.tuple,
     high: tl.tensor,
@@ -177,5 +177,5 @@ def _encode(
         sums = add_digits(sums, digits, places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
     if RULE > 0:
         norm = unbiased_factor(norm, 1.0, product, decoded, LIMIT, RULE)
-    store_norms(norms, norm, row, valid, LIMIT)
+    store_norms(norms, norm, row, valid, log8_bounds, LIMIT)
     store_columns(sums, planes, row, valid, STREAMS)

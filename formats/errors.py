@@ -10,19 +10,37 @@ import os
 
 
 class KvpackError(Exception):
-    """Base of every error that kvpack raises on purpose."""
+    """Base class of every error that kvpack raises on purpose.
+
+    ``exit_code`` is the exit code of commands that end with the error.
+
+    >>> try:
+    ...     kvpack.load("notes.txt")
+    ... except kvpack.KvpackError as error:
+    ...     print(type(error).__name__, error.exit_code)
+    NotKvpack 1
+    """
 
     exit_code = 1
 
 
 class KvpackWarning(UserWarning):
-    """An operation works, but not in the way that was requested."""
+    """An operation succeeded, but not quite as requested.
+
+    >>> issubclass(kvpack.KvpackWarning, UserWarning)
+    True
+    """
 
 
 class MissingFile(KvpackError, FileNotFoundError):
-    """The path does not exist, cannot be opened or is not a regular file.
+    """A path does not exist, cannot be opened, or is not a regular file.
 
-    ``filename`` is the path and ``errno`` the system's reason, where they are known.
+    ``filename`` is the path and ``errno`` the system's error number, if known.
+
+    >>> kvpack.load("missing.kvpack")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.MissingFile: missing.kvpack: No such file or directory
     """
 
     exit_code = 3
@@ -40,13 +58,25 @@ class MissingFile(KvpackError, FileNotFoundError):
 
 
 class MissingPackage(KvpackError, ImportError):
-    """An optional package is not installed, or too old; the message is the command that installs it."""
+    """An optional package is not installed or is too old; the message contains the command that installs it.
+
+    >>> issubclass(kvpack.MissingPackage, ImportError)
+    True
+    """
 
     exit_code = 3
 
 
 class WriteFailed(KvpackError, OSError):
-    """The file could not be written; the old file, if any, is untouched. ``filename`` and ``errno`` are set where they are known."""
+    """A file could not be written; an older file at its path is untouched.
+
+    ``filename`` is the path and ``errno`` the system's error number, if known.
+
+    >>> kvpack.save(kvpack.pack(past, "octopus-3"), "no-such-folder/prompt.kvpack")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.WriteFailed: no-such-folder/prompt.kvpack: No such file or directory
+    """
 
     exit_code = 3
 
@@ -63,65 +93,133 @@ class WriteFailed(KvpackError, OSError):
 
 
 class NotKvpack(KvpackError, ValueError):
-    """The bytes are not a kvpack file (empty, another format, another safetensors file)."""
+    """The bytes are not a kvpack file: they are empty, another format, or another kind of safetensors file.
+
+    >>> kvpack.load("notes.txt")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.NotKvpack: notes.txt: ...
+    """
 
 
 class Truncated(KvpackError, ValueError):
-    """The file ends before, or goes on after, what its header declares."""
+    """A file is shorter or longer than its header declares.
+
+    >>> kvpack.load("truncated.kvpack")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.Truncated: truncated.kvpack: ...
+    """
 
 
 class UnsupportedVersion(KvpackError, ValueError):
-    """The file was written by a newer kvpack, or needs a feature this one lacks."""
+    """A file was written by a newer kvpack, or needs a feature that this version lacks: upgrade kvpack to read it.
+
+    >>> issubclass(kvpack.UnsupportedVersion, ValueError)
+    True
+    """
 
 
 class UnknownCodec(KvpackError, ValueError):
-    """The header names a codec that this kvpack does not know."""
+    """The header names a codec that this kvpack does not have: upgrade kvpack, or install the package that registers the codec.
+
+    >>> issubclass(kvpack.UnknownCodec, ValueError)
+    True
+    """
 
 
 class MissingBasis(KvpackError, ValueError):
-    """A side needs a basis that the reader was not given; the message names its digest."""
+    """The values need a basis that was not passed in; the message contains the SHA-256 of the basis.
+
+    >>> kvpack.pack(past, "klt-2")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.MissingBasis: layers[0].k: recipe 'klt-2' needs a basis: ...
+    """
 
 
 class InvalidHeader(KvpackError, ValueError):
-    """The header breaks a rule of the format."""
+    """The header of a file breaks a rule of the format.
+
+    >>> issubclass(kvpack.InvalidHeader, ValueError)
+    True
+    """
 
 
 class InvalidPayload(KvpackError, ValueError):
-    """A stored tensor breaks a rule of its codec (a digit, a spare bit, a non-finite scale)."""
+    """A stored tensor breaks a rule of its codec, such as a digit out of range, a nonzero spare bit or a scale that is not finite.
+
+    >>> issubclass(kvpack.InvalidPayload, ValueError)
+    True
+    """
 
 
 class DigestMismatch(KvpackError, ValueError):
-    """Stored bytes do not match their digest: the file is damaged."""
+    """Stored bytes do not match their digest: the file is damaged.
+
+    >>> kvpack.load("damaged.kvpack")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.DigestMismatch: damaged.kvpack: ...
+    """
 
 
 class Undecryptable(KvpackError, ValueError):
-    """No available key decrypts a store entry, or an entry is not encrypted in a store where every entry must be."""
+    """No available key decrypts a store entry, or a store that requires encryption contains an unencrypted entry.
+
+    >>> issubclass(kvpack.Undecryptable, ValueError)
+    True
+    """
 
 
 class LimitExceeded(KvpackError, ValueError, MemoryError):
-    """A declared size exceeds a limit of the format or of the caller."""
+    """A declared size exceeds a limit of the format or of the caller.
+
+    >>> kvpack.load("prompt.kvpack", memory_limit=1000)
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.LimitExceeded: prompt.kvpack: ...
+    """
 
 
 class InvalidParameter(KvpackError, ValueError):
-    """An argument, a recipe or a tensor is not one that the call takes: a range, a shape, a value, a name."""
+    """An argument, a recipe or a tensor has a value, a shape or a range that the call does not accept.
+
+    >>> kvpack.load("prompt.kvpack", device="no-such-device")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.InvalidParameter: device is 'no-such-device', expected ...
+    """
 
     exit_code = 2
 
 
 class InvalidType(InvalidParameter, TypeError):
-    """An argument has another type, or a tensor another dtype, than the call takes."""
+    """An argument has a type, or a tensor a dtype, that the call does not accept.
+
+    >>> kvpack.save([], "prompt.kvpack")
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.InvalidType: ...
+    """
 
 
 class OutOfRange(InvalidParameter):
-    """A value is too large for the width that the codec stores it in: kvpack itself tells it apart, to encode another way."""
+    """A value is too large for the width in which the codec stores it; kvpack catches the error to encode the value another way."""
 
 
 class NotConsecutive(InvalidParameter):
-    """Caches are not consecutive, or differ in model, layers or codec: stores tell it apart, as damage of an entry."""
+    """Caches do not follow one another, or differ in model, layers or codec; a store treats such entries as damaged."""
 
 
 class OutOfBounds(KvpackError, IndexError):
-    """The cache has no such layer, head or token position."""
+    """A cache does not have the requested layer, head or token position.
+
+    >>> kvpack.load("prompt.kvpack")[2]
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.OutOfBounds: layer 2 is out of range: the cache has 2 layers
+    """
 
     exit_code = 2
 

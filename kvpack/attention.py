@@ -58,25 +58,38 @@ def attend(
     lengths: torch.Tensor | Sequence[int] | None = None,
     starts: torch.Tensor | Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v over a packed layer, without unpacking it.
+    """Compute ``softmax(scale * q k^T) v`` over a packed layer, without unpacking it.
 
-    ``q`` is ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention). The
-    q_len queries are the last tokens of the layer: with ``causal``, query i sees tokens up to
-    tokens - q_len + i. ``scale`` defaults to 1 / sqrt(dim_k); ``softcap`` c squashes scores to c tanh(s / c);
-    ``sliding_window`` w lets a query see its w newest tokens. ``sink_logits``, floating point ``[q_head]``, are logits of attention
-    sinks, which get softmax weight without a value; the soft cap does not apply to them. ``lengths``, one integer per sequence,
-    limits each sequence to its first tokens, and the queries are the last of these. ``starts``, one integer per sequence, is the
-    first token that a sequence's queries see, counted from the first of the cache: the tokens before are padding of a left-padded
-    batch, and are not read. A query that sees no token gives zeros.
-    Lengths and starts in a tensor on the device are not read here, so they may change between replays of a CUDA graph; values
-    outside 0 to tokens are clamped.
-    Returns ``[batch, q_head, q_len, dim_v]`` in q's dtype.
-    Where Triton kernels run (``kvpack.coding.dispatch``), short queries are attended directly on the packed bytes, with binary16 products
-    and within 2e-3 of the exact result. Longer queries of 16 bits, and codecs without kernels, are attended over blocks of tokens
-    decoded to the queries' dtype, as exactly as over an unpacked layer. Other queries and other devices use binary32.
-    A layer that skipped tokens can be attended only if ``sliding_window`` hides these tokens from every query.
-    Raises InvalidParameter or InvalidType. The query is rotated once and the values are summed in
-    their coded frame (OCTOPUS Eq. 13), with the running softmax of FlashAttention.
+    The queries are the last ``q_len`` tokens of the layer. A query that sees no token returns zeros. Lengths and starts in a tensor on the
+    device are not read by the host, so they may change between replays of a CUDA graph; values outside 0 to tokens are clamped.
+
+    Args:
+        q: Queries ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention).
+        layer: A packed layer.
+        scale: Factor of the scores; default: ``1 / sqrt(dim_k)``.
+        causal: Query i sees tokens 0 to ``tokens - q_len + i`` only.
+        softcap: Limits a score s to ``softcap * tanh(s / softcap)``.
+        sliding_window: Each query sees only this many of the newest tokens. Required if the layer has skipped tokens.
+        sink_logits: Logits of attention sinks ``[q_head]``, floating point: they get softmax weight but have no value, and no soft cap.
+        lengths: One integer per sequence, which limits the sequence to its first tokens; the queries are the last of these.
+        starts: One integer per sequence: the first token that its queries see, for left-padded batches. Tokens before it are not read.
+
+    Returns:
+        Attention outputs ``[batch, q_head, q_len, dim_v]`` in the dtype of ``q``. Triton kernels attend short queries on the packed bytes
+        with float16 products, within 2e-3 of the exact result. Longer 16-bit queries, and codecs without kernels, are attended over blocks
+        decoded to the dtype of ``q``. Everything else is computed in float32.
+
+    Raises:
+        InvalidParameter: A shape or an option does not fit.
+        InvalidType: A tensor has the wrong dtype.
+
+    Source: the query is rotated once and values are summed in their coded frame (OCTOPUS, Eq. 13), with the online softmax of
+    FlashAttention.
+
+    >>> layer = kvpack.load("prompt.kvpack")[0]
+    >>> q = torch.randn(1, 4, 1, 64)
+    >>> kvpack.attend(q, layer).shape
+    torch.Size([1, 4, 1, 64])
     """
     if sliding_window is not None and type(sliding_window) is not int:
         sliding_window = integer(sliding_window, "sliding_window")

@@ -20,7 +20,7 @@ html_show_copyright = False
 # Quotation marks in docstrings are those of code.
 smartquotes = False
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = [
     "index.md",
     "CHANGELOG.md",

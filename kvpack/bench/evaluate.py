@@ -39,17 +39,17 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of ``evaluate``: a notebook draws them as a table, ``print`` prints it, and ``report`` has all numbers as JSON values.
+    """The results of ``evaluate``: notebooks and ``print`` show them as a table, and ``report`` contains all numbers as JSON values.
 
-    The fewer bits per value and the smaller the divergence (KL, in nats), the better. "Same choice" is the share of tokens at which the
-    model's first choice stays what it is without kvpack.
+    Lower bits per value and lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's first
+    choice stays the same.
     """
 
     report: Mapping[str, Any]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """For each recipe, from most bits to fewest, its name and its main results."""
+        """Name and main results of each recipe, from most bits to fewest."""
         names = ("recipe", "bits_per_value", "kl_divergence", "of_reference", "same_choices", "perplexity", "attention_error")
         return [{name: row[name] for name in names} for row in self.report["recipes"]]
 
@@ -64,7 +64,7 @@ class Evaluation:
         return "\n".join([title, *lines])
 
     def _repr_html_(self) -> str:
-        """The table, as notebooks draw it."""
+        """Return the table as HTML, for notebooks."""
         title, columns, rows = table(dict(self.report))
         head = "".join(f"<th>{html.escape(column).replace(chr(10), '<br>')}</th>" for column in columns)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -85,17 +85,37 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure what ``recipes`` cost ``model``, a transformers model, on ``texts``, strings that it was not calibrated on.
+    """Measure what recipes cost a transformers model on texts.
 
-    ``windows`` stretches of ``tokens`` tokens are read (default: 4 of 1,024, or as many as the texts and the model have room for): all but
-    the last ``score`` (default: 256) are packed, saved and loaded, and the model's predictions of those, at most ``step`` in a pass, are
-    compared with what it predicts over its uncompressed cache. ``tokenizer`` is the model's, None for one whose tokens are bytes.
-    Every divergence is also given as a multiple of that of ``reference``. A recipe such as "klt-1.75" needs a basis: give
-    ``Recipe("klt-1.75", basis)``. ``progress`` is
-    called with the steps that are done and their number. Two runs with one seed differ only in times.
+    Windows of the texts are read: all tokens but the last ``score`` are packed, saved and loaded, and the model's predictions of the last
+    ones are compared with those over its uncompressed cache. The model and its attention are unchanged afterwards. Two runs
+    with the same seed differ only in times.
 
-    The model and its attention are afterwards what they were. Raises InvalidType for arguments of a wrong type, InvalidParameter for
-    sizes that do not fit, for a model in training mode, and for one with states other than keys and values, and MissingBasis.
+    Args:
+        model: A transformers model in evaluation mode.
+        tokenizer: Tokenizer of the model; None if its tokens are bytes.
+        texts: A text or a list of texts that the model was not calibrated on.
+        recipes: A recipe or a list of recipes. A recipe such as "klt-1.75" needs a basis: ``Recipe("klt-1.75", basis)``.
+        reference: Recipe whose divergence is the unit of ``of_reference``; None for none.
+        tokens: Tokens per window; default: 1,024, or as many as the model supports.
+        score: Scored tokens per window; default: 256.
+        windows: Number of windows; default: 4, or as many as the texts have.
+        step: Most scored tokens per forward pass.
+        seed: Seed for the choice of windows.
+        progress: Called as ``progress(done, total)`` with steps.
+
+    Returns:
+        An Evaluation, which notebooks and ``print`` show as a table.
+
+    Raises:
+        InvalidType: An argument has the wrong type.
+        InvalidParameter: Sizes do not fit, or the model is in training mode or has states other than keys and values.
+        MissingBasis: A recipe needs a basis.
+
+    >>> text = "the quick brown fox jumps over the lazy dog. " * 20
+    >>> result = kvpack.evaluate(model, None, text, ["octopus-4"], tokens=64, score=16, windows=1)
+    >>> [row["recipe"] for row in result.rows]
+    ['fp8', 'octopus-4']
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidType(f"model is {shown(model)}, expected a transformers model, such as AutoModelForCausalLM.from_pretrained(name)")

@@ -48,12 +48,29 @@ if TYPE_CHECKING:
 @explained
 @dataclass(frozen=True, eq=False, repr=False)
 class Cache:
-    """A packed KV cache: one Layer per model layer, the recipe's text, the model's identity, the first token's position.
+    """A packed KV cache: one Layer per model layer, and what the values were computed from.
 
-    ``cache[i]`` is a layer, ``cache[:, a:b]`` the tokens ``[a, b)`` of every layer. The cache's range is ``start`` to ``stop``;
-    a layer holds the positions ``start + layer.skipped`` to ``start + layer.seen``. ``inputs`` says what the tokens were
-    computed from; None means unknown. ``metadata`` holds the caller's own texts and numbers by name: parts and conversions of a
-    cache keep it, ``concat`` keeps that of the first.
+    ``cache[i]`` is layer i, and ``cache[:, a:b]`` contains tokens ``[a, b)`` of every layer; packed bytes are shared. A cache is immutable:
+    every method returns a new one. The cache covers positions ``start`` to ``stop``; layer i has positions ``start + layer.skipped`` to
+    ``start + layer.seen``.
+
+    Args:
+        layers: The layers in order.
+        recipe: Canonical text of the recipe.
+        model: Fields that name the model.
+        start: Position of the first token.
+        inputs: The inputs that the tokens were computed from; None if they are not known.
+        metadata: Texts and numbers of the caller by name. Slices and conversions keep them; ``concat`` keeps those of the first cache.
+
+    Raises:
+        InvalidParameter: The inputs begin at another position than the cache.
+
+    >>> cache = kvpack.pack(past, "octopus-3")
+    >>> cache.tokens, len(cache), cache[:, :32].tokens
+    (64, 2, 32)
+    >>> k, v = cache[0].unpack(torch.float32)
+    >>> k.shape
+    torch.Size([1, 2, 64, 64])
     """
 
     layers: tuple[Layer, ...]
@@ -63,15 +80,17 @@ class Cache:
     inputs: Inputs | None = None
     metadata: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
     computed: int = 0
-    """The most tokens of a cache that this one was cut from, where ``inputs`` is None; a file does not hold it."""
+    """Number of tokens of the longest cache that this one was sliced from, if ``inputs`` is None. Files do not record it."""
     position_offsets: tuple[int, ...] | None = None
-    """For each sequence, what is added to the number of a token after the range to give its rotary position; None if it is not known.
+    """For each sequence, the difference between the rotary position and the token index after the last token; None if not known.
 
-    A model with positions of several dimensions gives images fewer positions than tokens.
+    Models with multidimensional positions give an image fewer positions than it has tokens.
     """
     states_at: StatesAt = field(default_factory=lambda: MappingProxyType({}))
-    """The states of all layers at positions inside the range, by position: a slice may end there, and a store keeps them. A file holds
-    only the states after the last token."""
+    """States of all layers at earlier positions, by position. A slice may end at these positions, and a store saves the states.
+
+    Files contain only the states after the last token.
+    """
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.inputs.first not in (None, self.start):
@@ -123,12 +142,12 @@ class Cache:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in the cache's range: the most that any layer has seen."""
+        """Number of tokens that the cache covers: the largest number that any layer has seen."""
         return max((layer.seen for layer in self.layers), default=0)
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """The known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU; no tokens where none are known."""
+        """Known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU; ``[batch, 0]`` if none are known."""
         known = self.inputs.known if self.inputs is not None else (b"",)
         batch = next((side.batch for layer in self.layers for side in layer.sides.values()), 1)
         ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
@@ -136,16 +155,16 @@ class Cache:
 
     @property
     def stop(self) -> int:
-        """The position after the last token."""
+        """Position after the last token."""
         return self.start + self.tokens
 
     def positions(self, number: int) -> tuple[int, int]:
-        """The first position that layer ``number`` holds, and the position after its last."""
+        """Return the first position that layer ``number`` contains, and the position after its last."""
         layer = self[integer(number, "number")]
         return self.start + layer.skipped, self.start + layer.seen
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive, naming the layer, if a layer ends before ``stop``: no token can follow it."""
+        """Raise NotConsecutive, naming the layer, if a layer ends before ``stop``, because no token could follow."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen != tokens:
@@ -156,38 +175,38 @@ class Cache:
 
     @property
     def values(self) -> int:
-        """The number of key and value elements held, over all layers, and of elements of states."""
+        """Number of key and value elements in all layers, plus the elements of states."""
         sides = sum(side.batch * side.heads * side.tokens * side.dim for layer in self.layers for side in layer.sides.values())
         return sides + sum(state.numel() for layer in self.layers for state in layer.states.values())
 
     @property
     def contents(self) -> Contents:
-        """The header contents for a file of this cache."""
+        """Header contents for a file of this cache."""
         return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes that ``save`` writes without compression: codes, scales, tables, header and padding."""
+        """Number of bytes that ``save`` writes without compression: codes, scales, tables, header and padding."""
         return container.file_size(self.contents)
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per value in the file, counting every byte (0 for an empty cache)."""
+        """Bits per value in the file, counting every byte; 0 for an empty cache."""
         return 8 * self.nbytes / self.values if self.values else 0.0
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value as the source papers count them, averaged over the sides."""
+        """Bits per value as the source papers count them, averaged over all layers and sides."""
         sides = [side for layer in self.layers for side in layer.sides.values()]
         weights = [side.batch * side.heads * side.tokens * side.dim for side in sides]
         total = sum(weights)
         return sum(side.codec.nominal_bits * weight for side, weight in zip(sides, weights, strict=True)) / total if total else 0.0
 
     def _slice(self, start: int, stop: int) -> Cache:
-        """Tokens ``[start, stop)`` of every layer, counted from the cache's first token; the packed bytes are shared.
+        """Return tokens ``[start, stop)`` of every layer, counted from the first token of the cache; packed bytes are shared.
 
-        Raises OutOfBounds when a layer does not hold all of them, when ``start`` is inside tokens that a codec encoded together, and
-        when layers keep states and none are known at ``stop`` (``states_at``). A slice of the whole range always succeeds.
+        Raises OutOfBounds if a layer lacks some of the tokens, if ``start`` lies inside a group of tokens that a codec encoded together, or
+        if layers have states and none are known at ``stop`` (``states_at``). The whole range can always be sliced.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens}")
@@ -212,10 +231,10 @@ class Cache:
         )
 
     def select(self, indices: Rows) -> Cache:
-        """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
+        """Return the sequences ``indices`` of the batch in that order; an index may repeat. Codes are copied, never decoded.
 
-        ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds, which names the layer, for a row
-        that the batch does not have, and InvalidParameter for anything but a list of integers.
+        ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds, naming the layer, for a row that the batch
+        does not have, and InvalidParameter for anything else.
         """
         rows = row_numbers(indices)
         layers = []
@@ -257,10 +276,10 @@ class Cache:
         *,
         progress: Progress | None = None,
     ) -> Cache:
-        """Convert the cache to another recipe, given as for ``pack``. A side with the same codec and window is not changed.
+        """Return the cache encoded with another recipe, given as for ``pack``. Sides that already have the codec and window are shared.
 
-        Raises InvalidParameter, MissingFile for a missing recipe file, MissingBasis, or InvalidParameter when a codec cannot take a
-        layer's head dim, and for the basis of another model.
+        Raises InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a
+        recipe file that does not exist, and MissingBasis.
         """
         check_callback(progress)
         parsed = parse_recipe(recipe)
@@ -272,11 +291,11 @@ class Cache:
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
-        """Decode to one dense (K, V) per layer."""
+        """Decode to one dense (k, v) pair ``[batch, kv_head, token, dim]`` of ``dtype`` per layer."""
         return [layer.unpack(dtype) for layer in self.layers]
 
     def to(self, device: torch.device | str) -> Cache:
-        """The cache with every buffer on ``device``. Raises InvalidParameter for an invalid device."""
+        """Return the cache with every buffer on ``device``. Raises InvalidParameter for a device that PyTorch cannot use."""
         device = checked_device(device)
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
@@ -293,9 +312,21 @@ def all_states(cache: Cache) -> dict[int, States]:
 
 
 def concat(caches: Sequence[Cache]) -> Cache:
-    """Join caches of consecutive tokens; packed bytes are shared, nothing is encoded.
+    """Join caches of consecutive tokens. Packed bytes are shared; nothing is encoded again.
 
-    Raises NotConsecutive when caches differ in model, layers, codec or shape, or leave a gap in a layer.
+    Args:
+        caches: At least one cache, in order of position.
+
+    Returns:
+        One cache of all tokens.
+
+    Raises:
+        InvalidParameter: The caches differ in model, layers, codec or shape, or leave a gap in a layer.
+        InvalidType: An element is not a packed cache.
+
+    >>> cache = kvpack.pack(past, "octopus-3")
+    >>> kvpack.concat([cache[:, :32], cache[:, 32:]]).tokens
+    64
     """
     given: Any = caches
     if not isinstance(given, list | tuple):

@@ -56,14 +56,29 @@ def save(
     metadata: Mapping[str, Value] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write ``cache`` to ``path`` atomically and return the bytes written.
+    """Write a cache to a file, atomically.
 
-    The file appears whole or not at all; an older file stays until then. ``compress`` stores a tensor as a
-    zstd frame where that saves 3 % or more (such a file is decoded when loaded, not mapped); ``durable`` returns
-    after the file and its folder reach the disk; ``metadata`` (default: the cache's own) is kept in the file, texts, integers and
-    finite floats by name; ``progress`` counts bytes.
-    Raises WriteFailed, LimitExceeded when the cache exceeds the format's limits, InvalidType for anything but a packed cache, or
-    InvalidParameter for other metadata.
+    The file appears complete or not at all; an older file at the path stays until then.
+
+    Args:
+        cache: A packed cache.
+        path: Where to write it.
+        compress: Store tensors as zstd frames if that saves 3 % or more. Such a file is decoded when it is loaded, not mapped.
+        durable: Return only after the file and its folder have reached the disk.
+        metadata: Texts, integers and finite floats by name to store in the file; default: those of the cache.
+        progress: Called as ``progress(done, total)`` with bytes.
+
+    Returns:
+        The number of bytes written.
+
+    Raises:
+        WriteFailed: The system could not write the file.
+        LimitExceeded: The cache exceeds a limit of the format.
+        InvalidType: ``cache`` is not a packed cache.
+        InvalidParameter: The metadata has names or values that a file cannot store.
+
+    >>> kvpack.save(kvpack.pack(past, "octopus-3"), "copy.kvpack") > 0
+    True
     """
     check_packed(cache, "kvpack.save({}, path)")
     check_flag(compress, "compress")
@@ -90,25 +105,41 @@ def load(
     recipe: str | os.PathLike[str] | Recipe | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Open a file as a Cache whose buffers are views of the mapped file, or copies on ``device``.
+    """Open a file as a Cache.
 
-    Every digest, spare bit, digit and scale is checked before a tensor is returned. A process that writes to a mapped file can
-    change checked values, and truncating the file ends this process: ``copy`` reads the file into memory once, before the checks.
-    To a CUDA device, the file is always read once, by several threads into pinned memory. Where kernels know the rules of a layer's codecs,
-    digests and rules are checked on the device, of the very bytes that are used, and the host waits for that; otherwise threads check the
-    pinned memory before it is copied, and the last copies may be under way when ``load`` returns: the current stream waits for them.
+    On the CPU, buffers are views of the mapped file. Every digest, spare bit, digit and scale is checked before a tensor is returned.
+    If another process may change or truncate the file later, pass ``copy=True``: a truncated mapping ends this process.
 
-    ``layers``, a number, a list of numbers or a slice, loads these alone; the others are there without sides, so that every layer
-    keeps its number. ``tokens``, a number of tokens or a pair (start, stop), loads ``cache[:, start:stop]`` alone. A digest covers
-    a tensor, so whole tensors of the chosen layers are read and checked, and the chosen tokens of them are kept.
-    ``memory_limit`` bounds the file and the memory that it takes (``kvpack.file.footprint``). ``basis`` is where the basis of a file of the
-    codecs klt and transform is found by its digest: a Basis, its path, a folder of bases, or a list of these. ``recipe`` converts what
-    was loaded, layer by layer, as ``Cache.convert``: files that are small but slow to attend, of the codec transform, become such as
-    attention reads packed. If it needs a basis, that is the one of the file, or else the one that is given.
-    ``progress(done, total)`` counts the layers, or to a CUDA device the pieces of the file, that are read.
-    Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader, InvalidPayload,
-    MissingBasis or LimitExceeded; InvalidParameter for a file that is a basis; OutOfBounds for layers and tokens that the file lacks,
-    and for a start inside a token group.
+    Args:
+        path: The file.
+        device: Device of the buffers. For a CUDA device, threads read the file once into pinned memory; the digests and rules of layers
+            that kernels support are checked on the device. The current stream waits for the last copies.
+        layers: A layer, a list of layers, or a slice. The other layers are there without sides, so that layers keep their numbers.
+        tokens: A number of tokens, or (start, stop), to load only ``cache[:, start:stop]``. A digest covers a whole tensor, so whole
+            tensors are read and checked.
+        memory_limit: Most bytes that the file, and the memory for it, may take.
+        copy: Read the file into memory before the checks instead of mapping it.
+        basis: Where to find the basis of the file by its digest: a Basis, its path, a folder of bases, or a list of these.
+        recipe: Convert the layers to this recipe, as ``Cache.convert`` does: for example a small ``transform`` file to one whose packed
+            bytes attention can read.
+        progress: Called as ``progress(done, total)`` with layers, or with pieces of the file for a CUDA device.
+
+    Returns:
+        The packed cache.
+
+    Raises:
+        MissingFile: The file does not exist or cannot be read.
+        NotKvpack, Truncated, DigestMismatch, InvalidHeader, InvalidPayload: The file is damaged or another kind of file.
+        UnsupportedVersion, UnknownCodec: A newer kvpack wrote the file.
+        MissingBasis: The file needs a basis.
+        LimitExceeded: The file exceeds ``memory_limit`` or a limit of the format.
+        OutOfBounds: The file lacks a layer or a token, or ``tokens`` starts inside a group of tokens encoded together.
+        InvalidParameter: The file is a basis.
+
+    >>> kvpack.load("prompt.kvpack").tokens
+    64
+    >>> kvpack.load("prompt.kvpack", layers=0, tokens=32)[0].tokens
+    32
     """
     target = checked_device(device)
     check_flag(copy, "copy")

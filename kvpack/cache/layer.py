@@ -27,12 +27,22 @@ Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 @explained
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer: keys and values, each a Side; one of the two may be absent.
+    """One layer of a cache: its keys and values, each a Side; either may be absent.
 
-    ``skipped`` counts the tokens at the beginning of the cache's range that the layer no longer holds, because a sliding window
-    dropped them. ``states`` holds what a recurrent or convolution layer has computed from all tokens of the cache, by name: tensors
-    ``[batch, ...]``, which are never encoded. Raises InvalidParameter for a count below 0, and for a count other than 0 in a layer
-    without sides.
+    ``layer[a:b]`` contains tokens ``[a, b)``.
+
+    Args:
+        k: Keys, or None.
+        v: Values, or None.
+        skipped: Number of tokens at the beginning of the cache that a sliding window has dropped from the layer.
+        states: Tensors ``[batch, ...]`` by name that a recurrent or convolution layer has computed from all tokens; never encoded.
+
+    Raises:
+        InvalidParameter: ``skipped`` is negative, or is not 0 in a layer without sides.
+
+    >>> layer = kvpack.pack(past, "octopus-3")[0]
+    >>> layer.tokens, layer.k.heads, layer.v.dim
+    (64, 2, 64)
     """
 
     k: Side | None
@@ -55,22 +65,22 @@ class Layer:
 
     @property
     def sides(self) -> dict[str, Side]:
-        """The sides present, by name."""
+        """The sides that the layer has, by name ("k", "v")."""
         return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
 
     @property
     def tokens(self) -> int:
-        """The number of tokens held; K and V of a layer hold the same number."""
+        """Number of tokens in the layer; keys and values have the same number."""
         side = self.v if self.k is None else self.k
         return 0 if side is None else side.tokens
 
     @property
     def seen(self) -> int:
-        """The number of tokens from the beginning of the cache's range to the layer's last token: skipped and held."""
+        """Number of tokens from the beginning of the cache to the last token of the layer, including skipped ones."""
         return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
-        """Decode to dense K and V ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
+        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def __getitem__(self, tokens: slice) -> Layer:
@@ -95,7 +105,7 @@ class Layer:
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
 
     def select(self, indices: Rows) -> Layer:
-        """The rows ``indices`` of the batch, as ``Side.select``. Raises OutOfBounds, InvalidParameter."""
+        """Return the sequences ``indices`` of the batch, as ``Cache.select`` does. Raises OutOfBounds and InvalidParameter."""
         rows = row_numbers(indices)
         for state in self.states.values():
             check_rows(rows, state.shape[0])
@@ -103,9 +113,10 @@ class Layer:
         return replace(self, k=k, v=v, states=MappingProxyType({name: state[list(rows)] for name, state in self.states.items()}))
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append", start: int | None = None) -> Layer:
-        """Add tokens to both sides, of a layer of a cache whose range begins at position ``start``, if that is known.
+        """Return the layer with the tokens of ``k`` and ``v`` after its own.
 
-        Raises InvalidParameter when a side is missing, K and V differ in tokens, or the layer has states.
+        ``start`` is the position at which the cache begins, if known; ``where`` names the layer in error messages. Raises InvalidParameter
+        if a side is missing, if k and v differ in tokens, or if the layer has states.
         """
         if self.states:
             raise InvalidParameter(_one_moment(self, f"{where}: tokens were to be added to it"))
@@ -131,7 +142,7 @@ class Layer:
         return replace(self, k=sides[0], v=sides[1])
 
     def to(self, device: torch.device | str) -> Layer:
-        """The layer with every buffer on ``device``."""
+        """Return the layer with every buffer on ``device``."""
         k, v = self.k.to(device) if self.k else None, self.v.to(device) if self.v else None
         return replace(self, k=k, v=v, states=MappingProxyType({name: state.to(device) for name, state in self.states.items()}))
 

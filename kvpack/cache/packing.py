@@ -66,19 +66,35 @@ def pack(
     progress: Progress | None = None,
     states_at: StatesAt | None = None,
 ) -> Cache:
-    """Encode a KV cache with ``recipe``: a preset's name, a recipe string, or ``"@path"`` or a Path of a recipe file.
+    """Encode a KV cache.
 
-    ``past_key_values`` is a transformers Cache, a sequence with one (k, v) per layer, or one (k, v); k and v are
-    ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, and either may be None. One that an engine keeps in fp8, mxfp8,
-    mxfp4 or nvfp4 is a Minifloats, and stored bit for bit if ``recipe`` stores that format. In place of (k, v) a layer may be
-    (k, v, skipped), if a sliding window has dropped that many tokens before them. The states of recurrent and convolution layers of
-    a transformers Cache are kept bit for bit. ``model`` is the model, its
-    Identity or its name, ``start`` the position of the first token; both are stored. ``inputs`` says what the tokens were
-    computed from, if known. A recipe such as
-    "klt-2" needs a basis: give ``Recipe("klt-2", basis)``. ``progress`` counts layers.
-    ``states_at`` holds the states of all layers at earlier positions (``Cache.states_at``), as ``recording`` keeps them for a store.
-    Raises InvalidParameter, MissingFile, InvalidType, OutOfRange or MissingBasis. Issues one KvpackWarning if a token scale that heads
-    share does not fit some of them (``token_scale=fp16-per-head`` has one for each).
+    Args:
+        past_key_values: A transformers Cache, a list with one (k, v) per layer, or one (k, v). k and v are ``[batch, kv_head, token, dim]``
+            in bfloat16, float16 or float32; either may be None. A layer may also be (k, v, skipped), with the number of tokens that a
+            sliding window dropped before them. Values that an engine stores in fp8, mxfp8, mxfp4 or nvfp4 are ``kvpack.pages.Minifloats``;
+            a recipe of that format stores them bit for bit. States of recurrent and convolution layers are stored bit for bit.
+        recipe: A preset, a recipe, a Recipe, or the path of a recipe file (as a Path or ``"@path"``). Recipes such as ``"klt-2"`` need a
+            basis: ``Recipe("klt-2", basis)``.
+        model: The model that computed the values: a transformers model, an Identity, a name, or a map of fields.
+        start: Position of the first token.
+        inputs: The inputs that the tokens were computed from, if known.
+        progress: Called as ``progress(done, total)`` after every layer.
+        states_at: States of all layers at earlier positions, as ``recording`` collects them for a store.
+
+    Returns:
+        The packed cache, on the device of the values.
+
+    Raises:
+        InvalidParameter: A shape, a value or the recipe does not fit.
+        InvalidType: An argument has the wrong type, or a tensor another dtype.
+        MissingBasis: The recipe needs a basis.
+        MissingFile: The recipe file does not exist.
+
+    Issues one KvpackWarning if heads share a token scale that does not fit some of them (``token_scale=fp16-per-head`` avoids it).
+
+    >>> cache = kvpack.pack(past, "octopus-3", model="llama")
+    >>> cache
+    Cache('k=octahedral:b=3;v=group:b=3;raw=4,0.6,4', 2 layers, tokens 0 to 64, model {'name': 'llama'})
     """
     check_callback(progress)
     recipe = parse_recipe(recipe)

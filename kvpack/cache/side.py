@@ -44,9 +44,17 @@ GROUP_VALUES = 1 << 24
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Side:
-    """The keys or the values of one layer: packed runs, then a raw tail ``[batch, kv_head, token, dim]``.
+    """The keys or the values of one layer: packed runs of tokens, followed by a raw tail.
 
-    The tail is encoded when it reaches ``window`` tokens (0: as soon as the codec has a whole group).
+    Args:
+        codec: The codec of the packed tokens.
+        runs: Packed runs, in order.
+        tail: Raw tokens ``[batch, kv_head, token, dim]``.
+        window: Number of raw tokens at which the tail is encoded; 0 encodes as soon as the codec has a whole group.
+
+    >>> side = kvpack.pack(past, "octopus-3;window=32")[0].k
+    >>> side.unpack(torch.float32).shape
+    torch.Size([1, 2, 64, 64])
     """
 
     codec: Codec
@@ -190,13 +198,13 @@ class Side:
         return torch.cat(found, 2)
 
     def prefix(self, tokens: int) -> Side:
-        """The first ``tokens`` tokens; packed bytes are shared, nothing is decoded."""
+        """Return the first ``tokens`` tokens; packed bytes are shared."""
         return self.slice(0, tokens)
 
     def slice(self, start: int, stop: int) -> Side:
-        """Tokens ``[start, stop)``; packed bytes are shared, nothing is decoded.
+        """Return tokens ``[start, stop)``; packed bytes are shared, and nothing is decoded.
 
-        Raises OutOfBounds for tokens that the side does not hold, and for a start inside a token group.
+        Raises OutOfBounds for tokens that the side does not have, and for a start inside a group of tokens encoded together.
         """
         start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
@@ -209,7 +217,7 @@ class Side:
         return replace(self, runs=runs, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
-        """Select the rows ``indices`` of the batch, in that order, repeats allowed; codes are copied, never decoded.
+        """Return the sequences ``indices`` of the batch in that order; an index may repeat. Codes are copied, never decoded.
 
         Raises OutOfBounds for a row that the batch does not have, and InvalidParameter for anything but a list of integers.
         """

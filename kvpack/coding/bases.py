@@ -77,9 +77,21 @@ _PIECE_BYTES = 1 << 20
 
 
 class Basis:
-    """The basis of a model: the rows of every layer and side, and the ``digest`` that names it. Made by ``load`` and ``of_bytes``.
+    """The calibrated basis of one model: the matrices by which the codecs klt and transform, and balanced keys, encode.
 
-    ``model`` is the identity of the model for which it was calibrated, ``layers`` the number of its layers, ``data`` the file's bytes.
+    ``kvpack calibrate`` writes a basis file; ``Basis.load`` and ``Basis.of_bytes`` read one.
+
+    Attributes:
+        digest: SHA-256 of the file (32 bytes). Recipes and caches name the basis by it.
+        model: Fields that name the model for which the basis was calibrated.
+        layers: Number of layers of the model.
+        data: Bytes of the file, read-only.
+
+    >>> basis = kvpack.Basis.load("model.kvbasis")
+    >>> basis.layers
+    2
+    >>> kvpack.pack(past, kvpack.Recipe("klt-2", basis)).tokens
+    64
     """
 
     def __init__(self, data: bytearray, where: str) -> None:
@@ -101,13 +113,16 @@ class Basis:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read and check the basis file ``path``. Raises what ``kvpack.load`` raises of a file, and InvalidParameter for a cache."""
+        """Read and check the basis file at ``path``.
+
+        Raises InvalidParameter if the file is a cache, and the errors of ``kvpack.load`` for a file that is missing or damaged.
+        """
         with opened(path) as source:
             return cls(source.whole(), source.where)
 
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
-        """The basis whose file has the bytes ``data``. Raises as ``load``, naming ``where``."""
+        """Return the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises as ``load`` does."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidType(f"data is {shown(data)}, expected the bytes of a basis file; Basis.load takes its path")
         return cls(bytearray(data), where)
@@ -119,36 +134,36 @@ class Basis:
         return self
 
     def sides(self) -> Iterator[tuple[int, str]]:
-        """The layers and sides that it has, in order."""
+        """Return the (layer, "k" or "v") pairs that the basis has rows for, in order."""
         return iter(self._rows)
 
     @property
     def layers_described(self) -> int:
-        """The layers up to the last one that has rows or balanced frames."""
+        """Number of layers up to the last one with rows or balanced frames."""
         return 1 + max((layer for layer, _ in (*self._rows, *self._balanced)), default=-1)
 
     @property
     def shapes(self) -> set[tuple[int, int]]:
-        """The heads and head dims of what it has."""
+        """Return the (heads, head dim) pairs of the rows and frames."""
         rows = {(one.heads, one.dim) for one in self._rows.values()}
         return rows | {(one.heads, one.dim) for one in self._balanced.values()}
 
     def rows(self, layer: int, side: str) -> BasisRows:
-        """The rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
+        """Return the rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
         found = self._rows.get((layer, side))
         if found is None:
             raise OutOfBounds(f"{self.where}: the basis has no {'keys' if side == 'k' else 'values'} of layer {layer}")
         return found
 
     def frames(self, layer: int, side: str) -> Frames:
-        """The frames of ``side`` ("k" or "v") of ``layer``, for the codec transform. Raises OutOfBounds."""
+        """Return the frames of ``side`` ("k" or "v") of ``layer`` for the codec transform. Raises OutOfBounds."""
         found = self._frames.get((layer, side))
         if found is None:
             raise OutOfBounds(f"{self.where}: the basis has no frames of {'keys' if side == 'k' else 'values'} of layer {layer}")
         return found
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
-        """The ``frame`` ("balanced" or "centered") of each head of the keys of ``layer``, for ``frame=`` of recipes. Raises OutOfBounds."""
+        """Return the "balanced" or "centered" ``frame`` of each key head of ``layer``, for ``frame=`` in recipes. Raises OutOfBounds."""
         found = self._balanced.get((layer, frame))
         if found is None:
             raise OutOfBounds(f"{self.where}: the basis has no {frame} frames of the keys of layer {layer}: kvpack calibrate makes them")
@@ -156,19 +171,19 @@ class Basis:
 
     @property
     def has_balanced_frames(self) -> bool:
-        """Whether keys of some layer have balanced frames."""
+        """True if the keys of any layer have balanced frames."""
         return bool(self._balanced)
 
     def channel_queries(self, layer: int) -> CalibratedFrames:
-        """The mean squares of the queries of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``. Raises OutOfBounds."""
+        """Return the mean squared queries of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``. Raises OutOfBounds."""
         return CalibratedFrames(self.digest, layer, queries=self.queries(layer).diagonal(dim1=1, dim2=2).contiguous())
 
     def queries(self, layer: int) -> torch.Tensor:
-        """E[q q^T] of the queries that meet the keys of each head of ``layer``, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""
+        """Return E[q q^T] over the queries of each key head of ``layer``, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""
         return self._of_keys(self._queries, layer, "second moments of queries")
 
     def mean(self, layer: int) -> torch.Tensor:
-        """The mean of the keys of ``layer`` before RoPE, float32 ``[kv_head, dim]``. Raises OutOfBounds."""
+        """Return the mean of the keys of ``layer`` before RoPE, float32 ``[kv_head, dim]``. Raises OutOfBounds."""
         return self._of_keys(self._means, layer, "mean of keys before RoPE")
 
     @cached_property

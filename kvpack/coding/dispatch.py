@@ -273,9 +273,12 @@ def _backend() -> str:
 
 
 def backends() -> dict[str, str]:
-    """What encodes, decodes and attends tensors on each kind of device ("cpu", "cuda"), in words.
+    """Return, for each kind of device ("cpu", "cuda"), what encodes, decodes and attends tensors there, in words.
 
-    A codec or an option that kernels do not take is left to PyTorch operations. Raises InvalidParameter when KVPACK_KERNELS is unknown.
+    PyTorch operations do what the kernels do not support. Raises InvalidParameter if the environment variable KVPACK_KERNELS is not valid.
+
+    >>> sorted(kvpack.backends())
+    ['cpu', 'cuda']
     """
     chosen = _backend()
     forced = f"PyTorch operations ({VARIABLE}={chosen})"

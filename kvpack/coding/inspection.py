@@ -25,13 +25,24 @@ if TYPE_CHECKING:
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of the file at ``path``, read from its checked header: what ``kvpack inspect --json`` prints.
+    """Return the contents of a file, as ``kvpack inspect --json`` prints them.
 
-    The keys are those of ``summarize``; a basis also has its ``sha256``. No value is read; ``verify`` checks them.
-    Raises MissingFile, NotKvpack, Truncated, UnsupportedVersion, UnknownCodec, InvalidHeader, DigestMismatch or LimitExceeded.
+    Only the header is read and checked; ``verify`` checks the values.
 
-    >>> kvpack.inspect("prompt.kvpack")["recipe"]  # doctest: +SKIP
-    'octopus-3'
+    Args:
+        path: A cache or a basis.
+
+    Returns:
+        A dict of JSON values; a basis also has its ``sha256``.
+
+    Raises:
+        MissingFile: The file does not exist or cannot be read.
+        NotKvpack, Truncated, DigestMismatch, InvalidHeader: The file is damaged or another kind of file.
+        UnsupportedVersion, UnknownCodec: A newer kvpack wrote the file.
+        LimitExceeded: The file exceeds a limit of the format.
+
+    >>> kvpack.inspect("prompt.kvpack")["stop"]
+    64
     """
     with open_file(path) as file:
         summary = summarize(file)
@@ -120,13 +131,24 @@ def verify(
     basis: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Check every digest, digit, scale and spare bit of the file at ``path``; ``progress(done, total)`` counts tensors.
+    """Check every digest, digit, scale and spare bit of a file.
 
-    ``basis``, as for ``kvpack.load``, is needed only to check the digits of the codec transform. Returns the ``file``, its ``bytes``,
-    the number of its ``layers``, and ``needs_basis``: True if something was left unchecked for want of a basis.
-    Raises what ``inspect`` raises, InvalidPayload, and MissingBasis for a ``basis`` that is not the file's.
+    Args:
+        path: A cache or a basis.
+        basis: As for ``kvpack.load``; needed only to check the digits of the codec transform.
+        progress: Called as ``progress(done, total)`` with tensors.
 
-    >>> kvpack.verify("prompt.kvpack")["needs_basis"]  # doctest: +SKIP
+    Returns:
+        A dict with the ``file``, its ``bytes``, its number of ``layers``, and ``needs_basis``: True if the file contains digits that
+        cannot be checked without its basis.
+
+    Raises:
+        InvalidPayload: A stored tensor breaks a rule of its codec.
+        MissingBasis: ``basis`` does not contain the basis of the file.
+
+    Also raises the errors of ``inspect``.
+
+    >>> kvpack.verify("prompt.kvpack")["needs_basis"]
     False
     """
     check_callback(progress)

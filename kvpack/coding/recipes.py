@@ -55,7 +55,11 @@ if TYPE_CHECKING:
     from .bases import Basis
 
 PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
-"""Recipes by name: the papers' published configurations, and recipes without compression."""
+"""Recipe texts by preset name: configurations published in papers, and recipes that do not compress.
+
+>>> kvpack.PRESETS["bf16"]
+'kv=raw:dtype=bf16'
+"""
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()}
 """Presets and additions by name."""
@@ -86,12 +90,29 @@ def pointer(text: str, word: str, start: int = 0) -> str:
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """A parsed recipe, or one of codecs of ``kvpack.codecs``. Raises InvalidParameter, which points at the word and lists the known words.
+    """A parsed recipe: which codec each layer and side gets.
 
-    Without ``text``, ``k`` and ``v``, or ``kv`` for both, are the codecs of all layers; ``layers`` has those of some, by a recipe's list
-    of layers such as ``"0,-1"``, each for both sides or a map of sides; ``window`` is the number of tokens at which the tail is encoded.
-    ``basis``, a Basis or its path, is the one of clauses with the codecs klt and transform, or with balanced keys. ``text`` becomes the
-    canonical text: one for all spellings, without presets' names, with the SHA-256 of the basis. Recipes of one canonical text are equal.
+    Recipes with the same canonical text are equal. ``text`` is that canonical text: every spelling of a recipe has the same one, without
+    preset names and with the SHA-256 of the basis.
+
+    Args:
+        text: A preset, a recipe, another Recipe, or the path of a recipe file (as a Path or ``"@path"``). Omit it to give codecs instead.
+        basis: The Basis, or the path of its file, for the codecs klt and transform and for balanced keys.
+        k: Codec of the keys of all layers, from ``kvpack.codecs``.
+        v: Codec of the values of all layers.
+        kv: Codec of both.
+        layers: Codecs of some layers by a list of layers such as ``"0,-1"``: one codec for both sides, or a map of sides to codecs.
+        window: Number of raw tokens at which the tail is encoded.
+
+    Raises:
+        InvalidParameter: The recipe is not valid. The message points at the word and lists the known words.
+        MissingFile: The recipe file or the basis file does not exist.
+
+    >>> kvpack.Recipe("k=scalar:b=4;v=group:b=2,g=32") == kvpack.Recipe("v=group:g=32,b=2;k=scalar:b=4")
+    True
+    >>> from kvpack.codecs import Raw, Scalar
+    >>> kvpack.Recipe(kv=Scalar(b=4), layers={"0,-1": Raw()}).text
+    'kv=scalar:b=4;layers=0,-1:kv=raw'
     """
 
     text: str = field(compare=False)

@@ -39,16 +39,26 @@ PADDED = "were computed with an attention mask that hides padding"
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs from which the tokens of a cache were computed.
+    """The inputs that the tokens of a cache were computed from.
 
-    ``token_ids`` holds the known ids of the first tokens of the cache's range, unsigned 32-bit little-endian. ``undetermined``
-    lists inputs that the ids do not determine, each as a clause with its tokens, such as "tokens 8 to 15 came from embeddings,
-    not from token ids". ``starts`` holds the first token of each (default: 0 for all), because a prefix that ends before that
-    token does not depend on it. Where the rows of a batch have different ids, ``token_ids`` holds those that all begin with, ``rows``
-    those of each row, as many for each, and ``undetermined`` says that they differ. ``hidden`` lists the tokens that an attention mask
-    hid, such as padding: no later token may attend to them. ``first`` is the position of the first token, ``count`` the number of
-    tokens that these inputs were recorded for, and ``sums`` the checksums of their keys and values, arrays ``[row, token]`` by layer and
-    side with the position of the first, as far as they are known; none is compared. Raises InvalidParameter.
+    Args: token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If rows of a batch differ, the ids that all rows begin
+        with. undetermined: Inputs that the ids do not determine, each as a clause such as "tokens 8 to 15 came from embeddings, not from
+        token
+            ids".
+        starts: First token of each of ``undetermined`` (default: 0); a prefix that ends before it does not depend on the input.
+        rows: Ids of each row of a batch, the same number for each, if rows differ.
+        hidden: Tokens that an attention mask hid, such as padding; no later token may attend to them.
+        first: Position of the first token.
+        count: Number of tokens that the inputs were recorded for.
+        sums: Checksums of keys and values ``[row, token]`` by layer and side, each with the position of its first token.
+
+    Raises:
+        InvalidParameter: The values contradict one another.
+
+    >>> import struct
+    >>> inputs = kvpack.Inputs(struct.pack("<3I", 5, 6, 7))
+    >>> kvpack.pack(past, "octopus-3", inputs=inputs).token_ids
+    tensor([[5, 6, 7]])
     """
 
     token_ids: bytes = b""

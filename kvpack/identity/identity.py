@@ -33,20 +33,33 @@ _HEADER_NAMES = {"model": "name"}
 
 @dataclass(frozen=True, init=False)
 class Identity:
-    """Everything that the keys and values of a prefix depend on besides its tokens, as text; ``of`` finds it for a transformers model.
+    """Everything besides the tokens that the keys and values of a prefix depend on, as text.
 
-    ``recipe`` becomes the canonical text of the recipe given: one identity for all its spellings, and no preset's name in it. The
-    basis of a Recipe becomes ``basis``, which a store saves and loads with; it is in no key, because the text has its digest.
+    Stores with different identities share no entries. ``Identity.of`` finds the identity of a transformers model, ``Identity.of_engine``
+    that of a serving engine's pages.
 
-    ``weights`` is a digest or a revision, ``adapter`` names and digests the adapters in effect, ``config`` digests the
-    configuration, the modules with their settings and quantization, and the buffers. ``extra`` is the caller's: forward hooks
-    and anything else that spec/store.md does not list. All users who name no ``tenant`` share the empty one. ``digests`` are those
-    of all weights and of a sample of them, where ``of`` could read them; they are in no key and no entry, and serve to refuse caches
-    that name other weights in another way. ``windows`` holds the sliding window of each layer, None for a layer that attends to all
-    tokens; they are in no key either, and let a store load only what the windows reach. ``keeps_states``
-    is whether layers keep recurrent or convolution states, without which no prefix of the model can be continued.
-    Raises InvalidParameter, naming the field, for anything except text that a header can hold (a tenant may be any text), and
-    InvalidParameter.
+    Args:
+        model: Name of the model.
+        recipe: A recipe text or a Recipe. The attribute is its canonical text.
+        weights: Digest or revision of the weights.
+        adapter: Names and digests of the adapters in effect.
+        rope: Rotary settings.
+        dtype: Dtype of the model or of the engine's cache.
+        tenant: Owner of the entries; any text. All users without a tenant share the empty one.
+        config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
+        extra: Anything else that affects the values, such as a forward hook (spec/store.md lists what kvpack sees).
+        digests: Digests of all weights and of a sample of them, to refuse caches that name other weights in another way; in no key.
+        windows: Sliding window of each layer in tokens, None for full attention; stores load only what the windows reach. In no key.
+        keeps_states: True if layers have recurrent or convolution states, which a prefix then needs.
+        basis: Basis of the recipe, taken from ``recipe`` if it is a Recipe; in no key, because the recipe's text contains its digest.
+
+    Raises:
+        InvalidParameter: A field is not text that a header can store. The message names the field.
+
+    >>> kvpack.Identity("llama", "octopus-3", weights="revision-1").model
+    'llama'
+    >>> kvpack.Identity("llama", "raw") == kvpack.Identity("llama", "kv=raw")
+    True
     """
 
     model: str
@@ -119,16 +132,23 @@ class Identity:
         tenant: str = "",
         extra: str = "",
     ) -> Self:
-        """The identity of a transformers ``model``, as it is now, whose caches are packed with ``recipe``.
+        """Return the identity of a transformers model as it is now.
 
-        ``model`` may have PEFT adapters in it or around it. Unless given, ``name`` is the model's on the hub or the last part of the
-        folder that it was loaded from, ``adapter`` the names of the adapters in effect, and ``weights`` a digest of every parameter. All
-        weights that are in memory are read once, also where ``weights`` names them: caches are compared with them. Adapters,
-        configuration, modules and buffers are always digested: take a new identity after any of them changes. ``extra`` names inputs that
-        kvpack cannot see (spec/store.md lists those that it does).
+        Adapters, configuration, modules and buffers are always digested: make a new identity after any of them changes. All weights in
+        memory are read once, even if ``weights`` names them, to compare caches with them.
 
-        Raises InvalidParameter for an adapter whose effect kvpack cannot determine, for values that are not in memory
-        (on the meta device) or whose bytes cannot be read, and for a model that drops values at random.
+        Args:
+            model: A transformers model, which may have PEFT adapters in it or around it.
+            recipe: The recipe of the caches.
+            name: Name of the model; default: its name on the hub, or the last part of its folder.
+            weights: Name of the weights; default: a digest of every parameter.
+            adapter: Name of the adapters; default: the names of those in effect.
+            tenant: Owner of the entries.
+            extra: Names inputs that kvpack cannot see (spec/store.md lists those that it sees).
+
+        Raises: InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or
+            cannot be
+                read, or the model drops values at random.
         """
         from .model_layers import layers_of
         from .modules import base_model, parts
@@ -151,7 +171,7 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """``of`` for the model whose ``modules.parts`` are ``found``: they are walked once for all digests.
+        """Return the identity of the model whose ``modules.parts`` are ``found``, as ``of`` does; one walk serves all digests.
 
         With ``digests`` and ``weights``, no weights are read.
         """
@@ -194,15 +214,27 @@ class Identity:
         tenant: str = "",
         extra: str = "",
     ) -> Self:
-        """The identity of an engine's pages, from the folder ``model_path`` of its model or its name on the hub, without loading it.
+        """Return the identity of a serving engine's pages, without loading the model.
 
-        ``weights`` is ``revision`` (such as a hub's commit), or a digest of every safetensors file's name and bytes. Files are read whole
-        the first time, and again when their path, inode, size or times have changed: digests are kept in ``kvpack-checkpoints`` in the
-        user's cache folder (XDG_CACHE_HOME). It is never compared with a digest of weights in memory. ``config`` digests config.json and
-        the Python files beside it, and ``rope`` is its rotary settings. ``kv_dtype`` is the dtype of the engine's cache, ``layout`` names
-        or digests how its pages lie (``PageLayout.digest``), ``tp`` is the rank and the number of ranks that share the heads, and
-        ``adapter`` names what the engine has loaded besides. Raises MissingFile, and InvalidParameter for a folder without weights and
-        without a revision, and for a file of weights that changes while it is read.
+        Files are read whole the first time, and again if their path, inode, size or times change; digests are cached in
+        ``kvpack-checkpoints`` in the user's cache folder (XDG_CACHE_HOME).
+
+        Args:
+            model_path: Folder of the model, or its name on the hub.
+            recipe: The recipe of the pages.
+            kv_dtype: Dtype of the engine's cache.
+            layout: Name or digest of the page layout (``PageLayout.digest``).
+            revision: Name of the weights, such as a commit on the hub; default: a digest of the names and bytes of all safetensors files,
+                which is never compared with a digest of weights in memory.
+            rope: Rotary settings; default: those in config.json.
+            adapter: Name of the adapters that the engine has loaded.
+            tp: Rank, and number of ranks that share the heads.
+            tenant: Owner of the entries.
+            extra: Anything else that affects the values.
+
+        Raises:
+            MissingFile: The folder does not exist.
+            InvalidParameter: The folder has no weights and no revision is given, or a weights file changes while it is read.
         """
         from .engine_identity import engine_fields
 
@@ -222,37 +254,37 @@ class Identity:
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
     def weights_of_kind(self, kind: str) -> str:
-        """The weights as a cache names them whose weights are of this kind (``described.weights_kind``); empty if they are not known so."""
+        """Return the name of the weights by this kind of digest (``canonical_text.weights_kind``); empty if it is not known."""
         return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
 
     @classmethod
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
-        """The identity that a header names, for ``tenant``. Raises InvalidParameter."""
+        """Return the identity that a header names, for ``tenant``. Raises InvalidParameter."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
         return cls(recipe=Recipe.recorded(recipe).canonical, tenant=tenant, **named)
 
     @property
     def root(self) -> bytes:
-        """32 bytes: the parent of a first chunk's key (spec/store.md, Keys and States)."""
+        """The parent of a first chunk's key (spec/store.md, Keys and States): 32 bytes."""
         return states_key(self.digest) if self.keeps_states else self.digest
 
     @property
     def digest(self) -> bytes:
-        """32 bytes: the digest of all fields that keys depend on (spec/store.md, Keys)."""
+        """The digest of all fields that keys depend on (spec/store.md, Keys): 32 bytes."""
         fields = [("format", str(FORMAT)), *((name, getattr(self, name)) for name in _FIELDS)]
         return hashlib.sha256(b"".join(length_prefixed(text.encode("utf-8", "surrogatepass")) for pair in fields for text in pair)).digest()
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.compare)
-"""What an identity is, in the order of its digest."""
+"""Fields that the digest covers, in its order."""
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """``data`` after its length in 8 bytes: no two sequences of such fields have the same bytes."""
+    """Return ``data`` after its length in 8 bytes, so that no two sequences of fields have the same bytes."""
     return len(data).to_bytes(8, "little") + data
 
 
 def states_key(digest: bytes) -> bytes:
-    """The root of the model with the identity ``digest`` if it keeps states; also the key of the states after the chunk with that key."""
+    """Return the root of a model with states and the identity ``digest``; also the key of the states after the chunk with that key."""
     return hashlib.sha256(length_prefixed(_STATES) + length_prefixed(digest)).digest()

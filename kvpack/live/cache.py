@@ -34,23 +34,39 @@ if TYPE_CHECKING:
     from kvpack.identity.arguments import ModelArgument
 
 DEFERRED = 1024
-"""Tokens of an update that wait raw until the next one is made, so that the first token after a short suffix does not wait for them."""
+"""Updates of more tokens are encoded right after their ``attend``; shorter ones wait raw for the next update, to return the first
+token sooner.
+"""
 
 
 class LiveCache:
-    """A cache for decoding, beside the immutable ``Cache``: new tokens go to a raw tail, and from there in whole windows into pages.
+    """A mutable cache for decoding: it packs keys and values while a model generates.
 
-    Made empty, ``LiveCache("octopus-3", layers=32)`` (each layer takes its heads, dims, dtype and device from its first tokens),
-    or by ``LiveCache.of(cache)``, which shares the pages of the cache. ``sliding_windows`` is the model's window for each layer, whose
-    tokens are dropped once no later query sees them, None for a layer that attends to all. ``model``, as for ``pack``, is
-    recorded by ``freeze``.
-    A recipe such as "klt-2" needs a basis: give ``Recipe("klt-2", basis)``.
+    New tokens go to a raw tail; whole windows of tokens move from there to packed runs. ``LiveCache(recipe, layers=n)`` is empty, and each
+    layer takes its heads, dims, dtype and device from its first tokens. ``LiveCache.of(cache)`` continues a cache and shares its bytes.
 
-    On a CUDA device ``update`` and ``attend`` of a few tokens run only kernels that read positions on the device. A CUDA graph may
-    hold them until ``roll``, which must be called at least once in a window of tokens, says that launches changed.
-    In code that ``torch.compile`` compiles, both are operators of kvpack's own (``operators``), which it does not look into.
-    Raises InvalidParameter or MissingFile, also for the basis of another model; the first tokens of a layer raise
-    MissingBasis without the one that they need.
+    On a CUDA device, ``update`` and ``attend`` of a few tokens launch only kernels that read positions on the device, so a CUDA graph may
+    contain them until ``roll`` reports that launches changed. Code compiled by ``torch.compile`` sees both as opaque operators.
+
+    Args:
+        recipe: The recipe, given as for ``pack``.
+        layers: Number of layers.
+        sliding_windows: Window of each layer in tokens, None for full attention. Tokens that no later query sees are dropped.
+        model: The model, given as for ``pack``; ``freeze`` records it.
+
+    Raises:
+        InvalidParameter: An argument does not fit, or the basis belongs to another model.
+        MissingFile: The recipe file does not exist.
+
+    The first tokens of a layer raise MissingBasis if the recipe lacks the basis that it needs.
+
+    >>> live = kvpack.LiveCache("octopus-3", layers=2)
+    >>> for layer, (k, v) in enumerate(past):
+    ...     live.update(layer, k, v)
+    >>> live.attend(0, torch.randn(1, 4, 1, 64, dtype=torch.bfloat16)).shape
+    torch.Size([1, 4, 1, 64])
+    >>> live.freeze().tokens
+    64
     """
 
     def __init__(
@@ -77,7 +93,7 @@ class LiveCache:
 
     @classmethod
     def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
-        """The live cache that continues ``cache``, whose pages it shares. Raises InvalidType for anything but a packed cache."""
+        """Return a live cache that continues ``cache`` and shares its bytes. Raises InvalidType for anything but a packed cache."""
         check_packed(cache, "LiveCache.of({})")
         cache.check_ends()
         for number, layer in enumerate(cache):
@@ -105,7 +121,7 @@ class LiveCache:
         return live
 
     def _prepare(self) -> None:
-        """Set what calls keep for the next one."""
+        """Initialize the state that calls keep for the next call."""
         self._steps: list[Steps | CpuSteps | None] = [None] * self._count
         first = operators.ticket_of(self)
         self._tickets = [first.clone() for _ in range(self._count)]
@@ -124,7 +140,7 @@ class LiveCache:
         return self._continued(self.snapshot())
 
     def _continued(self, cache: Cache) -> LiveCache:
-        """A live cache like this one, whose tokens are those of ``cache``."""
+        """Return a live cache like this one with the tokens of ``cache``."""
         copied = self._of(cache, self.sliding_windows)
         # With its basis, which layers without tokens need.
         copied._recipe = self._recipe
@@ -141,39 +157,39 @@ class LiveCache:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the layers have seen; the most, where an update of all layers is under way."""
+        """Number of tokens that the layers have seen; during an update of all layers, the largest."""
         self._settle()
         return max((layer.seen for layer in self._layers if layer is not None), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the cache holds, with the room for tokens to come."""
+        """Bytes of memory in use, including the space reserved for new tokens."""
         return sum(layer.nbytes for layer in self._layers if layer is not None)
 
     def seen(self, layer: int) -> int:
-        """The number of tokens that ``layer`` has seen. Raises OutOfBounds for a layer that the cache does not have."""
+        """Return the number of tokens that ``layer`` has seen. Raises OutOfBounds for a layer that the cache does not have."""
         own = self._settled(layer)
         return 0 if own is None else own.seen
 
     def held(self, layer: int) -> int:
-        """The number of tokens that ``layer`` holds. Raises OutOfBounds."""
+        """Return the number of tokens that ``layer`` contains. Raises OutOfBounds."""
         own = self._settled(layer)
         return 0 if own is None else own.tokens
 
     def skipped(self, layer: int) -> int:
-        """The number of the oldest tokens of ``layer`` that are gone. Raises OutOfBounds."""
+        """Return the number of old tokens that a sliding window has dropped from ``layer``. Raises OutOfBounds."""
         own = self._own(layer)
         return 0 if own is None else own.skipped
 
     def batch(self, layer: int) -> int:
-        """The number of sequences of ``layer``; 1 where it has no tokens. Raises OutOfBounds."""
+        """Return the number of sequences of ``layer``; 1 if it has no tokens. Raises OutOfBounds."""
         own = self._own(layer)
         return 1 if own is None or not own.seen else own.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """Batch, heads and dim of each side of ``layer``; empty before its first tokens. Raises OutOfBounds.
+        """Return (batch, heads, dim) of each side of ``layer``; empty before its first tokens. Raises OutOfBounds.
 
-        A layer that was reset takes another batch.
+        A layer that was reset accepts another batch.
         """
         own = self._own(layer)
         return {} if own is None else {name: (side.batch, side.heads, side.dim) for name, side in own.sides.items()}
@@ -181,9 +197,9 @@ class LiveCache:
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add the keys and values ``[batch, kv_head, token, dim]`` of new tokens to ``layer``.
 
-        A few go to the raw tail; more than it has room for are encoded after their ``attend``. Raises OutOfBounds for a layer that the
-        cache does not have, InvalidParameter or InvalidType where they do not continue it, and InvalidParameter: what was
-        added to the tail on a CUDA device is checked by the next ``roll`` or ``freeze``.
+        A few tokens go to the raw tail; if the tail has no room, tokens are encoded after their ``attend``. Raises OutOfBounds for a layer
+        that the cache does not have, InvalidType for another dtype, and InvalidParameter for values that do not continue the layer. On a
+        CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
         """
         if torch.compiler.is_dynamo_compiling():
             self._compiled_update(layer, k, v)
@@ -199,9 +215,9 @@ class LiveCache:
         self._changed(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
-        """Add a few tokens like the last ones, as ``update`` does, and return how many tokens the layer has seen then.
+        """Add a few tokens like the previous ones, as ``update`` does, and return the number of tokens that the layer has seen.
 
-        Returns None, and adds nothing, if ``update`` has more to do, or if the layer ``following`` has seen fewer tokens than this one.
+        Returns None and adds nothing if ``update`` has more to do, or if the layer ``following`` has seen fewer tokens than this one.
         """
         own, steps = self._own(layer), self._steps[layer]
         if own is None or steps is None:
@@ -222,11 +238,11 @@ class LiveCache:
         sink_logits: torch.Tensor | None = None,
         starts: torch.Tensor | Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """``kvpack.attend`` over all tokens of ``layer``, of which ``q`` ``[batch, q_head, q_len, dim]`` are the last.
+        """Attend to all tokens of ``layer``, as ``kvpack.attend`` does; ``q`` ``[batch, q_head, q_len, dim]`` are the last tokens.
 
-        ``starts`` count from the first token that the layer has seen; on a CUDA device, those in a tensor of its own are read there.
-        The tokens of an update that the tail has no room for are attended as they were given, then encoded. Raises what ``kvpack.attend``
-        raises, and OutOfBounds for a layer without tokens.
+        ``starts`` count from the first token that the layer has seen; on a CUDA device, they are read there. Tokens of an update for which
+        the tail has no room are attended as they were given, then encoded. Raises the errors of ``kvpack.attend``, and OutOfBounds for a
+        layer without tokens.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._compiled_attend(layer, q, sink_logits, starts, scale, causal, softcap, sliding_window)
@@ -256,12 +272,11 @@ class LiveCache:
         return found
 
     def roll(self) -> bool:
-        """Encode the whole windows of every layer's raw tail that are older than its newest tokens, which stay raw.
+        """Encode whole windows of every layer's raw tail, except its newest tokens, and return True if launches changed.
 
-        Call it between steps, at least once in a window of tokens.
-
-        Returns whether launches changed: CUDA graphs of ``update`` and ``attend`` must then be captured again. On a CUDA device it
-        waits for the device. Raises InvalidParameter, naming the layer, for values that were added since the last call.
+        Call it between steps, at least once per window of tokens. If it returns True, capture CUDA graphs of ``update`` and ``attend``
+        again. It synchronizes with a CUDA device. Raises InvalidParameter, naming the layer, for non-finite values added since the last
+        call.
         """
         self._settle()
         self._check_finite()
@@ -273,24 +288,24 @@ class LiveCache:
 
     @property
     def room(self) -> int:
-        """How many tokens every layer's raw tail still has room for, as far as the host knows.
+        """Number of tokens that every layer's raw tail still has room for, as far as the host knows.
 
-        It is 0 where a long update is not encoded yet, or one side has packed tokens that are raw on the other.
+        It is 0 while a long update is not encoded, and if one side has packed tokens that are raw on the other.
         """
         rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._chosen(None))
         return min(rooms, default=0)
 
     @property
     def is_uneven(self) -> bool:
-        """Whether one side of a layer has packed tokens that are raw on the other, as after a file: kernels alone do no steps then."""
+        """True if one side of a layer has packed tokens that are raw on the other; steps then need more than kernels."""
         return any(layer.is_uneven for layer in self._layers if layer is not None)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Within it the caller captures calls in a CUDA graph, of whose replays it tells by ``replayed``: no call waits to learn of them.
+        """Context in which the caller captures calls in a CUDA graph, and reports its replays with ``replayed``.
 
-        Calls that are not kernels alone, with positions found on the device, raise InvalidParameter. What is captured holds while
-        ``launches`` stays the same, and a replay needs ``room``.
+        Calls that need more than kernels, with positions found on the device, raise InvalidParameter. The graph is valid while ``launches``
+        stays the same; a replay needs ``room``.
         """
         counts = [(layer, layer.raw_tokens) for layer in self._layers if layer is not None]
         told = [(steps, steps.captured) for steps in self._steps if steps is not None]
@@ -306,7 +321,7 @@ class LiveCache:
                 steps.captured = captured
 
     def replayed(self, tokens: int) -> None:
-        """Note that a replay of a graph has added ``tokens`` tokens to every layer."""
+        """Record that a graph replay has added ``tokens`` tokens to every layer."""
         tokens = integer(tokens, "tokens")
         for layer in self._chosen(None):
             layer.raw_tokens += tokens

@@ -82,7 +82,17 @@ class StoreKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Tier(LocationOptions):
-    """One location of a store of several tiers, with options of its own, which are those of ``Store``."""
+    """One location of a store with several tiers, with its own options.
+
+    Args:
+        location: A location, as for ``Store``; memory needs ``max_bytes``.
+        max_bytes, min_free, durable, trusted_group, ttl, timeout, storage_options: As for ``Store``.
+
+    >>> tiers = [kvpack.Tier("memory://", max_bytes=10**9), kvpack.Tier("store")]
+    >>> with kvpack.Store(tiers, kvpack.Identity("llama", "octopus-3"), chunk=32) as store:
+    ...     store.save(list(range(64)), kvpack.pack(past, "octopus-3"))
+    64
+    """
 
     location: Any
 

@@ -71,14 +71,27 @@ class BufferSlot(NamedTuple):
 
 
 class PageStore:
-    """Pages of ``identity``, by the engine's own keys of any bytes, shared by every process that opens ``location`` with that identity.
+    """A store of a serving engine's pages, by the engine's own keys, shared by every process that opens the location with one identity.
 
-    Pages are encoded by ``codec``, a ``PageCodec`` of the identity's recipe and ``geometry`` with ``threads`` threads of its own.
-    ``location`` and the options are those of ``Store``. ``jobs`` is how many submitted puts, and how many gets, run at the same time.
-    The identity of a recipe of the codec klt must have its basis: ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
+    A page that is damaged, missing, or of another identity or geometry is a miss. Damage and system faults are counted and raise nothing.
 
-    A page that is damaged, of another identity or geometry, or not there is a miss; damage and faults of the system are counted and
-    raise nothing. Raises InvalidParameter for arguments that can never work, as the basis of another model, and what ``PageCodec`` raises.
+    Args:
+        location: As for ``Store``.
+        identity: What the values depend on besides the keys. A recipe of the codec klt needs its basis:
+            ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
+        geometry: Layers, heads, tokens, dims and dtype of a page.
+        threads: Threads that encode and decode.
+        jobs: Submitted puts, and submitted gets, that run at the same time.
+        **options: As for ``Store``.
+
+    Raises:
+        InvalidParameter: An argument can never work, such as a basis of another model; also the errors of ``PageCodec``.
+
+    >>> geometry = kvpack.pages.PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
+    >>> identity = kvpack.Identity("llama", "octopus-4", weights="revision-1")
+    >>> with kvpack.PageStore("pages", identity, geometry) as store:
+    ...     store.present([b"key"])
+    [False]
     """
 
     def __init__(

@@ -51,48 +51,48 @@ CHUNK_TOKENS = 256
 
 
 class Store:
-    """Packed prefixes of one ``identity``, in chunks of ``chunk`` tokens, shared by every process that opens ``location``.
+    """A prefix store: packed prefixes of one identity, shared by every process that opens the same location.
 
-    A location is a folder, created with the first entry (/dev/shm/... keeps the entries in memory), the URL of a Redis or
-    Valkey server (redis://, rediss://, unix://), or an object store: its URL (s3://, gs://, az://) or an object of
-    ``obstore.store``. ``max_bytes`` is a budget for all entries there, of all writers: the least recently used are evicted first.
-    Of a folder it counts blocks and folders, as the disk does. While a larger budget than this one is in use in a folder, this store
-    evicts nothing, and what does not fit its own is not stored.
+    Prefixes are stored in chunks. Faults such as full disks, dead servers and damaged entries count as misses in ``stats``; the store
+    neither raises nor returns wrong data.
 
-    - A folder of another user is only read, as copies; a folder that others may write to is refused (spec/store.md, Trust), unless
-      ``trusted_group`` is the number or the name of its group, whose members are then trusted with the tokens that models produce.
-    - ``ttl`` are the seconds after which an entry expires that was saved or loaded by this store, and by nobody since; the last user
-      decides. Pinned entries stay. Expired entries of folders and object stores are removed by ``save`` of such stores, and ``collect``.
-    - A folder also takes ``min_free``, the bytes that stay free on its disk, and ``durable``, which forces entries to the disk
-      before ``save`` returns.
-    - A Redis server takes ``timeout``, the most seconds per request (default: 1).
-    - An object store takes ``timeout`` (default: 5), and ``storage_options``, the settings of obstore by name, such as endpoint;
-      others are taken from the environment. Each writer counts its bytes every minute, and not at every put.
+    Args:
+        location: A folder, created with the first entry (in /dev/shm, entries are in memory); ``"memory://"``; the URL of a Redis or Valkey
+            server (redis://, rediss://, unix://); an object store, by URL (s3://, gs://, az://) or as an object of ``obstore.store``; or
+            a list of these as *tiers*, fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``. A ``Tier`` gives a
+            location options of its own. Hits in a slower tier are verified and copied up; saves go to every tier.
+        identity: What the values depend on besides the tokens. The basis of its recipe is stored before the first chunk; without
+            one, the store's own is used, and if the store has none, nothing is loaded or saved.
+        chunk: Tokens per chunk, a multiple of the recipe's token groups.
+        lease: Seconds for which a ``load`` that does not find the whole prefix leases the first missing chunk, so that several workers
+            compute a prefix only once: others that request it wait until this store saves it or is closed. Use the time that the
+            longest prompt takes. A holder that dies delays them by at most ``lease``; a folder notices at once. None: nobody waits.
+        max_bytes: Budget for all entries at the location, of all writers; the least recently used are evicted first. Folders are measured
+            in blocks, as the disk does. While another store uses a folder with a larger budget, this one evicts nothing.
+        ttl: Seconds after which an entry expires unless a store saves or loads it; the last user decides. Pinned entries stay. ``save`` and
+            ``collect`` remove expired entries from folders and object stores.
+        min_free: Bytes that stay free on the disk of a folder.
+        durable: Force entries to the disk of a folder before ``save`` returns.
+        trusted_group: Number or name of a group whose members may write to the folder, and are trusted with its contents. Otherwise a
+            folder that others may write to is refused, and a folder of another user is only read, as copies (spec/store.md, Trust).
+        timeout: Most seconds per request; default: 1 for Redis, 5 for object stores.
+        storage_options: Settings of obstore by name, such as endpoint; the environment has the others.
+        write_back: Write every tier but the first in the background; ``close`` waits for them.
+        encryption: AES keys of 16, 24 or 32 bytes by id. Entries are encrypted with the first and read with any. An unencrypted entry
+            counts as damaged; an entry with an unknown key stays, and does not count as stored.
+        check_values: Check the rules of the codecs, not only digests, on every load; default: if other users may write unencrypted entries.
+        max_entry_bytes: Most bytes of an entry, and of the values of one of its layers at 16 bits each. Larger entries are neither
+            saved nor read.
 
-    A list of locations is one store of several *tiers*, the fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``;
-    a ``Tier`` is a location with options of its own, and memory must have ``max_bytes``. An entry of a slower tier is copied to the
-    faster ones once it has been checked, and an entry that is damaged in one tier is read from the next. A saved entry goes to all
-    tiers; with ``write_back``, to all except the first in the background, and ``close`` waits for that.
+    Raises:
+        InvalidParameter: An argument can never work, such as a chunk that does not fit the recipe.
 
-    ``encryption`` maps ids to AES keys of 16, 24 or 32 bytes: entries are encrypted with the first key and read with any, and
-    such a load copies. An unencrypted entry is then removed like a damaged one, and ``save`` replaces it. An entry of another key
-    stays, and ``save`` does not count it as stored. ``check_values`` checks the rules of the codecs on every load, and not digests
-    alone (default: if users other than this one may write unencrypted entries).
-
-    ``max_entry_bytes`` is the most bytes of one entry (default: 512 MiB, Redis' own limit), and of the values of one of its layers, at
-    16 bits each: a larger entry is not saved, and a larger one from another writer is not read.
-
-    A recipe of the codecs klt and transform names a basis by its digest. ``save`` stores the basis of the identity's recipe, as in
-    ``Identity.of(model, Recipe("klt-2", basis))``, before the first chunk. An identity with only the recipe's text uses the basis that
-    the store has; if it has none, nothing is loaded or saved.
-
-    ``lease`` are seconds for which a ``load`` that does not find the whole prefix has the lease of the first missing chunk: others that
-    ask for it meanwhile wait until this store saves it or is closed, and load it, so that several workers compute a prefix once. A holder
-    that dies or never saves delays them by ``lease`` at most; a folder notices at once that a process has died. Give as many seconds as
-    the longest prompt takes to compute, in stores that save what they do not find. With None (default) nobody waits.
-
-    Full disks, dead servers, damaged entries and similar faults are misses, which ``stats`` counts; they raise nothing. Raises
-    InvalidParameter for arguments that can never work, such as a chunk that is not a multiple of the recipe's token groups.
+    >>> store = kvpack.Store("store", kvpack.Identity("llama", "octopus-3"), chunk=32)
+    >>> store.save(list(range(64)), kvpack.pack(past, "octopus-3"))
+    64
+    >>> tokens, cache = store.load(list(range(64)) + [1, 2])
+    >>> tokens, cache.tokens
+    (64, 64)
     """
 
     def __init__(

@@ -37,22 +37,34 @@ def prefill(
     chunk: int = CHUNK_TOKENS,
     **options: Any,
 ) -> KvpackCache:
-    """Compute ``token_ids`` ``[batch, token]`` into a KvpackCache for ``kvpack.Store.save``, in passes of up to ``every`` tokens.
+    """Compute the cache of a prompt in passes, for ``kvpack.Store.save``.
 
-    ``contents`` is a recipe, or a packed cache of the first tokens, as ``Store.load`` gives it: only the others are computed. Passes end
-    at multiples of ``every``, counted from the first token, and at the last token. ``options`` are those of ``KvpackCache``.
+    Passes end at multiples of ``every`` and at the last token. Layers with a sliding window keep all tokens, so that a store gets every
+    chunk. For a model with recurrent or convolution layers, the states after each pass are kept, and a store can resume after any of them;
+    ``chunk`` must then divide ``every``. States have the same size after any token: 78 MB for Qwen3-Next-80B-A3B in bfloat16 with recurrent
+    states in float32, as much as the keys and values of 3,200 tokens, and 305 MB for Falcon-H1-34B, as much as those of 2,100 tokens. Every
+    4,096 tokens, they add 19 and 74 KB per token. Passes of other lengths compute states and logits that differ by rounding.
 
-    Layers with a sliding window keep all tokens, so that a store takes every chunk. Of a model with recurrent or convolution layers, the
-    states after each pass are kept, and a store, whose ``chunk`` must divide ``every``, resumes after any of them; one more pass ends with
-    the last whole chunk. States are as large after any token: in bf16, with recurrent states in fp32, 78 MB for Qwen3-Next-80B-A3B, as
-    much as the keys and values of 3,200 tokens in bf16, and 305 MB for Falcon-H1-34B, as much as those of 2,100. After every 4,096
-    tokens they add 19 and 74 KB per token, and a prompt that leaves a stored one is computed again from up to 4,095 tokens before that.
-    In passes of other lengths a model computes states and logits that differ by rounding.
+    Args:
+        model: A transformers model, which gets no arguments other than token ids.
+        token_ids: Token ids ``[batch, token]``.
+        contents: A recipe, or a packed cache of the first tokens, as ``Store.load`` returns it; only the other tokens are computed.
+        every: Most tokens per pass.
+        chunk: Tokens per chunk of the store.
+        **options: As for KvpackCache.
 
-    The model gets no other arguments than token ids. ``generate`` goes on from the cache with these ids and at least one more.
+    Returns:
+        A KvpackCache; ``generate`` continues from it with these ids and at least one more.
 
-    Raises InvalidType or InvalidParameter for anything but token ids, InvalidParameter where the cache holds other ids or as many tokens,
-    and what KvpackCache raises.
+    Raises:
+        InvalidType: ``token_ids`` are not token ids.
+        InvalidParameter: The cache has other ids, or at least as many tokens.
+
+    Also raises the errors of KvpackCache.
+
+    >>> cache = kvpack.prefill(model, torch.arange(100)[None], "octopus-4", chunk=32)
+    >>> cache.packed.tokens
+    100
     """
     for name, number in (("every", every), ("chunk", chunk)):
         if integer(number, name) < 1:

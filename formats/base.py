@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .columns import Columns
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .head_norms import norms_of
 from .lazy import numpy, torch
 from .rotation import Rotation, rotation_of
 from .value_blocks import first_place, value_blocks
@@ -120,9 +121,22 @@ class Codec(ABC):
         return None
 
     @property
-    def shares_scales(self) -> bool:
-        """Whether the heads of a token share a scale, which the largest of them decides, and which is in proportion to values' norms."""
+    def shared_scales(self) -> frozenset[str]:
+        """What shares scales that are in proportion to norms, so that the largest decides them (``head_norms.HEADS``, ``TOKENS``)."""
+        return frozenset()
+
+    @property
+    def changes_norms(self) -> bool:
+        """Whether the values that are encoded have other norms than those that it is given."""
         return False
+
+    def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+        """The norms of the values that are encoded, float32 ``[batch, kv_head, token]``; ``before`` is that of ``begin``.
+
+        Raises OutOfRange for values that cannot be encoded.
+        """
+        none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
+        return torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
 
     @property
     def features(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ from . import scale_range
 from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, stored_norm
 from .columns import Columns, default_fields
 from .family import OPTIONAL, SEED, STEERING, CodecFamily, among, ranged
+from .head_norms import HEADS, TOKENS
 from .lazy import torch
 from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
 from .rotation import KINDS
@@ -96,8 +97,10 @@ class Group(CodecFamily):
         return frozenset({TOKEN_SCALE_FEATURE} if self.scale_per_head else ())
 
     @property
-    def shares_scales(self) -> bool:
-        return self.token_scale != "none" and not self.scale_per_head
+    def shared_scales(self) -> frozenset[str]:
+        if self.scale_per_head:
+            return frozenset()
+        return frozenset(({HEADS} if self.token_scale != "none" else set()) | ({TOKENS} if self.axis == "token" else set()))
 
     @property
     def scale_per_head(self) -> bool:

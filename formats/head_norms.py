@@ -8,14 +8,20 @@ from .lazy import functional, torch
 from .value_blocks import BLOCK_VALUES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 PAGE = 128
 """Tokens of a run, counted from its first, whose median norm the norm of each token is measured by; its last ones, if they fill no page, by
 that of as many tokens up to them."""
 
+HEADS, TOKENS = "heads", "tokens"
+"""What may share a scale: the heads of a token, or the tokens of a group."""
+
 SHARED_RATIO = 1.5
 """A scale that heads share costs a head precision where it is more than this many times what the head's own norm asks for."""
+
+GROUP_RATIO = 2.0
+"""A token costs the others of its group precision where its norm in a head is more than this many times the usual one."""
 
 FEW = 4
 """Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""
@@ -50,6 +56,33 @@ def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
         return None
     medians = usual(norms)
     return ((norms > ratio * medians) & (medians > 0)).any(1)
+
+
+def misfit(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
+    """How badly the scales of each token fit what shares them, float32 ``[batch, token]``: above 1 is too badly.
+
+    ``norms`` ``[batch, kv_head, token]`` are those of the values that scales are measured from, and ``shared`` says what shares a scale:
+    ``HEADS``, ``TOKENS`` or both.
+    """
+    result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else excess(norms) / SHARED_RATIO
+    return result if TOKENS not in shared else torch.maximum(result, widening(norms, shared) / GROUP_RATIO)
+
+
+def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
+    """How many times the usual range of a group a token has in the head where it is largest: float32 ``[batch, token]``.
+
+    A scale that heads share is taken out of the values before. 0 stands for tokens that no head finds larger than ``GROUP_RATIO``.
+    """
+    none = torch.zeros_like(norms[:, 0])
+    # One of two tokens is not an outlier.
+    if norms.shape[2] < 3 or (HEADS not in shared and not _has_large(norms, GROUP_RATIO)):
+        return none
+    medians = usual(norms)
+    largest = torch.where(medians > 0, norms / medians, 0.0).amax(1)
+    if HEADS in shared:
+        scale = over_heads(norms)
+        largest = torch.where(scale > 0, largest / (scale / usual(scale)), 0.0)
+    return torch.where(largest > GROUP_RATIO, largest, none)
 
 
 def excess(norms: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Attention sinks have keys of low norm and values near zero, wherever they stand: a codec that is good on average is at its worst on
 them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose for both sides; a
-side whose heads share a scale adds the tokens in which one head makes it too large for the others. Sources: StreamingLLM
+side whose heads or tokens share scales adds the tokens that make them too large for the others. Sources: StreamingLLM
 (arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .head_norms import SHARED_RATIO, excess, few, have_large_head, norms_of, over_heads, usual
+from .head_norms import few, have_large_head, misfit, norms_of, over_heads, usual
 from .lazy import numpy, torch
 from .raw import DTYPES, cast
 from .side_car import KeptTokens, RunStep, known_word
 from .value_blocks import BLOCK_VALUES, row_blocks, values_between
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from .base import Codec, Run
     from .options import Options
@@ -42,8 +42,8 @@ class RawPositions(KeptTokens):
     """Tokens stored as ``dtype``: the ``first`` of a sequence, and those whose norm is far from their page's median.
 
     That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 stands for no such bound. With ``high_norm``, tokens are
-    also kept if the norm in one head is above ``high_norm`` times the median of that head, and on a side whose heads share a scale, if one
-    head makes that too large for the others (``head_norms.excess``): both where a page has few of them.
+    also kept if the norm in one head is above ``high_norm`` times the median of that head, and on a side whose heads or tokens share
+    scales, if they make these too large for the others (``head_norms.misfit``): both where a page has few of them.
 
     The norms are those of a token's keys, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
     """
@@ -92,21 +92,22 @@ class RawPositions(KeptTokens):
         return {POSITIONS: count, VALUES: count}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        norms, sharing = run.norms, None
-        if norms is None or codec.shares_scales:
+        norms = run.norms
+        if norms is None:
             none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
-            own = torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
-            norms, sharing = own if norms is None else norms, own if codec.shares_scales else None
-        chosen = self.choose(norms, run.position, before is not None, sharing)
+            norms = torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
+
+        chosen = self.choose(norms, run.position, before is not None)
+        if codec.shared_scales and self.high_norm:
+            rest = _without(run, chosen, codec.token_group) if codec.changes_norms else run
+            chosen = with_misfits(chosen, misfit(codec.coded_norms(rest, before), codec.shared_scales))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
-    def choose(
-        self, norms: torch.Tensor, position: int | None = None, continues: bool = False, sharing: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
         """Which tokens of a run to keep raw, bool ``[batch, token]``, by the ``norms`` of their keys, ``[batch, kv_head, token]``.
 
-        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence. ``sharing`` are
-        the norms of the side's own values, of the same shape, if its heads share a scale.
+        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence. Those that make
+        shared scales too large are not among them (``with_misfits``).
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -123,8 +124,6 @@ class RawPositions(KeptTokens):
                 large = have_large_head(norms, self.high_norm)
                 if large is not None:
                     chosen |= few(large & ~chosen)
-                if sharing is not None:
-                    chosen |= few((excess(sharing) > SHARED_RATIO) & ~chosen)
         return chosen
 
     def encode(
@@ -199,11 +198,16 @@ class RawPositions(KeptTokens):
                 raise InvalidPayload(f"{where}.{VALUES}: a raw token behind the {used} that have a position is not zero")
 
 
+def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
+    """``chosen`` tokens, bool ``[batch, token]``, and those of pages with few that make shared scales too large (``head_norms.misfit``)."""
+    return chosen | few((misfits > 1) & ~chosen)
+
+
 @dataclass(frozen=True)
 class Slots:
     """Pages with a fixed number of raw tokens each: ``rest`` is what the codec encodes, as ``replaced`` says.
 
-    ``streams`` are ``[page, slot, ...]``, of unused slots zero; ``left_out``, ``[page]``, counts raw tokens for which a page has no slot.
+    ``streams`` are ``[page, slot, ...]``, of unused slots zero; ``left_out``, ``[page, 2]``, is that of ``tokens_of_slots``.
     """
 
     rest: torch.Tensor
@@ -217,18 +221,18 @@ def slots_of(tokens: int, least: int = 0) -> int:
 
 
 def in_slots(
-    raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, sharing: torch.Tensor | None = None
+    raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> Slots:
     """The raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones where they are more than the slots.
 
-    ``norms`` and ``sharing`` are those of ``RawPositions.choose``.
+    ``norms`` are those of ``RawPositions.choose``, and ``misfits`` what ``head_norms.misfit`` finds, for sides that share scales.
     A page does not know where in its sequence it stands: the first tokens are no other ones here. A token of high norm comes before those
-    of low norm, and is raw only in codecs that encode tokens together: in others, no token suffers from it. Last come tokens that a shared
-    scale does not fit, the worst first, however many a page has. For codecs that encode tokens one by one, and whose heads share no scale,
-    the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
+    of low norm, and is raw only in codecs that encode tokens together: in others, no token suffers from it. Last come tokens that make a
+    shared scale too large, the worst first, however many a page has. For codecs that encode tokens one by one, and whose heads share no
+    scale, the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    token, left_out = tokens_of_slots(raw, norms, token_group, slots, sharing)
+    token, left_out = tokens_of_slots(raw, norms, token_group, slots, misfits)
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
@@ -247,24 +251,25 @@ def in_slots(
 
 
 def tokens_of_slots(
-    raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, sharing: torch.Tensor | None = None
+    raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The raw tokens of pages by ``norms`` ``[page, kv_head, token]``, and how many of each have no slot, ``[page]``, as ``in_slots``.
+    """The raw tokens of pages by ``norms`` ``[page, kv_head, token]``, as ``in_slots``, and how many have no slot, int64 ``[page, 2]``.
 
-    They are int64 ``[page, slot]``, ascending; unused slots have the number of tokens.
+    The tokens are int64 ``[page, slot]``, ascending; unused slots have the number of tokens. Of those without a slot, all are counted, and
+    those that cost others precision.
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
     wanted = raw.choose(norms, raw.first) if token_group > 1 else low
     own = over_heads(norms)
     order = torch.where(low, own, torch.where(wanted, -own, torch.inf))
-    if sharing is not None and raw.high_norm:
-        factors = excess(sharing)
-        unfit = (factors > SHARED_RATIO) & ~wanted
-        order, wanted = torch.where(unfit, torch.finfo(order.dtype).max / factors, order), wanted | unfit
+    if misfits is not None and raw.high_norm:
+        unfit = (misfits > 1) & ~wanted
+        order, wanted = torch.where(unfit, torch.finfo(order.dtype).max / misfits, order), wanted | unfit
     least = order.topk(slots, 1, largest=False, sorted=True).indices
     token = torch.where(wanted.gather(1, least), least, tokens).sort(1).values
-    return token, wanted.sum(1) - (token < tokens).sum(1)
+    left_out = wanted.sum(1) - (token < tokens).sum(1)
+    return token, torch.stack([left_out, torch.minimum(left_out, (wanted & ~low).sum(1))], 1)
 
 
 def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -318,6 +323,20 @@ def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chose
     means = values.sum(1) / others.sum(1).clamp_min(1)[:, None, None]
     by_token[token, sequence] = means[own].to(x.dtype)
     return rest
+
+
+def _without(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
+    """``run`` with other values for its ``chosen`` tokens, as ``replaced``."""
+
+    def blocks() -> Iterator[torch.Tensor]:
+        start = 0
+        for block in run.blocks():
+            some = chosen[:, start : start + block.shape[2]]
+            token, sequence = some.T.nonzero().unbind(1)
+            yield replaced(block, token, sequence, some, token_group)
+            start += block.shape[2]
+
+    return replace(run, blocks=blocks)
 
 
 def _numbers(words: Any) -> Any:

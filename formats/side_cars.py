@@ -114,9 +114,16 @@ class WithSideCars(Codec):
         return self.codec.bases_needed.union(*(side_car.bases_needed for side_car in self.side_cars))
 
     @property
-    def shares_scales(self) -> bool:
-        # Values that are mapped, or that a mean is taken from, have other norms than those that scales are chosen by.
-        return self.codec.shares_scales and not (self.value_maps or self.page_vectors)
+    def shared_scales(self) -> frozenset[str]:
+        return self.codec.shared_scales
+
+    @property
+    def changes_norms(self) -> bool:
+        return bool(self.value_maps or self.page_vectors or self.frame_parts)
+
+    def coded_norms(self, run: Run, before: Streams | None) -> torch.Tensor:
+        steps, _ = self._begin_steps(run, before, ())
+        return self.codec.coded_norms(steps.run(), before)
 
     @property
     def family(self) -> Codec:
@@ -186,7 +193,7 @@ class WithSideCars(Codec):
 
     def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None) -> RunEncoder:
         """As ``Codec.begin``; ``kernel(codec, block)`` gives the streams of the codec alone, or None where that is to encode a block."""
-        steps, own = self._begin_steps(run, before)
+        steps, own = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
@@ -201,8 +208,8 @@ class WithSideCars(Codec):
 
         return RunEncoder({**inner.streams, **own}, encode)
 
-    def _begin_steps(self, run: Run, before: Streams | None) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """The steps that the blocks of ``run`` take to the codec, and the side-cars' streams with one row per run."""
+    def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[KeptTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
+        """The steps that the blocks of ``run``, without ``kept`` tokens, take to the codec, and the streams with one row per run."""
         steps = _Steps(run)
         own: dict[str, torch.Tensor] = {}
 
@@ -211,7 +218,7 @@ class WithSideCars(Codec):
             steps.add(step.encode)
 
         # Decoding puts the last of them last, over what the others put in the same places.
-        for tokens in reversed(self.kept_tokens):
+        for tokens in reversed(kept):
             add(tokens.begin(steps.run(), before, self))
         for value_map in self.value_maps:
             add(value_map.begin(self._less_vectors(steps.run()), before))

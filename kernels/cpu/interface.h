@@ -230,13 +230,14 @@ typedef struct {
 } Split;
 
 /* raw slots: which tokens of each layer of a page are stored raw, by the norms of its keys x [layer, kv_head, token, dim]
-   (formats/raw_positions.py, in_slots). `low`, `high` and `shared` are 0 where they choose none: `shared` is how many times too large for a
-   head a scale that heads share may be. A page has at most `few` tokens that are large in one head alone. chosen [layer][slots] has the tokens in ascending order, then -1; left_out [layer] is the number of
-   tokens without a slot, norms [layer][kv_head][tokens] has all norms. Without slots and bounds, norms are all that is found. */
+   (formats/raw_positions.py, in_slots). `low`, `high`, `shared` and `grouped` are 0 where they choose none: `shared` is how many times too
+   large for a head a scale that heads share may be, `grouped` how many times its usual norm a head may have in a token whose scales other
+   tokens share. A page has at most `few` tokens that are large in one head alone. chosen [layer][slots] has the tokens in ascending order,
+   then -1; left_out [layer][2] counts tokens without a slot, and those of them that cost others precision; norms [layer][kv_head][tokens] has all norms. Without slots and bounds, norms are all that is found. */
 typedef struct {
     Stream x;
     int64_t dtype, layers, heads, tokens, dim, slots, page, few;
-    float low, high, shared;
+    float low, high, shared, grouped;
     float *norms;
     int64_t *chosen, *left_out;
     int64_t threads, level;

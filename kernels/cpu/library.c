@@ -247,25 +247,32 @@ typedef struct {
 
 static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Of the tokens [first, stop), measured by those from `begin` on: `largest` is 1 where a head's norm is above `high` times its median, else
-   0. `least`, if `shared`, is the least norm relative to the median of its head, and 1 at least. */
-static void relative_heads(const RawSlots *call, const float *norms, int64_t begin, int64_t first, int64_t stop, int shared, float *largest,
-                           float *least, float *sorted) {
+/* Heads of the tokens [first, stop), measured by those from `begin` on: `large` is 1 where a head's norm is above `high` times its median,
+   else 0. `most` is the largest norm relative to the median of its head, `least` the least one, and 1 at least; `shared` asks for both,
+   `grouped` for `most`, which is 0 where no head is that large. `all` are the norms over all heads. */
+static void relative_heads(const RawSlots *call, const float *norms, const float *all, float median_of_all, int64_t begin, int64_t first,
+                           int64_t stop, int shared, float *large, float *most, float *least, float *sorted) {
     int64_t count = stop - begin;
-    for (int64_t t = 0; t < stop - first; t++) largest[t] = 0, least[t] = INFINITY;
+    float ratio = call->grouped && !(call->high && call->high < call->grouped) ? call->grouped : call->high;
+    for (int64_t t = 0; t < stop - first; t++) large[t] = most[t] = 0, least[t] = INFINITY;
     for (int64_t h = 0; h < call->heads; h++, norms += call->tokens) {
-        /* Whether one is that large needs no median: it is above `high` times more than half of them. */
-        float most = 0;
+        /* Whether one is that large needs no median: it is above `ratio` times more than half of them. */
+        float largest = 0;
         int64_t below = 0;
-        for (int64_t t = first; t < stop; t++) most = norms[t] > most ? norms[t] : most;
-        if (call->high)
-            for (int64_t t = begin; t < stop; t++) below += norms[t] * call->high < most;
+        for (int64_t t = first; t < stop; t++) {
+            largest = norms[t] > largest ? norms[t] : largest;
+            if (call->shared && call->grouped && all[t] > 0 && norms[t] / (all[t] / median_of_all) > largest)
+                largest = norms[t] / (all[t] / median_of_all);
+        }
+        if (ratio)
+            for (int64_t t = begin; t < stop; t++) below += norms[t] * ratio < largest;
         if (below <= (count - 1) / 2 && !shared) continue;
         float median = median_of(norms + begin, count, sorted);
         for (int64_t t = first; t < stop; t++) {
-            if (call->high && norms[t] > call->high * median && median > 0) largest[t - first] = 1;
+            if (call->high && norms[t] > call->high * median && median > 0) large[t - first] = 1;
             float relative = median > 0 ? norms[t] / median : INFINITY;
             if (relative < least[t - first]) least[t - first] = relative;
+            if (median > 0 && relative > most[t - first]) most[t - first] = relative;
         }
     }
     for (int64_t t = 0; t < stop - first; t++) least[t] = least[t] > 1 ? least[t] : 1;
@@ -275,14 +282,23 @@ static int is_low(const RawSlots *call, float norm, float median) { return norm 
 
 static int is_high(const RawSlots *call, float norm, float median) { return call->high && norm > call->high * median && median > 0; }
 
+/* formats/head_norms.py, misfit: `norm` is that of all heads, `median` its usual one, `most` and `least` are those of relative_heads. */
+static float misfit_of(const RawSlots *call, float norm, float median, float most, float least) {
+    float misfit = 0, wide = 0;
+    if (call->shared && call->heads > 1 && norm > call->shared * median && median > 0) misfit = norm / median / least / call->shared;
+    if (call->grouped && call->tokens > 2) wide = !call->shared ? most : norm > 0 ? most / (norm / median) : 0;
+    return wide > call->grouped && wide / call->grouped > misfit ? wide / call->grouped : misfit;
+}
+
 static void choose_item(const void *context, int64_t layer, char *memory) {
     const RawSlots *call = ((const Choosing *)context)->call;
     const float *of_heads = call->norms + layer * call->heads * call->tokens;
     Candidate *wanted = (Candidate *)memory;
-    float *norms = (float *)(wanted + call->tokens), *largest = norms + call->tokens, *least = largest + call->page, *sorted = least + call->page;
-    int64_t count = 0, *chosen = call->chosen + layer * call->slots;
+    float *norms = (float *)(wanted + call->tokens), *large = norms + call->tokens, *most = large + call->page, *least = most + call->page;
+    float *sorted = least + call->page;
+    int64_t count = 0, lows = 0, *chosen = call->chosen + layer * call->slots;
     ((const Choosing *)context)->level->norms(call, layer);
-    if (!call->low && !call->high && !call->slots) return;
+    if (!call->low && !call->high && !call->shared && !call->grouped) return;
     for (int64_t t = 0; t < call->tokens; t++) {
         float squares = 0;
         for (int64_t h = 0; h < call->heads; h++) squares += of_heads[h * call->tokens + t] * of_heads[h * call->tokens + t];
@@ -295,19 +311,21 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
         float median = median_of(norms + begin, stop - begin, sorted);
         int shared = 0;
         for (int64_t t = first; t < stop; t++) shared |= call->shared && norms[t] > call->shared * median && median > 0;
-        relative_heads(call, of_heads, begin, first, stop, shared, largest, least, sorted);
+        relative_heads(call, of_heads, norms, median, begin, first, stop, shared, large, most, least, sorted);
         int64_t by_head = 0;
         for (int64_t t = first; t < stop; t++)
-            by_head += largest[t - first] > 0 && !is_low(call, norms[t], median) && !is_high(call, norms[t], median);
+            by_head += large[t - first] > 0 && !is_low(call, norms[t], median) && !is_high(call, norms[t], median);
         for (int64_t t = first; t < stop; t++) {
             int low = is_low(call, norms[t], median);
-            int high = is_high(call, norms[t], median) || (!low && by_head <= call->few && largest[t - first] > 0);
-            float excess = shared && norms[t] > call->shared * median ? norms[t] / median / least[t - first] : 0;
-            if (low || high || excess > call->shared) wanted[count++] = (Candidate){low ? norms[t] : high ? -norms[t] : FLT_MAX / excess, t};
+            int high = is_high(call, norms[t], median) || (!low && by_head <= call->few && large[t - first] > 0);
+            float misfit = misfit_of(call, norms[t], median, most[t - first], least[t - first]);
+            lows += low;
+            if (low || high || misfit > 1) wanted[count++] = (Candidate){low ? norms[t] : high ? -norms[t] : FLT_MAX / misfit, t};
         }
     }
     int64_t used = smaller_of(count, call->slots);
-    call->left_out[layer] = count - used;
+    call->left_out[2 * layer] = count - used;
+    call->left_out[2 * layer + 1] = smaller_of(count - used, count - lows);
     if (count > used) {
         qsort(wanted, count, sizeof(Candidate), by_key);
         qsort(wanted, used, sizeof(Candidate), by_token);
@@ -317,7 +335,7 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
 
 EXPORTED int64_t kvpack_raw_slots(const RawSlots *call) {
     Choosing work = {call, level_of(call->level)};
-    int64_t bytes = (int64_t)sizeof(Candidate) * call->tokens + (int64_t)sizeof(float) * (call->tokens + 3 * call->page);
+    int64_t bytes = (int64_t)sizeof(Candidate) * call->tokens + (int64_t)sizeof(float) * (call->tokens + 4 * call->page);
     return kvpack_for_each(choose_item, &work, call->layers, call->threads, bytes);
 }
 

@@ -164,7 +164,7 @@ class RawSlots(Structure):
     _fields_ = (
         ("x", Stream),
         *((name, c_int64) for name in ("dtype", "layers", "heads", "tokens", "dim", "slots", "page", "few")),
-        *((name, c_float) for name in ("low", "high", "shared")),
+        *((name, c_float) for name in ("low", "high", "shared", "grouped")),
         *((name, c_void_p) for name in ("norms", "chosen", "left_out")),
         *((name, c_int64) for name in ("threads", "level")),
     )

@@ -13,8 +13,9 @@ import torch
 from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.head_norms import misfit
 from kvpack.formats.raw import HOLDS
-from kvpack.formats.raw_positions import VALUES, RawPositions, replaced
+from kvpack.formats.raw_positions import VALUES, RawPositions, replaced, with_misfits
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
@@ -23,7 +24,7 @@ from . import dispatch, shared_scales
 from .blocks import caches_of, for_each_block
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from kvpack.formats.base import Codec
 
@@ -66,15 +67,29 @@ def encode(
     Raises InvalidParameter for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
     Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it, and a KvpackWarning that names the tokens
-    in which a scale that heads share costs some of them precision.
+    in which a scale that heads or tokens share costs some of them precision.
     """
     raw = codec.side_car(RawPositions)
     if raw is not None:
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
-    if codec.shares_scales:
+    if codec.shared_scales:
         with float32_no_grad(x.device):
-            _report(shared_scales.misfit(dispatch.norms(x), where))
+            _report(shared_scales.misfit_of(_coded_norms(codec, x, where, before), codec.shared_scales, where))
     return encode_all(codec, x, where, before, position)
+
+
+def misfits_of(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
+    """``head_norms.misfit`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales. Raises what ``encode`` raises."""
+    return misfit(_coded_norms(codec, x, where, None), shared)
+
+
+def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+    """``codec.coded_norms`` of ``x``. Raises what ``encode`` raises."""
+    if not codec.changes_norms:
+        return dispatch.norms(x)
+    blocks = _blocks(codec, x)
+    with _placed(where):
+        return codec.coded_norms(Run((*x.shape,), x.device, lambda: (_values(codec, x, *block, where) for block in blocks)), before)
 
 
 def _report(found: shared_scales.Misfit | None) -> None:
@@ -108,12 +123,18 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """``encode``, for a codec that keeps some tokens raw: what encodes the others then sees a whole run, kernels too."""
     with float32_no_grad(x.device):
-        sharing = dispatch.norms(x) if codec.shares_scales else None
+        plain, shared = codec.without_raw, codec.shared_scales
+        coded = dispatch.norms(x) if shared and not plain.changes_norms else None
         if norms is None:
-            norms = dispatch.norms(x) if sharing is None else sharing
-        chosen = raw.choose(norms.to(x.device), position, before is not None, sharing)
-        if sharing is not None:
-            _report(shared_scales.misfit(sharing, where, chosen, keeps_large=raw.high_norm > 0))
+            norms = dispatch.norms(x) if coded is None else coded
+        chosen = raw.choose(norms.to(x.device), position, before is not None)
+        if shared:
+            if coded is None:
+                token, sequence = chosen.T.nonzero().unbind(1)
+                coded = _coded_norms(plain, replaced(x, token, sequence, chosen, codec.token_group), where, before)
+            if raw.high_norm:
+                chosen = with_misfits(chosen, misfit(coded, shared))
+            _report(shared_scales.misfit_of(coded, shared, where, chosen, keeps_large=raw.high_norm > 0))
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
             own = raw.stored(x, token, sequence)
@@ -160,24 +181,11 @@ def _encode_in_blocks(
 ) -> dict[str, torch.Tensor]:
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
-    row = max(1, batch * heads * codec.dim)
-    multiple = max(_GROUP_MULTIPLE, codec.token_group)
-    size = max(multiple, BLOCK_VALUES * caches_of(x.device) // row // multiple * multiple)
-    if codec.id == "raw":
-        # One copy without temporaries.
-        size = max(1, tokens)
-    blocks = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    blocks = _blocks(codec, x)
     entries: dict[int, dict[str, torch.Tensor]] = {}
 
-    def values(start: int, stop: int) -> torch.Tensor:
-        part = x[:, :, start:stop]
-        if codec.exact_dtype is None:
-            part = part.to(torch.float32)
-            check_finite(part, start, where)
-        return part
-
     def encode_block(start: int, stop: int) -> None:
-        part = values(start, stop)
+        part = _values(codec, x, start, stop, where)
         with _placed(f"{where}, tokens {start} to {stop}"):
             encoded = run.encode(part, start)
         for name, entry in layout.items():
@@ -189,7 +197,8 @@ def _encode_in_blocks(
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
         begin = partial(codec.begin, kernel=dispatch.encode) if isinstance(codec, WithSideCars) else codec.begin
         with _placed(where):
-            run = begin(Run((batch, heads, tokens, dim), x.device, lambda: (values(*block) for block in blocks), position), before)
+            given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
+            run = begin(given, before)
         for_each_block(encode_block, blocks, x.device)
         for name, entry in layout.items():
             if entry.per == "entry":
@@ -197,6 +206,27 @@ def _encode_in_blocks(
                 streams[name] = torch.cat([none, *(entries[start][name] for start, _ in blocks)], 2)
     streams |= run.streams
     return {name: streams[name] for name in layout}
+
+
+def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
+    """The first token of each block that is encoded at once, and the one behind its last."""
+    batch, heads, tokens, _ = x.shape
+    row = max(1, batch * heads * codec.dim)
+    multiple = max(_GROUP_MULTIPLE, codec.token_group)
+    size = max(multiple, BLOCK_VALUES * caches_of(x.device) // row // multiple * multiple)
+    if codec.id == "raw":
+        # One copy without temporaries.
+        size = max(1, tokens)
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
+    """Tokens ``[start, stop)`` of ``x`` as the codec is given them. Raises InvalidParameter for values that are not finite."""
+    part = x[:, :, start:stop]
+    if codec.exact_dtype is None:
+        part = part.to(torch.float32)
+        check_finite(part, start, where)
+    return part
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.head_norms import norms_of
@@ -51,7 +51,7 @@ def supports(codec: Codec) -> bool:
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
     """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises InvalidParameter and OutOfRange for a page among them.
 
-    ``keys`` are the layers' keys, and ``left_out``, int64 ``[1]``, counts raw tokens that have no slot.
+    ``keys`` are the layers' keys, and ``left_out``, int64 ``[2]``, counts raw tokens as ``tokens_of_slots``.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -63,10 +63,10 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
         if raw is not None:
             k = _pages(lane, len(chosen), layers.first.dtype, rows.device, geometry.dims["k"])
             gather(keys, chosen, k)
-            sharing = norms_of(x) if lane.plain.shares_scales else None
-            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots, sharing)
+            misfits = misfits_of(lane.plain, x, lane.shared, f"layers[{lane.first}].{lane.side}") if lane.shared else None
+            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots, misfits)
             x, streams = found.rest, found.streams
-            left_out += found.left_out.sum()
+            left_out += found.left_out.sum(0)
         made = encode_all(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
         with writing(rows):
             for name, place in _streams(lane, rows[first : first + len(chosen)]).items():

@@ -20,6 +20,7 @@ from .device import DevicePages, PageJob, Rows
 from .geometry import PageGeometry
 from .host import CPU, HostPages, Outcome, RowPlan
 from .lanes import address_of, lanes_of
+from .left_out import LeftOut
 
 if TYPE_CHECKING:
     import os
@@ -40,9 +41,10 @@ class PageCodec:
     transform, outliers, raw tokens by ``sinks``) and for one that keeps a raw tail. Of the tokens that presets keep raw, a row has
     room for one in 64 of its page: those of the lowest norm below ``raw_low_norm`` of the page's median, and, in codecs that encode
     tokens together, those above ``raw_high_norm``. ``raw_first`` is ignored, for a page does not know its place in the sequence.
-    ``raw_tokens_left_out`` counts tokens without room. Pages of fewer than 64 tokens have no room, except for one token in those of
-    the codec klt. A recipe of klt must have its basis (``Recipe("klt-2", basis)``): raises MissingBasis without one, and
-    InvalidParameter if the basis has other heads.
+    ``raw_tokens_left_out`` counts tokens without room, and one KvpackWarning of a codec names those at whose cost other tokens or heads
+    lose precision. Pages of fewer than 64 tokens have no room, except for one token in those of the codec klt; tokens at the cost of others
+    are counted there in host memory, and not on a device. A recipe of klt must have its basis (``Recipe("klt-2", basis)``): raises
+    MissingBasis without one, and InvalidParameter if the basis has other heads.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class PageCodec:
         self.layout = row_layout(self.contents)
         self.nbytes = self.layout.nbytes
         self._plan = RowPlan(geometry, self.contents, self.layout, namespace, lanes_of(self.contents, self.layout, geometry))
-        self._host = HostPages(self._plan, threads)
+        self._left_out = LeftOut(geometry)
+        self._host = HostPages(self._plan, threads, self._left_out)
         self._devices: dict[torch.device, DevicePages] = {}
         self._closed = False
 
@@ -85,7 +88,7 @@ class PageCodec:
     @property
     def raw_tokens_left_out(self) -> int:
         """Tokens to be kept raw that pages had no slot for, in all layers and sides so far. The host waits for devices."""
-        return self._host.left_out + sum(int(device.left_out) for device in self._devices.values())
+        return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
         """Encode the pages in ``slots`` to ``rows``, and return for each page None or the error for which it has no row.
@@ -140,7 +143,7 @@ class PageCodec:
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:
-            self._devices[pages.device] = DevicePages(self._plan, self._host, pages.device)
+            self._devices[pages.device] = DevicePages(self._plan, self._host, pages.device, self._left_out)
         return self._devices[pages.device]
 
     def checked(

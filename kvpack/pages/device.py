@@ -24,7 +24,11 @@ from .host import CPU, HostPages, Outcome, RowPlan
 if TYPE_CHECKING:
     from kvpack.kernels.pages.lanes import Lane
 
+    from .left_out import LeftOut
+
 Rows = Sequence[Any] | torch.Tensor
+
+_MAX_COUNT = 2**31 - 1
 
 
 class PageJob:
@@ -68,7 +72,7 @@ class PageJob:
 class DevicePages:
     """Encodes and decodes pages on ``device``, on its current stream."""
 
-    def __init__(self, plan: RowPlan, host: HostPages, device: torch.device) -> None:
+    def __init__(self, plan: RowPlan, host: HostPages, device: torch.device, left_out: LeftOut) -> None:
         self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
         self._known: WeakKeyDictionary[PageBuffer, list[Lane]] = WeakKeyDictionary()
         with torch.inference_mode(False):
@@ -76,8 +80,8 @@ class DevicePages:
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
-            self.left_out = torch.zeros(1, dtype=torch.int64, device=device)
-            """Raw tokens for which pages had no slot."""
+            self._of_all, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
+            """Raw tokens for which pages had no slot, as ``LeftOut`` counts them."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
         """Begin to encode to ``rows`` of any memory, those of the device best."""
@@ -95,6 +99,7 @@ class DevicePages:
             if not isinstance(rows, torch.Tensor):
                 for number, row in enumerate(target.to(CPU)):
                     _store(rows, number, row)
+            self._of_all.warn(found.pop())
             outcomes: list[Outcome] = [None] * len(slots)
             # What a kernel does not encode is encoded, or refused by name, by the codec itself.
             refused = [number for number, value in enumerate(found) if value]
@@ -102,7 +107,9 @@ class DevicePages:
                 outcomes[number] = outcome
             return outcomes
 
-        return PageJob(status, finish)
+        # The count travels with the outcomes, for which the host waits anyway.
+        costly = self.left_out[1:].clamp_max(_MAX_COUNT).to(status.dtype)
+        return PageJob(torch.cat([status, costly]), finish)
 
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
         """Begin to decode ``rows`` of any memory; those of the device are checked there, but for ``values``."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy
 import torch
 
 from kvpack.coding.blocks import in_this_thread
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .buffer import PageBuffer
     from .geometry import PageGeometry
+    from .left_out import LeftOut
 
 Outcome = KvpackError | None
 """What became of a page: None, or the error for which it was left out."""
@@ -55,11 +56,9 @@ class RowPlan(NamedTuple):
 class HostPages:
     """Encodes and decodes pages in the host's memory with ``threads`` threads."""
 
-    def __init__(self, plan: RowPlan, threads: int) -> None:
-        self._plan, self._threads = plan, threads
+    def __init__(self, plan: RowPlan, threads: int, left_out: LeftOut) -> None:
+        self._plan, self._threads, self._left_out = plan, threads, left_out
         self._own = OwnThreads(threads, "kvpack-pages")
-        self._lock, self.left_out = Lock(), 0
-        """Raw tokens for which pages had no slot are counted."""
 
     def close(self) -> None:
         self._own.close()
@@ -80,18 +79,21 @@ class HostPages:
             row = targets[number][: plan.layout.nbytes]
             row[: plan.layout.payload] = front_of(plan.layout, plan.namespace, digests[number] or bytes(KEY_BYTES))
             try:
-                left_out = sum(lane.encode(slots[number], row, threads) for lane in lanes)
+                left_out = numpy.zeros(2, numpy.int64)
+                for lane in lanes:
+                    left_out += lane.encode(slots[number], row, threads)
             except KvpackError as error:
                 row[:8] = bytes(8)
                 return type(error)(f"slot {(slots if names is None else names)[number]}: {error}")
             for begin, end in plan.layout.pads:
                 row[begin:end] = bytes(end - begin)
             write_checksum(row)
-            with self._lock:
-                self.left_out += left_out
+            self._left_out.add(*left_out.tolist())
             return None
 
-        return self._each(encode, len(slots))
+        outcomes = self._each(encode, len(slots))
+        self._left_out.warn(self._left_out.costly)
+        return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
         """What is wrong with each row."""

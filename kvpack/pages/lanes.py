@@ -13,10 +13,11 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
+from kvpack.coding.shared_scales import MANY_RATIO
 from kvpack.file.payload import as_array
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import norms_of
+from kvpack.formats.head_norms import TOKENS, norms_of
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -58,6 +59,16 @@ class Lane:
         return self.codec.side_car(RawPositions)
 
     @property
+    def watched(self) -> RawPositions | None:
+        """What finds raw tokens, and tokens that cost others precision although no page has room for one."""
+        return self.raw or (RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO) if self.plain.shared_scales else None)
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """What shares scales. Pages without room for raw tokens are short: by their median, ordinary tokens would seem large."""
+        return self.plain.shared_scales - (frozenset() if self.slots else {TOKENS})
+
+    @property
     def slots(self) -> int:
         """The raw tokens that a page has room for."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
@@ -92,12 +103,18 @@ class Lane:
         from kvpack.kernels.cpu import raw_slots
 
         geometry = self.geometry
-        shares = self.plain.shares_scales
-        # C measures keys alone, and values that share scales have norms of their own.
-        if self.raw is None or not raw_slots.chooses(geometry.computed_dtype) or not _direct(keys) or (shares and self.side != "k"):
+        shared = self.shared
+        # C measures keys as they are, and what else shares scales has norms of its own.
+        own = shared and (self.side != "k" or self.plain.changes_norms)
+        if self.watched is None or not raw_slots.chooses(geometry.computed_dtype) or not _direct(keys) or own:
             return None
         shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
-        return {n: raw_slots.Chooser(self.raw, n, *shape, shares) for n in {1, self.count}}
+        return {n: raw_slots.Chooser(self.watched, n, *shape, shared) for n in {1, self.count}}
+
+
+Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+_NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
 class _Ready:
@@ -121,13 +138,16 @@ class _Ready:
             self._stretches = _stretches(tensors)
         self._stretches_of_keys = [] if choosers is None else _stretches(keys)
 
-    def encode(self, slot: int, row: memoryview, threads: int) -> int:
-        """Encode the page in ``slot``, and count raw tokens left out. Raises InvalidParameter, naming the layer and the side."""
-        raw = self._lane.raw
+    def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
+        """Encode the page in ``slot``, and count raw tokens left out, int64 ``[2]``, as ``tokens_of_slots``.
+
+        Raises InvalidParameter, naming the layer and the side.
+        """
+        raw, watched = self._lane.raw, self._lane.watched
+        chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         if raw is None:
             self._encode(slot, row, threads, {})
-            return 0
-        chosen, left_out = self._choose(raw, slot, threads)
+            return left_out
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if tokens[0] >= 0}
         # A raw token changes the scales of its group; one that is encoded alone is encoded as it is.
         rest = {number: self._rest(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
@@ -138,20 +158,21 @@ class _Ready:
             self._store_raw(raw, slot, row, number, tokens)
         return left_out
 
-    def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[numpy.ndarray[Any, numpy.dtype[numpy.int64]], int]:
-        """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and how many have no slot."""
+    def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
+        """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and how many have no slot, ``[2]``."""
         if self._choosers is not None:
             found = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
-            return numpy.concatenate([chosen for chosen, _ in found]), sum(left_out for _, left_out in found)
+            return numpy.concatenate([chosen for chosen, _ in found]), numpy.concatenate([left_out for _, left_out in found]).sum(0)
         lane, codec = self._lane, self._lane.plain
         dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
 
-        def norms(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([norms_of(x[slot].to(dtype)[None]) for x in layers])
-
-        sharing = norms(self._tensors) if codec.shares_scales else None
-        token, left_out = tokens_of_slots(raw, norms(self._keys), codec.token_group, lane.slots, sharing)
-        return token.masked_fill(token == tokens, -1).numpy(), int(left_out.sum())
+        misfits = None
+        if lane.shared:
+            layers = enumerate(self._tensors, lane.first)
+            misfits = torch.cat([misfits_of(codec, x[slot].to(dtype)[None], lane.shared, f"layers[{n}].{lane.side}") for n, x in layers])
+        norms = torch.cat([norms_of(x[slot].to(dtype)[None]) for x in self._keys])
+        token, left_out = tokens_of_slots(raw, norms, codec.token_group, lane.slots, misfits)
+        return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
     def _rest(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
         """The page of layer ``number`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""

@@ -20,6 +20,8 @@ SHARED = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32"
 PER_HEAD = SHARED.replace("fp16", "fp16-per-head")
 RAW = f"{SHARED};raw=4,0.6,4"
 HEADS = 4
+MEAN = "k=group:b=2,g=32,axis=channel,rotation=hadamard,token_scale=fp16,mean=32;v=group:b=2,g=32"
+SCALED = SHARED.replace("token_scale=fp16;", "token_scale=fp16,channel_scale=fp16;")
 
 
 @pytest.fixture
@@ -84,6 +86,61 @@ def test_a_dominant_head_costs_the_other_heads_of_its_token_nothing(recipe: str,
     assert decoded is not None
     usual = relative(decoded[:, :, 10:128], k[:, :, 10:128])
     assert relative(decoded[:, [0, 1, 3], 9], k[:, [0, 1, 3], 9]) < 1.6 * usual
+
+
+def in_frame(ratio: float, recipe: str) -> torch.Tensor:
+    """``dominated`` keys in the frame that ``recipe`` encodes: large channels, or a large common mean, hide what is large there."""
+    k = dominated(ratio)
+    if "channel_scale" in recipe:
+        k[..., 5] *= 40
+        k[..., 37] *= 40
+    return k + 20 if "mean" in recipe else k
+
+
+@pytest.mark.parametrize("ratio", [1.7, 2.0, 3.0, 3.9])
+@pytest.mark.parametrize("recipe", [SCALED, MEAN, "oscar-2-u8-scaled"])
+def test_scales_are_measured_where_they_are_chosen(recipe: str, ratio: float) -> None:
+    """Behind channel scales and without the mean of a page; without raw tokens, a warning names the token."""
+    k = in_frame(ratio, recipe)
+    raw = recipe if recipe in PUBLISHED else f"{recipe};raw=4,0,4"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoded, _ = kvpack.pack([(k, k)], raw)[0].unpack(torch.float32)
+        kvpack.pack([(in_frame(1.0, recipe),) * 2], raw)
+        kvpack.pack([(in_frame(1.0, recipe),) * 2], f"{raw};raw=0")
+    assert decoded is not None
+    assert torch.equal(decoded[0, :, 9], k[0, :, 9].to(torch.bfloat16).float())
+    with pytest.warns(KvpackWarning, match=r"in 1 of 300 tokens.* token 9 of sequence 0, head 2 "):
+        kvpack.pack([(k, k)], f"{raw};raw=0")
+
+
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("heads", [slice(2, 3), slice(None)], ids=["one head", "all heads"])
+@pytest.mark.parametrize("ratio", [2.3, 3.0, 3.9, 1000.0])
+def test_a_large_token_costs_its_group_little(ratio: float, heads: slice) -> None:
+    k = dominated(1.0)
+    k[:, heads, 9] *= ratio
+    decoded, _ = kvpack.pack([(k, k)], "kivi-2")[0].unpack(torch.float32)
+    assert decoded is not None
+    assert relative(decoded[0, 2, 10:32], k[0, 2, 10:32]) < 1.1 * relative(decoded[0, 2, 32:], k[0, 2, 32:])
+
+
+def test_a_group_names_its_large_token_without_raw_tokens() -> None:
+    k = dominated(1.0)
+    k[:, 2, 9] *= 3
+    text = r"k: in 1 of 300 tokens, one head is so large that other tokens, .* token 9 .*, head 2 is 2\.\d+ times as large"
+    with pytest.warns(KvpackWarning, match=text):
+        kvpack.pack([(k, k)], "kivi-2;raw=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpack.pack([(k, k)], "kivi-2;raw=0,0,4")
+        kvpack.pack([(k, k)], "k=group:b=2,g=32,token_scale=fp16-per-head;v=group:b=2,g=32")
+        # Many of them are what the group is for, unless they are far larger.
+        k[:, 2, 20:27] *= 3
+        kvpack.pack([(k, k)], "kivi-2;raw=0")
+    k[:, 2, 20:27] *= 2
+    with pytest.warns(KvpackWarning, match="in 7 of 300 tokens"):
+        kvpack.pack([(k, k)], "kivi-2;raw=0")
 
 
 @pytest.mark.usefixtures("no_warnings")
@@ -162,7 +219,7 @@ def test_keys_of_a_real_model_warn_of_nothing_and_few_are_raw() -> None:
     real = [(k, v) for k, v, _ in layers()]
     shared = [name for name, preset in PUBLISHED.items() if "token_scale" in preset.recipe]
     assert len(shared) >= 5
-    for name in (*shared, "kivi-2", SHARED):
+    for name in (*shared, "kivi-2", SHARED, SCALED, MEAN, f"{MEAN};raw=4,0.6,4", "kivi-2;raw=0"):
         for layer in kvpack.pack(real, name):
             for side in layer.sides.values():
                 raw = side.runs[0].streams.get("raw_positions")

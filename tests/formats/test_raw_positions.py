@@ -9,9 +9,10 @@ import torch
 
 import kvpack
 from kvpack.errors import InvalidParameter, InvalidPayload
+from kvpack.formats import head_norms
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import FEW, PAGE, excess, few, norms_of, over_heads, relative
-from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, in_slots, replaced
+from kvpack.formats.head_norms import FEW, PAGE, excess, few, misfit, norms_of, over_heads, relative, widening
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, in_slots, replaced, with_misfits
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.live.cache import LiveCache
 from support.strategies import create
@@ -207,6 +208,23 @@ def test_a_shared_scale_is_too_large_where_one_head_is() -> None:
     assert not excess(norms[:, :1]).any()
 
 
+def test_a_group_is_widened_by_a_head_that_the_shared_scale_does_not_follow() -> None:
+    norms = torch.ones(1, 8, 200) * torch.arange(1.0, 9.0)[:, None]
+    norms[0, 0, 5] *= 3
+    norms[0, :, 6] *= 3
+    norms[0, 7, 7] *= 1.9
+    alone, shared = (widening(norms, of) for of in ({head_norms.TOKENS}, {head_norms.TOKENS, head_norms.HEADS}))
+    assert alone.nonzero().tolist() == [[0, 5], [0, 6]]
+    assert alone[0, 5:7].tolist() == [3, 3]
+    # The scale of token 6 is three times as large, that of token 5 little more than usual.
+    assert shared.nonzero().tolist() == [[0, 5]]
+    assert 2.9 < shared[0, 5] < 3
+    norms[0, 1] = 0
+    norms[0, 1, 9] = 1
+    assert widening(norms, {head_norms.TOKENS}).nonzero().tolist() == [[0, 5], [0, 6]]
+    assert not widening(norms[..., 5:7] ** 4, {head_norms.TOKENS}).any()
+
+
 def test_many_tokens_with_a_large_head_are_no_outliers() -> None:
     one, norms = RawPositions(DIM, "bf16", high_norm=4.0), torch.ones(1, 3, 2 * PAGE)
     norms[0, 0, 10:12] = norms[0, 1, 30:32] = 5.0
@@ -226,11 +244,12 @@ def test_few_tokens_of_a_page_are_worth_being_raw_for_a_shared_scale() -> None:
     assert torch.equal(found[:, 2 * PAGE :], chosen[:, 2 * PAGE :])
     norms = torch.ones(1, 2, PAGE)
     norms[0, 0, 20 : 20 + FEW] = 3.0
-    one = RawPositions(DIM, "bf16", high_norm=4.0)
-    assert one.choose(norms, sharing=norms).nonzero()[:, 1].tolist() == [*range(20, 20 + FEW)]
-    assert not one.choose(norms).any()
+    none = RawPositions(DIM, "bf16", high_norm=4.0).choose(norms)
+    assert not none.any()
+    for shared in ({head_norms.HEADS}, {head_norms.TOKENS}):
+        assert with_misfits(none, misfit(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + FEW)]
     norms[0, 0, 60] = 3.0
-    assert not one.choose(norms, sharing=norms).any()
+    assert not with_misfits(none, misfit(norms, {head_norms.HEADS, head_norms.TOKENS})).any()
 
 
 @pytest.mark.parametrize(
@@ -343,7 +362,7 @@ def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
     together, one_by_one = (in_slots(raw, x, norms_of(x), group, 1) for group in (32, 1))
     used = [slots.streams[POSITIONS][..., 0].to(torch.int64).bool().tolist() for slots in (together, one_by_one)]
     assert used == [[[True]] * 3, [[True], [False], [True]]]
-    assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[0, 0, 1], [0, 0, 0]]
+    assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[[0, 0], [0, 0], [1, 1]], [[0, 0]] * 3]
     assert together.streams[POSITIONS][:, 0, 0].tolist() == [6, 10, 10]
     assert together.rest.abs().max() < 10
 
@@ -354,9 +373,9 @@ def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> N
     x[0, :, 5] *= 0.1
     x[:, 1, [9, 20]] *= torch.tensor([3.3, 2.5])[:, None]
     raw, norms = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0), norms_of(x)
-    alone, shared = (in_slots(raw, x, norms, group, 2, sharing) for sharing in (None, norms))
+    alone, shared = (in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, misfit(norms, {head_norms.HEADS})))
     assert [slots.streams[POSITIONS][..., 0].tolist() for slots in (alone, shared)] == [[[6, 0], [0, 0]], [[6, 10], [10, 21]]]
-    assert [slots.left_out.tolist() for slots in (alone, shared)] == [[0, 0], [1, 0]]
+    assert [slots.left_out.tolist() for slots in (alone, shared)] == [[[0, 0]] * 2, [[1, 1], [0, 0]]]
 
 
 def test_positions_are_put_over_flags() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
-from kvpack.formats.head_norms import norms_of
+from kvpack.formats.head_norms import HEADS, TOKENS, misfit, norms_of
 from kvpack.formats.raw_positions import RawPositions, tokens_of_slots
 from kvpack.kernels.cpu import checksum, library, raw_slots
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
@@ -48,10 +48,10 @@ def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
         assert checksum.added(data, start) == expected
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shared", [(), (HEADS,), (TOKENS,), (HEADS, TOKENS)])
 @pytest.mark.parametrize("group", [32, 1])
 @pytest.mark.parametrize("tokens", [16, 128, 200])
-def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, shares: bool) -> None:
+def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, shared: tuple[str, ...]) -> None:
     source = torch.Generator().manual_seed(tokens)
     x = torch.randn(64, 4, tokens, 32, generator=source) * torch.tensor([1.0, 20.0, 0.1, 1.0])[:, None, None]
     x[:, torch.arange(4), torch.randint(tokens, (4,), generator=source)] *= torch.linspace(1, 7, 64)[:, None, None]
@@ -60,12 +60,12 @@ def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, sh
     x[::2, :, tokens // 2] *= 0.3
     for high in (4.0, 0.0):
         raw = RawPositions(32, "bf16", low_norm=0.6, high_norm=high)
-        chooser = raw_slots.Chooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shares)
+        chooser = raw_slots.Chooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shared)
         chosen, left_out = chooser.run((x.data_ptr(), *(4 * stride for stride in x.stride()[:3])), 1)
         norms = norms_of(x)
-        expected, more = tokens_of_slots(raw, norms, group, 3, norms if shares else None)
+        expected, more = tokens_of_slots(raw, norms, group, 3, misfit(norms, shared))
         assert torch.equal(torch.from_numpy(chosen), expected.masked_fill(expected == tokens, -1))
-        assert left_out == more.sum()
+        assert torch.equal(torch.from_numpy(left_out), more)
         assert len({int(count) for count in (chosen >= 0).sum(1)}) > 1
 
 

@@ -6,13 +6,14 @@ interpreter.py says which process runs which of these tests.
 from __future__ import annotations
 
 import random
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from kvpack import Basis, Recipe
-from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, KvpackError, NotKvpack, Truncated
+from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, NotKvpack, Truncated
 from kvpack.file import row as rows_of
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry, batched
 from kvpack.pages.device import DevicePages
@@ -96,6 +97,22 @@ def host_decoded(codec: PageCodec, rows: torch.Tensor) -> list[torch.Tensor]:
         patched.setenv("KVPACK_KERNELS", "")
         assert codec.decode_into(rows.cpu(), target, range(rows.shape[0])) == [None] * rows.shape[0]
     return found
+
+
+def test_tokens_that_cost_others_and_have_no_room_are_warned_of_once() -> None:
+    """The count travels with the outcomes of a job, for which the host waits anyway."""
+    geometry = PageGeometry(layers=2, heads=2, tokens=64, dim_k=64, dim_v=64)
+    pages, (k, _) = on_device(geometry, 2)
+    k[1, 1, 1, 5:8] *= 30
+    codec = PageCodec("oscar-2", geometry)
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    with pytest.warns(KvpackWarning, match="in pages of 64 tokens, 2 tokens .* token_scale=fp16-per-head") as caught:
+        assert codec.encode_into(pages, [0, 1], rows) == [None, None]
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert codec.encode_into(pages, [1], rows[:1]) == [None]
+    assert codec.raw_tokens_left_out == 4
 
 
 CASES = (

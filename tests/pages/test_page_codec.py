@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import tracemalloc
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvpack.errors import (
     InvalidPayload,
     InvalidType,
     KvpackError,
+    KvpackWarning,
     NotKvpack,
     OutOfBounds,
     Truncated,
@@ -114,6 +116,32 @@ def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
         rows_of.write_checksum(memoryview(row))
         (error,) = codec.decode_into([row], target, [0], values=True)
         assert isinstance(error, InvalidPayload)
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "oscar-2", "oscar-2-scaled", "kv=group:b=2,g=16"])
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_a_token_that_costs_others_and_has_no_room_is_warned_of_once(recipe: str, tokens: int) -> None:
+    geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=64, dim_v=64)
+    pages, (k, _) = filled(geometry, 2)
+    with PageCodec(recipe, geometry) as codec:
+        rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
+        k[0, 0, 0, 3] *= 0.01
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            codec.encode_into(pages, [0, 1], rows)
+        k[1, 1, 1, 5:7] *= 30
+        with pytest.warns(KvpackWarning, match=rf"in pages of {tokens} tokens, [12] tokens .* token_scale=fp16-per-head"):
+            codec.encode_into(pages, [1], rows[:1])
+        counted = codec.raw_tokens_left_out
+        assert counted > 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            codec.encode_into(pages, [1], rows[:1])
+        assert codec.raw_tokens_left_out == 2 * counted
+    remedy = "k=group:b=2,g=16,token_scale=fp16-per-head;v=group:b=2,g=16"
+    with warnings.catch_warnings(), PageCodec(remedy, geometry) as codec:
+        warnings.simplefilter("error")
+        codec.encode_into(pages, [1], torch.empty(1, codec.nbytes, dtype=torch.uint8))
 
 
 def test_a_page_by_a_basis_has_slots() -> None:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.formats.balanced import Balanced
+from kvpack.formats.base import Run
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
-from kvpack.formats.head_norms import norms_of
+from kvpack.formats.head_norms import misfit, norms_of
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.raw_positions import RawPositions, replaced, with_misfits
 from kvpack.formats.raw_tokens import RawTokens
 from support.error_bounds import ROTATION_TOLERANCE
 
@@ -49,8 +50,13 @@ def check_side_cars(
         raw[by_position.places(streams)[1], 0, by_position.places(streams)[0]] = True
         stored, of_raw = x.to(_DTYPES[by_position.dtype]).to(torch.float32), raw[..., None].expand_as(x)
         assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
-        norms = norms_of(x)
-        assert torch.equal(raw[:, 0], by_position.choose(norms, sharing=norms if codec.shares_scales else None))
+        chosen = by_position.choose(norms_of(x))
+        if codec.shared_scales and by_position.high_norm:
+            token, sequence = chosen.T.nonzero().unbind(1)
+            rest = replaced(x, token, sequence, chosen, codec.token_group)
+            norms = codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([rest if codec.changes_norms else x])), None)
+            chosen = with_misfits(chosen, misfit(norms, codec.shared_scales))
+        assert torch.equal(raw[:, 0], chosen)
         rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
     if not codec.codec.takes_side_cars:
         own = {name: streams[name] for name in codec.codec.layout(1, 1, 0)}

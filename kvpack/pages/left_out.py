@@ -1,0 +1,47 @@
+"""Raw tokens for which an engine's pages have no room: counted, and warned of once where other tokens pay for them."""
+
+from __future__ import annotations
+
+import warnings
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from kvpack.errors import KvpackWarning
+from kvpack.formats.group import PER_HEAD
+
+if TYPE_CHECKING:
+    from .geometry import PageGeometry
+
+
+class LeftOut:
+    """What the pages of one codec leave out: ``count`` tokens so far, which threads add.
+
+    A token of low norm that is left out has its own error alone. One of high norm, or one that a shared scale does not fit, is ``costly``:
+    tokens or heads that share scales with it lose precision.
+    """
+
+    def __init__(self, geometry: PageGeometry) -> None:
+        self._tokens = geometry.tokens
+        self._lock, self._has_warned = Lock(), False
+        self.count = self.costly = 0
+
+    def add(self, count: int, costly: int) -> None:
+        """Count tokens of a page; nothing is warned of."""
+        with self._lock:
+            self.count += count
+            self.costly += costly
+
+    def warn(self, costly: int) -> None:
+        """Issue one KvpackWarning, however often it is called with tokens that are ``costly``."""
+        with self._lock:
+            if self._has_warned or not costly:
+                return
+            self._has_warned = True
+        warnings.warn(
+            f"in pages of {self._tokens} tokens, {costly} tokens whose norm is far above the usual one have no room among the raw tokens: "
+            "tokens or heads that share scales with them lose precision. To avoid this, use larger pages, of 64 tokens or more, or write "
+            f"token_scale=fp16{PER_HEAD} for the codec group in the recipe. This warning is issued once; "
+            "PageCodec.raw_tokens_left_out goes on counting",
+            KvpackWarning,
+            stacklevel=3,
+        )

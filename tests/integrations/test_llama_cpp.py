@@ -93,9 +93,9 @@ def test_layouts_hold_the_same_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("m-rope", r"cell 2 of its whole layers has .* sequences .*M-RoPE"),
-        ("recurrent", r"cell 0 of its whole layers has 0 sequences .*recurrent models"),
-        ("windows", r"bytes follow its 1 layers: those of sliding-window layers \(say which with windows="),
+        ("m-rope", r"cell 2 of its full-attention layers belongs to .* sequences.*M-RoPE"),
+        ("recurrent", r"cell 0 of its full-attention layers belongs to 0 sequences.*recurrent models"),
+        ("windows", r"bytes follow its 1 layers, perhaps of sliding-window layers \(name them with windows="),
     ],
 )
 def test_what_kvpack_cannot_hold_is_named(name: str, message: str) -> None:
@@ -131,7 +131,7 @@ def test_streams_and_sequences(tmp_path: Path) -> None:
     assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
     export_slot(cache, tmp_path / "out.bin", streams=1)
     assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, whole(sequence=2))
-    with pytest.raises(InvalidParameter, match="sequence 2 has no stream of its own among 2: give more streams, or 1"):
+    with pytest.raises(InvalidParameter, match="sequence 2 has no stream of its own among 2: pass more streams, or 1"):
         export_slot(cache, tmp_path / "out.bin", streams=2)
 
 
@@ -241,10 +241,10 @@ def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
 def test_blocks_are_never_recoded(tmp_path: Path) -> None:
     """llama.cpp may have rotated what it quantized: values in another cache type would be wrong, and nothing would tell."""
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q8_0", "fp16")[0]))
-    with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), and kvpack keeps them as they are: use the recipe raw"):
+    with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), which kvpack stores unchanged: use the recipe raw"):
         import_slot(path, "octopus-4", kv_heads=2)
     cache = import_slot(path, kv_heads=2)
-    with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', and the cache holds 'q8_0 keys beside values of fp16'"):
+    with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', but the cache holds 'q8_0 keys beside values of fp16'"):
         export_slot(cache, tmp_path / "out.bin", dtype="fp16")
     for recipe in ("fp32", "kv=group:b=8,g=32,axis=channel", "kv=group:b=8,g=32,axis=channel,token_scale=fp16"):
         changed = cache.convert(recipe)
@@ -252,7 +252,7 @@ def test_blocks_are_never_recoded(tmp_path: Path) -> None:
             # The same codec, with scales of its own.
             changed = kvpack.pack([layer.unpack(torch.float32) for layer in cache], recipe, model=cache.model, inputs=cache.inputs)
             changed = replace(changed, metadata=cache.metadata)
-        with pytest.raises(InvalidParameter, match=r"layer 0: llama\.cpp had it in q8_0, and it is no longer stored so"):
+        with pytest.raises(InvalidParameter, match=r"layer 0: was q8_0 in llama\.cpp and has been converted to the codec"):
             export_slot(changed, tmp_path / "out.bin")
 
 
@@ -264,9 +264,9 @@ def test_blocks_are_never_recoded(tmp_path: Path) -> None:
         ({"scale": 0x77FF}, None, ""),
         ({"scale": 0xF7FF}, None, ""),
         ({"scale": 0x7800}, OutOfRange, "layer 1: a scale of q8_0 is 32768, and kvpack holds at most 32752"),
-        ({"heads": 8}, InvalidParameter, "layer 0: has heads of 16 channels, and q8_0 has blocks of 32"),
-        ({"transposed": True}, InvalidParameter, "the values of whole layer 0 have 1 bytes per value of q8_0"),
-        ({"kind": 2}, InvalidParameter, "layers have cache types of several kinds, expected those of layer 0, q8_0 and q8_0"),
+        ({"heads": 8}, InvalidParameter, "layer 0: has heads of 16 channels, but q8_0 has blocks of 32"),
+        ({"transposed": True}, InvalidParameter, "the values of full-attention layer 0 have 1 bytes per value, which q8_0 cannot have"),
+        ({"kind": 2}, InvalidParameter, "layers have different cache types, expected those of layer 0 in all: q8_0 and q8_0"),
     ],
 )
 def test_blocks_that_kvpack_does_not_hold(change: dict[str, int], error: Any, message: str, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_such_blocks_in_any_order_of_windows_and_of_latents(tmp_path: Path) -> N
     assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
     with pytest.raises(InvalidParameter, match="layer 1 holds 4 tokens, expected at most 3 of 7"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 3})
-    with pytest.raises(InvalidParameter, match="layer 1 holds the newest 4 of 7 tokens, and a window of 6 has 5 before the next one"):
+    with pytest.raises(InvalidParameter, match="layer 1 holds the newest 4 of 7 tokens, but a window of 6 reaches back 5"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 6})
     latents = state(SEVEN, Caches([(contents[0, 0], contents[0, 0][:, :0])], list(range(7)), kinds={0: 3}))[:-12]
     path = written(tmp_path / "in.bin", latents)
@@ -345,18 +345,18 @@ def test_such_blocks_in_any_order_of_windows_and_of_latents(tmp_path: Path) -> N
 
 def test_such_blocks_are_never_recoded_nor_cut(tmp_path: Path) -> None:
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q4_1", "fp16")[0]))
-    with pytest.raises(InvalidParameter, match=r"are quantized \(q4_1 and fp16\), and kvpack keeps them as they are: use the recipe raw"):
+    with pytest.raises(InvalidParameter, match=r"are quantized \(q4_1 and fp16\), which kvpack stores unchanged: use the recipe raw"):
         import_slot(path, "octopus-4", kv_heads=2)
     cache = import_slot(path, kv_heads=2)
     with pytest.raises(OutOfBounds, match="tokens 0 to 3 were requested from a cache of 0"):
         cache[:, :3]
     out = tmp_path / "out.bin"
-    with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', and the cache holds 'q4_1 and fp16 of llama\.cpp', which goes back as"):
+    with pytest.raises(InvalidParameter, match=r"but the cache holds 'q4_1 and fp16 of llama\.cpp', which is written back"):
         export_slot(cache, out, dtype="fp16")
     q4_1, fp16 = (cache[0].states[name] for name in ("k.q4_1", "v.fp16"))
     for states, message in (
-        ({"k.q4_1": q4_1}, "layer 0 holds k.q4_1: expected the states of keys and values, as k.q4_1 and v.fp16"),
-        ({"conv.0": q4_1}, "layer 0 has no blocks of llama.cpp as a state, and layer 1 has"),
+        ({"k.q4_1": q4_1}, "layer 0 holds k.q4_1: expected the states of keys and values, such as k.q4_1 and v.fp16"),
+        ({"conv.0": q4_1}, "layer 0 has no blocks of llama.cpp among its states, but layer 1 has"),
         ({"k.q4_1": q4_1[..., :-1], "v.fp16": fp16}, r"layer 0: the state k.q4_1 is torch.uint8 \[1, 7, 79\], .* multiple of 20 bytes"),
         ({"k.q4_1": q4_1[:, :3], "v.fp16": fp16}, "as many tokens as its other states"),
         ({"k.q4_1": q4_1, "v.fp16": fp16, "token_ids": q4_1}, r"the state token_ids of layer 0 is .*expected uint8 \[1, 28\]"),
@@ -386,54 +386,58 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state([], magic=0x67676C61), {}, r"is an adapter \('ggla'\)"),
         (state(SEVEN, whole(), version=2), {}, "is a sequence state of version 2, but kvpack reads only version 3"),
         (state(SEVEN, whole(), version=4), {}, "is a sequence state of version 4, but kvpack reads only version 3"),
-        (state(SEVEN), {}, "is cut off: the streams of its whole layers have 4 bytes from byte 40 on, and 0 are left"),
-        (struct.pack("<III", 0x67677371, 3, 2**32 - 1), {}, "its 4294967295 token ids have 17179869180 bytes from byte 12 on, and 0 are"),
-        (state(SEVEN, whole())[:-1], {}, "is cut off: the values of whole layer 1 have 224 bytes"),
-        (state(SEVEN, whole()) + b"x", {}, "1 bytes follow its 2 layers: those of sliding-window layers"),
-        (state(SEVEN, whole(), windowed()) + b"x", {"windows": {0: 4}}, "1 bytes follow its 3 layers: those of recurrent states"),
-        (state(SEVEN, whole(streams=0)), {}, "its whole layers have 0 streams, expected 1 to 256"),
+        (state(SEVEN), {}, "is truncated: the streams of its full-attention layers take 4 bytes from byte 40 on, and it has 0"),
+        (struct.pack("<III", 0x67677371, 3, 2**32 - 1), {}, "its 4294967295 token ids take 17179869180 bytes from byte 12 on, and it"),
+        (state(SEVEN, whole())[:-1], {}, "is truncated: the values of full-attention layer 1 take 224 bytes"),
+        (state(SEVEN, whole()) + b"x", {}, "1 bytes follow its 2 layers, perhaps of sliding-window layers"),
+        (state(SEVEN, whole(), windowed()) + b"x", {"windows": {0: 4}}, "1 bytes follow its 3 layers, perhaps of recurrent states"),
+        (state(SEVEN, whole(streams=0)), {}, "its full-attention layers have 0 streams, expected 1 to 256"),
         (state(SEVEN, whole(streams=257)), {}, "have 257 streams, expected 1 to 256"),
-        (state(SEVEN, whole(streams=3, stream=7)), {}, "its whole layers hold no tokens"),
-        (state(SEVEN, whole(sequences_of_a_cell=2)), {}, "cell 0 of its whole layers has 2 sequences and is of 0; expected 1 sequence"),
-        (state(SEVEN, whole(sequence=-1)), {}, "cell 0 of its whole layers has 1 sequences and is of -1"),
-        (state(SEVEN, whole([0, 1, 2, 4, 5, 6, 7])), {}, "positions from 0 to 7, in their order 4 where 3 is expected"),
-        (state(SEVEN, whole([0, 1, 2, 2, 3, 4, 5])), {}, "positions from 0 to 5, in their order 2 where 3 is expected"),
-        (state(SEVEN, whole(range(1, 8))), {}, "positions from 1 to 7, in their order 1 where 0 is expected"),
+        (state(SEVEN, whole(streams=3, stream=7)), {}, "its full-attention layers hold no tokens"),
+        (state(SEVEN, whole(sequences_of_a_cell=2)), {}, "cell 0 of its full-attention layers belongs to 2 sequences, the first 0; every"),
+        (state(SEVEN, whole(sequence=-1)), {}, "cell 0 of its full-attention layers belongs to 1 sequences, the first -1"),
+        (state(SEVEN, whole([0, 1, 2, 4, 5, 6, 7])), {}, "positions from 0 to 7, with 4 in place of 3"),
+        (state(SEVEN, whole([0, 1, 2, 2, 3, 4, 5])), {}, "positions from 0 to 5, with 2 in place of 3"),
+        (state(SEVEN, whole(range(1, 8))), {}, "positions from 1 to 7, with 1 in place of 0"),
         (state(SEVEN, whole([-(2**31), *range(1, 7)])), {}, "positions from -2147483648 to 6"),
-        (state(SEVEN[:-1], whole()), {}, "holds 6 token ids and 7 cells, expected as many, or no ids"),
-        (state([*SEVEN[:-1], -7], whole()), {}, "token 6 has the id -7, expected one of at least 0"),
-        (state(of_server(SEVEN[:-1]), whole()), {}, "holds 6 token ids and 7 cells"),
-        (state([-1, 2, *of_server(SEVEN)[2:]], whole()), {}, "its 11 words of token ids begin like llama-server's, but are not version 1"),
+        (state(SEVEN[:-1], whole()), {}, "holds 6 token ids for 7 cells, expected one for each, or none"),
+        (state([*SEVEN[:-1], -7], whole()), {}, "token 6 has the id -7, but ids are at least 0"),
+        (state(of_server(SEVEN[:-1]), whole()), {}, "holds 6 token ids for 7 cells"),
+        (
+            state([-1, 2, *of_server(SEVEN)[2:]], whole()),
+            {},
+            "its 11 words of token ids begin like llama-server's, but are not in version 1",
+        ),
         (state([-1, 1, 12, *SEVEN, 0], whole()), {}, "its 11 words of token ids begin like llama-server's"),
         (state([*of_server(SEVEN), 0], whole()), {}, "its 12 words of token ids begin like llama-server's"),
         (state([-1], whole()), {}, "its 1 words of token ids begin like llama-server's"),
         (state(of_server(SEVEN, 3), whole()), {}, "its tokens hold 1 media, such as images"),
-        (state(SEVEN, Caches([], list(range(7)))), {}, "holds 0 whole layers, and windows names 0: expected 1 to 4096 layers"),
-        (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "the keys of whole layer 0 have ggml's type 99, expected one of a cache"),
-        (state(SEVEN, whole(kinds={1: 3})), {}, "the keys of whole layer 1 have 32 bytes per cell of q4_1"),
-        (state(SEVEN, whole(kinds={1: 8})), {}, "the keys of whole layer 1 have 32 bytes per cell of q8_0"),
-        (state(SEVEN, Caches([(k[:, :0], v) for k, v in LAYERS], list(range(7)))), {}, "0 have 0 bytes per cell of fp16"),
+        (state(SEVEN, Caches([], list(range(7)))), {}, "holds 0 full-attention layers, but windows= names 0: expected 1 to 4096 layers"),
+        (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "the keys of full-attention layer 0 have ggml type 99, which no cache has"),
+        (state(SEVEN, whole(kinds={1: 3})), {}, "the keys of full-attention layer 1 have 32 bytes per cell, which q4_1 cannot have"),
+        (state(SEVEN, whole(kinds={1: 8})), {}, "the keys of full-attention layer 1 have 32 bytes per cell, which q8_0 cannot have"),
+        (state(SEVEN, Caches([(k[:, :0], v) for k, v in LAYERS], list(range(7)))), {}, "0 have 0 bytes per cell, which fp16 cannot have"),
         (
             state(SEVEN, Caches([(k, v[:, :0]) for k, v in LAYERS], list(range(7)), True)),
             {},
-            "the values of whole layer 0 have no channels",
+            "the values of full-attention layer 0 have no channels",
         ),
-        (state(SEVEN, whole(transposed=True, kinds={0: 0, 1: 0})), {}, "the values of whole layer 0 have 2 bytes per value of fp32"),
-        (state(SEVEN, whole(transposed=2)), {}, "its whole layers are 2, transposed 2: expected at most 4096, and 0 or 1"),
-        (state(SEVEN, whole()), {"kv_heads": 3}, "layer 0: has 16 channels, which 3 heads do not divide"),
+        (state(SEVEN, whole(transposed=True, kinds={0: 0, 1: 0})), {}, "layer 0 have 2 bytes per value, which fp32 cannot have"),
+        (state(SEVEN, whole(transposed=2)), {}, "has 2 full-attention layers, transposed 2: expected at most 4096, and 0 or 1"),
+        (state(SEVEN, whole()), {"kv_heads": 3}, "layer 0: 3 heads do not divide its 16 channels"),
         (state(SEVEN, whole()), {"kv_heads": 0}, "kv_heads is 0, expected a positive integer, or one for each of 2 layers"),
         (state(SEVEN, whole()), {"kv_heads": [2]}, r"kv_heads is \[2\], expected a positive integer, or one for each of 2 layers"),
-        (state(SEVEN, whole()), {"windows": {1: 4}}, "is cut off: the streams of its sliding-window layers have 4 bytes"),
+        (state(SEVEN, whole()), {"windows": {1: 4}}, "is truncated: the streams of its sliding-window layers take 4 bytes"),
         (state(SEVEN, whole(), windowed()), {"windows": {3: 4}}, r"windows\[3\] is 4, expected tokens by the number of a layer, 0 to 2"),
         (
             state(SEVEN, whole(), windowed()),
             {"windows": {0: 4, 1: 4}},
-            "holds 2 whole layers and 1 of sliding windows, and windows names 2",
+            "holds 2 full-attention layers and 1 sliding-window layers, but windows= names 2",
         ),
-        (state(SEVEN, whole(), windowed()), {"windows": {0: 8}}, "hold 4 of 7 tokens, and layer 0 has a window of 8"),
-        (state(SEVEN, whole(), windowed()), {"windows": {0: 3}}, "hold 4 of 7 tokens, and layer 0 has a window of 3"),
-        (state(SEVEN, whole(), windowed(4, 2)), {"windows": {0: 4}}, "positions from 2 to 5, in their order 2 where 3 is expected"),
-        (state(SEVEN, whole(), windowed(sequence=1)), {"windows": {0: 4}}, "have other streams, sequences or layouts"),
+        (state(SEVEN, whole(), windowed()), {"windows": {0: 8}}, "hold 4 of 7 tokens, but layer 0 has a window of 8"),
+        (state(SEVEN, whole(), windowed()), {"windows": {0: 3}}, "hold 4 of 7 tokens, but layer 0 has a window of 3"),
+        (state(SEVEN, whole(), windowed(4, 2)), {"windows": {0: 4}}, "positions from 2 to 5, with 2 in place of 3"),
+        (state(SEVEN, whole(), windowed(sequence=1)), {"windows": {0: 4}}, "differ in streams, sequence or layout"),
     ],
 )
 def test_other_files_are_refused(data: bytes, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -447,9 +451,9 @@ def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="two of its streams hold cells, but kvpack reads one sequence"):
         import_slot(written(tmp_path / "in.bin", twice), kv_heads=2)
     alone = state(SEVEN, whole())[: -2 * (12 + 7 * 32)]
-    with pytest.raises(InvalidParameter, match=r"ends after its keys: it is cut off, or of a model with .*latents=True, or --latents"):
+    with pytest.raises(InvalidParameter, match=r"ends after its keys: it is truncated, or from a model with .*latents=True, or --latents"):
         import_slot(written(tmp_path / "in.bin", alone), kv_heads=2)
-    with pytest.raises(InvalidParameter, match="472 bytes follow its 2 layers: those of"):
+    with pytest.raises(InvalidParameter, match="472 bytes follow its 2 layers, perhaps of"):
         import_slot(written(tmp_path / "in.bin", state(SEVEN, whole())), kv_heads=2, latents=True)
     with pytest.raises(MissingFile):
         import_slot(tmp_path / "none.bin", kv_heads=2)
@@ -464,9 +468,9 @@ def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     at = data.index(struct.pack("<iQ", 1, 32))
     for size in (2**63, 2**40, 34):
         data[at + 4 : at + 12] = struct.pack("<Q", size)
-        message = (
-            f"the keys of whole layer 0 have {7 * size} bytes from byte" if size > 34 else "the keys of whole layer 1 have ggml's type"
-        )
+        message = f"the keys of full-attention layer 0 take {7 * size} bytes from byte"
+        if size == 34:
+            message = "the keys of full-attention layer 1 have ggml type"
         with pytest.raises(InvalidParameter, match=message):
             import_slot(written(tmp_path / "in.bin", bytes(data)), kv_heads=2)
 
@@ -507,29 +511,34 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
             export_slot(found, path, **options)
 
     refused(replace(made, model={"config": "a digest"}), "did not come from llama.cpp: its model has the config 'a digest', expected")
-    refused(kvpack.pack([(k, v)], "raw"), r"did not come from llama.cpp.*write dataclasses.replace\(cache, model=")
-    refused(replace(made, metadata={}), "transposed of llama.cpp's cache: the cache's metadata does not have it: give transposed=")
-    refused(replace(made, metadata={}), "streams of llama.cpp's cache: the cache's metadata does not have it", transposed=True)
-    refused(made, "streams of llama.cpp's cache: the metadata has 0|expected an integer from 1 to 256", streams=0)
-    refused(made, "windows names 1 layers, and the file that the cache came from had 0 of them", windows={0: 8})
+    refused(kvpack.pack([(k, v)], "raw"), r"did not come from llama.cpp.*pass dataclasses.replace\(cache, model=")
+    refused(replace(made, metadata={}), "the cache's metadata does not have transposed: pass transposed=, expected an integer from 0 to 1")
+    refused(replace(made, metadata={}), "the cache's metadata does not have streams: pass streams=", transposed=True)
+    refused(made, "streams is 0, expected an integer from 1 to 256", streams=0)
+    refused(made, "windows names 1 layers, but the imported file had 0 with sliding windows", windows={0: 8})
     refused(made, r"windows\[7\] is 8, expected tokens by the number of a layer, 0 to 1", windows={7: 8})
     refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to binary32, but llama.cpp stores .*dtype='bf16'")
     refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")
-    refused(cache((k, v), start=5), "has 7 tokens from position 5 on; a sequence of llama.cpp begins at position 0")
-    refused(cache((None, v)), "layer 0 holds no keys: kvpack writes keys and values, or latents alone, for llama.cpp")
+    refused(cache((k, v), start=5), "the cache begins at position 5, but a sequence of llama.cpp must begin at position 0")
+    refused(cache((None, v)), "layer 0 holds no keys: for llama.cpp, kvpack writes only keys and values, or only latents")
     refused(cache((k, v), (k, None)), "layer 1 holds no values, unlike layer 0")
     refused(cache((k, None), (k, v)), "layer 1 holds values, unlike layer 0")
-    refused(cache((torch.cat([k, k]), torch.cat([v, v]))), "layer 0 holds 2 sequences; a sequence state is of one")
-    refused(cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2)), "layer 1 holds the newest 5 of 7 tokens, give its sliding window")
+    refused(cache((torch.cat([k, k]), torch.cat([v, v]))), "layer 0 holds 2 sequences, but a sequence state holds one")
+    refused(
+        cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2)), "layer 1 holds the newest 5 of 7 tokens, so it needs a sliding window: pass windows="
+    )
     windows = dict(made.metadata) | {"llama.cpp sliding-window layers": 1}
     short = cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2), metadata=windows)
-    refused(short, "layer 1 holds the newest 5 of 7 tokens, and a window of 7 has 6 before the next one", windows={1: 7})
+    refused(short, "layer 1 holds the newest 5 of 7 tokens, but a window of 7 reaches back 6", windows={1: 7})
     none = cache((k, v), (k[:, :, :0], v[:, :, :0], 7), metadata=windows)
-    refused(none, "layer 1 holds the newest 0 of 7 tokens, and a window of 1 has 0 before", windows={1: 1})
+    refused(none, "layer 1 holds the newest 0 of 7 tokens, but a window of 1 reaches back 0", windows={1: 1})
     known = kvpack.Inputs(np.array(SEVEN[:3], "<u4").tobytes())
-    refused(replace(made, inputs=known), "knows the ids of 3 of 7 tokens: for a file without any, write")
-    refused(replace(made, inputs=kvpack.Inputs(b"", ("an image",))), "an image: the token ids of a sequence state determine it")
+    refused(replace(made, inputs=known), "has the ids of only 3 of 7 tokens: for a file without ids, pass")
+    refused(
+        replace(made, inputs=kvpack.Inputs(b"", ("an image",))),
+        "depends on an image, but a sequence state of llama.cpp",
+    )
     refused(replace(made, inputs=kvpack.Inputs(np.full(7, 2**31, "<u4").tobytes())), r"token 0 has the id 2147483648, .*below 2\^31")
     assert not path.exists()
 
@@ -538,7 +547,7 @@ def test_windows_that_differ_share_no_cells(tmp_path: Path) -> None:
     k, v = (torch.randn(1, 2, 7, 8, generator=torch.Generator().manual_seed(side)).half() for side in (0, 1))
     layers = [(k, v), (k[:, :, 3:], v[:, :, 3:], 3), (k[:, :, 1:], v[:, :, 1:], 1)]
     cache = kvpack.pack(layers, "raw", model={"config": CONFIG})
-    with pytest.raises(InvalidParameter, match="layer 2 would write 6 tokens, and layers before it 4: they share their cells"):
+    with pytest.raises(InvalidParameter, match="layer 2 would write 6 tokens, but earlier layers 4, and all share the same cells"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 4, 2: 6}, transposed=False, streams=1)
     export_slot(cache, tmp_path / "out.bin", windows={1: 4, 2: 4}, transposed=False, streams=1)
     again = import_slot(tmp_path / "out.bin", kv_heads=2, windows={1: 4, 2: 4})

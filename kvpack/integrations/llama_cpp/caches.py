@@ -139,13 +139,13 @@ def export_slot(
     if cache.model.get("config") != CONFIG:
         raise InvalidParameter(
             f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
-            "llama.cpp orders the channels of keys as its GGUF has them. If the cache does as well, write "
+            "llama.cpp orders the channels of keys as in its GGUF. If this cache does too, pass "
             f"dataclasses.replace(cache, model={{'config': {CONFIG!r}}})"
         )
     windows = windows_of(windows, len(cache))
     said = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
     if said[_WINDOWED] not in (None, len(windows)):
-        raise InvalidParameter(f"windows names {len(windows)} layers, and the file that the cache came from had {said[_WINDOWED]} of them")
+        raise InvalidParameter(f"windows names {len(windows)} layers, but the imported file had {said[_WINDOWED]} with sliding windows")
     transposed = _setting("transposed", said[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
     streams = _setting("streams", said[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _setting("sequence", said[_SEQUENCE] or 0, 0, 255)
@@ -154,9 +154,9 @@ def export_slot(
     first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
     ids = opaque_ids(cache) if opaque else _ids(cache)
     if first or not 0 < tokens <= _MAX_POSITION:
-        raise InvalidParameter(f"the cache has {tokens} tokens from position {first} on; a sequence of llama.cpp begins at position 0")
+        raise InvalidParameter(f"the cache begins at position {first}, but a sequence of llama.cpp must begin at position 0")
     if streams > 1 and sequence >= streams:
-        raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: give more streams, or 1")
+        raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: pass more streams, or 1")
     sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]
     held: list[int | None] = [tokens, None]
     latents = not any(name.startswith("v.") for name in cache[0].states) if opaque else cache[0].v is None
@@ -175,7 +175,7 @@ def export_slot(
                 if side is not None
             ]
         if held[of] not in (None, kept):
-            raise InvalidParameter(f"layer {number} would write {kept} tokens, and layers before it {held[of]}: they share their cells")
+            raise InvalidParameter(f"layer {number} would write {kept} tokens, but earlier layers {held[of]}, and all share the same cells")
         held[of] = kept
         for stored, block in zip(sides[of], blocks, strict=False):
             stored.append(block)
@@ -195,19 +195,19 @@ def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
     """The file's tokens. Raises InvalidParameter unless its layers are those that ``windows`` says, and hold the tokens of its ids."""
     counts = [len(section.keys) for section in file.sections]
     if not 0 < sum(counts) <= MAX_LAYERS or len(windows) != sum(counts[1:]):
-        held = f"{counts[0]} whole layers" + (f" and {counts[1]} of sliding windows" if counts[1:] else "")
-        raise InvalidParameter(f"{where}: holds {held}, and windows names {len(windows)}: expected 1 to {MAX_LAYERS} layers")
+        held = f"{counts[0]} full-attention layers" + (f" and {counts[1]} sliding-window layers" if counts[1:] else "")
+        raise InvalidParameter(f"{where}: holds {held}, but windows= names {len(windows)}: expected 1 to {MAX_LAYERS} layers")
     tokens, held_tokens = len(file.sections[0].positions), len(file.sections[-1].positions)
     if file.ids and len(file.ids) != ID_BYTES * tokens:
-        raise InvalidParameter(f"{where}: holds {len(file.ids) // ID_BYTES} token ids and {tokens} cells, expected as many, or no ids")
+        raise InvalidParameter(f"{where}: holds {len(file.ids) // ID_BYTES} token ids for {tokens} cells, expected one for each, or none")
     for number, window in windows.items():
         if not min(tokens, window - 1) <= held_tokens <= min(tokens, window):
             raise InvalidParameter(
-                f"{where}: layers of sliding windows hold {held_tokens} of {tokens} tokens, and layer {number} has a window of {window}"
+                f"{where}: sliding-window layers hold {held_tokens} of {tokens} tokens, but layer {number} has a window of {window}"
             )
     one, other = file.sections[0], file.sections[-1]
     if (one.streams, one.sequence, one.transposed) != (other.streams, other.sequence, other.transposed):
-        raise InvalidParameter(f"{where}: its whole layers and its sliding-window layers have other streams, sequences or layouts")
+        raise InvalidParameter(f"{where}: its full-attention and sliding-window layers differ in streams, sequence or layout")
     return tokens
 
 
@@ -227,8 +227,8 @@ def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None
     if (wrong := np.flatnonzero(positions[order] != expected)).size:
         at = wrong[0]
         raise InvalidParameter(
-            f"{where}: its {len(positions)} cells have positions from {positions.min()} to {positions.max()}, in their order "
-            f"{positions[order][at]} where {expected[at]} is expected: kvpack's layers hold consecutive tokens"
+            f"{where}: its {len(positions)} cells have positions from {positions.min()} to {positions.max()}, with "
+            f"{positions[order][at]} in place of {expected[at]}: kvpack's layers hold consecutive tokens"
         )
     return torch.from_numpy(order)
 
@@ -238,7 +238,7 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
     check_raw(where, stored[0], recipe)
     if any(kinds != stored[0] for kinds in stored):
         raise InvalidParameter(
-            f"{where}: its layers have cache types of several kinds, expected those of layer 0, {' and '.join(stored[0])}"
+            f"{where}: its layers have different cache types, expected those of layer 0 in all: {' and '.join(stored[0])}"
         )
     clauses = [recipe_of(kind, side) if kind in QUANTIZED else f"{side}=raw" for kind, side in zip(stored[0], "kv", strict=False)]
     return ";".join(clauses if len(clauses) == 2 else [*clauses, "v=raw"])
@@ -252,7 +252,7 @@ def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]
         return None, None
     if dtype is not None or not {keys, values} <= {*QUANTIZED, *TYPES, ""}:
         raise InvalidParameter(
-            f"dtype is {dtype!r}, and the cache holds {said!r} of llama.cpp, which go back as they came: leave dtype out"
+            f"dtype is {dtype!r}, but the cache holds {said!r} of llama.cpp, which are written back unchanged: omit dtype"
         )
     return keys, values or None
 
@@ -271,7 +271,7 @@ def _values(
 ) -> torch.Tensor | Quantized:
     """``[1, kv_head, token, dim]``."""
     if block.channels % heads:
-        raise InvalidParameter(f"{where}: has {block.channels} channels, which {heads} heads do not divide: give its number of KV heads")
+        raise InvalidParameter(f"{where}: {heads} heads do not divide its {block.channels} channels: pass its number of KV heads")
     if block.dtype in QUANTIZED:
         return _blocks(reader, where, block, cells, heads, order)
     values = torch.empty(cells * block.channels, dtype=RAW_DTYPES[block.dtype], device="cpu")
@@ -282,7 +282,7 @@ def _values(
 
 def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
     if block.channels // heads % BLOCK:
-        raise InvalidParameter(f"{where}: has heads of {block.channels // heads} channels, and {block.dtype} has blocks of {BLOCK}")
+        raise InvalidParameter(f"{where}: has heads of {block.channels // heads} channels, but {block.dtype} has blocks of {BLOCK}")
     data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
     reader.read_into(data.numpy().data, block.offset)
     blocks = data.view(cells, heads, -1, QUANTIZED[block.dtype].size).transpose(0, 1)
@@ -298,8 +298,8 @@ def _stored(values: torch.Tensor, transposed: bool) -> _Stored:
 
 def _setting(name: str, value: object, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        what = f"the metadata has {value!r:.40}" if value is not None else f"the cache's metadata does not have it: give {name}="
-        raise InvalidParameter(f"{name} of llama.cpp's cache: {what}, expected an integer from {least} to {most}")
+        what = f"{name} is {value!r:.40}" if value is not None else f"the cache's metadata does not have {name}: pass {name}="
+        raise InvalidParameter(f"{what}, expected an integer from {least} to {most}")
     return value
 
 
@@ -309,15 +309,15 @@ def _ids(cache: Cache) -> bytes:
     if inputs is None:
         return b""
     if inputs.undetermined:
-        raise InvalidParameter(f"{inputs.undetermined[0]}: the token ids of a sequence state determine it")
+        raise InvalidParameter(f"the cache depends on {inputs.undetermined[0]}, but a sequence state of llama.cpp holds only token ids")
     if inputs.tokens not in (0, cache.tokens):
         raise InvalidParameter(
-            f"the cache knows the ids of {inputs.tokens} of {cache.tokens} tokens: for a file without any, write "
+            f"the cache has the ids of only {inputs.tokens} of {cache.tokens} tokens: for a file without ids, pass "
             "dataclasses.replace(cache, inputs=None)"
         )
     ids = np.frombuffer(inputs.token_ids, "<u4")
     if len(ids) and ids.max() >= 2**31:
-        raise InvalidParameter(f"token {int(ids.argmax())} has the id {ids.max()}, and llama.cpp's are below 2^31")
+        raise InvalidParameter(f"token {int(ids.argmax())} has the id {ids.max()}, but llama.cpp's are below 2^31")
     return inputs.token_ids
 
 
@@ -326,11 +326,11 @@ def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | N
     if layer.k is None or (layer.v is None) != latents or layer.states:
         found = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         found = "states" if layer.states else "no keys" if layer.k is None else found
-        raise InvalidParameter(f"layer {number} holds {found}: kvpack writes keys and values, or latents alone, for llama.cpp")
+        raise InvalidParameter(f"layer {number} holds {found}: for llama.cpp, kvpack writes only keys and values, or only latents")
     if layer.k.batch != 1:
-        raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences; a sequence state is of one")
+        raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences, but a sequence state holds one")
     if layer.seen != tokens:
-        raise InvalidParameter(f"layer {number} ends after token {layer.seen}, and the cache after token {tokens}")
+        raise InvalidParameter(f"layer {number} ends after token {layer.seen}, but the cache after token {tokens}")
     _check_kept(number, layer.tokens, tokens, window)
     return min(layer.tokens, _most(tokens, window))
 
@@ -343,5 +343,5 @@ def _most(tokens: int, window: int | None) -> int:
 def _check_kept(number: int, kept: int, tokens: int, window: int | None) -> None:
     """Raise InvalidParameter unless ``kept`` of the newest tokens are all, or all that the next one attends in ``window``."""
     if kept < (tokens if window is None else max(1, min(tokens, window - 1))):
-        needed = f"and a window of {window} has {window - 1} before the next one" if window else "give its sliding window"
+        needed = f"but a window of {window} reaches back {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {number} holds the newest {kept} of {tokens} tokens, {needed}")

@@ -42,8 +42,8 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
     """Raise InvalidParameter for any recipe except raw, for keys or values of the quantized ``kinds``."""
     if parse_recipe(recipe) != Recipe("raw"):
         raise InvalidParameter(
-            f"{where}: its keys or values are quantized ({' and '.join(kinds)}), and kvpack keeps them as they are: use the recipe "
-            "raw, or save the slot of a context whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
+            f"{where}: its keys or values are quantized ({' and '.join(kinds)}), which kvpack stores unchanged: use the recipe raw, "
+            "or save a slot whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
         )
 
 
@@ -64,11 +64,12 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
     found = [_named(layer).keys() >= {"k"} for layer in cache]
     if any(found) and not all(found):
         raise InvalidParameter(
-            f"layer {found.index(False)} has no blocks of llama.cpp as a state, and layer {found.index(True)} has: expected all layers to"
+            f"layer {found.index(False)} has no blocks of llama.cpp among its states, but layer {found.index(True)} has: "
+            "all layers need them"
         )
     if any(found) and dtype is not None:
         raise InvalidParameter(
-            f"dtype is {dtype!r}, and the cache holds {cache.model.get('dtype', '')!r:.80}, which goes back as it came: leave dtype out"
+            f"dtype is {dtype!r}, but the cache holds {cache.model.get('dtype', '')!r:.80}, which is written back unchanged: omit dtype"
         )
     return any(found)
 
@@ -95,8 +96,8 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
         or (transposed and any(kind in BLOCKS for kind, _ in [*named.values()][1:]))
     ):
         held = " and ".join([*layer.sides, *layer.states])
-        how = "values of 16 or 32 bits, which are transposed" if transposed else "keys alone" if latents else "keys and values"
-        raise InvalidParameter(f"layer {number} holds {held}: expected the states of {how}, as k.q4_1 and v.fp16")
+        how = "values of 16 or 32 bits, which are transposed" if transposed else "only keys" if latents else "keys and values"
+        raise InvalidParameter(f"layer {number} holds {held}: expected the states of {how}, such as k.q4_1 and v.fp16")
     cells = {rows.shape[1] for _, rows in named.values()}
     for side, (kind, rows) in named.items():
         size = BLOCKS[kind].size if kind in BLOCKS else TYPES[kind][1]

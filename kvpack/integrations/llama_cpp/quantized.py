@@ -94,8 +94,8 @@ def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
                 codes = codes[0].to(torch.uint8).view(*scale.shape, BLOCK)
                 return torch.cat([(-centre)[..., None].contiguous().view(torch.uint8), _packed(codes, found)], -1)
     raise InvalidParameter(
-        f"{where}: llama.cpp had it in {kind}, and it is no longer stored so, but by the codec {codec.id}: kvpack writes back the blocks "
-        "that it read, because llama.cpp may have rotated them"
+        f"{where}: was {kind} in llama.cpp and has been converted to the codec {codec.id} since: kvpack writes back only the "
+        "blocks that it read, because llama.cpp may have rotated them"
     )
 
 

@@ -124,7 +124,7 @@ class Reader:
     def skip(self, count: int, what: str) -> int:
         """Where the next ``count`` bytes begin. Raises InvalidParameter if the file does not have them."""
         if count > self.left:
-            raise InvalidParameter(f"{self.where}: is cut off: {what} have {count} bytes from byte {self.at} on, and {self.left} are left")
+            raise InvalidParameter(f"{self.where}: is truncated: {what} take {count} bytes from byte {self.at} on, and it has {self.left}")
         begin, self.at = self.at, self.at + count
         return begin
 
@@ -147,7 +147,7 @@ class Reader:
             except OSError as error:
                 raise could_not_open(self.where, error) from None
             if not count:
-                raise InvalidParameter(f"{self.where}: became shorter while it was read: it had {self.size} bytes, and ends at {offset}")
+                raise InvalidParameter(f"{self.where}: shrank from {self.size} to {offset} bytes while it was read: import it again")
             buffer, offset = buffer[count:], offset + count
 
 
@@ -164,12 +164,12 @@ def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile
     """
     _check_front(reader)
     ids, form = _ids(reader)
-    found = tuple(_section(reader, kind, latents) for kind in ("whole", "sliding-window")[:sections])
+    found = tuple(_section(reader, kind, latents) for kind in ("full-attention", "sliding-window")[:sections])
     if reader.left:
         more = "recurrent states, an indexer's keys or other caches, which kvpack does not read"
-        more = more if sections > 1 else f"sliding-window layers (say which with windows=, or --window), {more}"
+        more = more if sections > 1 else f"sliding-window layers (name them with windows=, or --window), {more}"
         raise InvalidParameter(
-            f"{reader.where}: {reader.left} bytes follow its {sum(len(section.keys) for section in found)} layers: those of {more}"
+            f"{reader.where}: {reader.left} bytes follow its {sum(len(section.keys) for section in found)} layers, perhaps of {more}"
         )
     return StateFile(ids, form, found)
 
@@ -204,11 +204,12 @@ def _ids(reader: Reader) -> tuple[bytes, str]:
             )
         if after != count - 1:
             raise InvalidParameter(
-                f"{reader.where}: its {count} words of token ids begin like llama-server's, but are not version {_SERVER_VERSION} of them"
+                f"{reader.where}: its {count} words of token ids begin like llama-server's, but are not in version {_SERVER_VERSION} "
+                "of its format"
             )
         ids = ids[3:after]
     if len(ids) and ids.min() < 0:
-        raise InvalidParameter(f"{reader.where}: token {int(ids.argmin())} has the id {int(ids.min())}, expected one of at least 0")
+        raise InvalidParameter(f"{reader.where}: token {int(ids.argmin())} has the id {int(ids.min())}, but ids are at least 0")
     return ids.tobytes(), form
 
 
@@ -236,20 +237,20 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
     if len(strange):
         sequences, sequence = (int(cells[field][strange[0]]) for field in ("sequences", "sequence"))
         raise InvalidParameter(
-            f"{reader.where}: cell {strange[0]} of its {kind} layers has {sequences} sequences and is of {sequence}; expected 1 "
-            f"sequence, that of cell 0, {int(cells['sequence'][0])}; {_OTHER_CELLS}"
+            f"{reader.where}: cell {strange[0]} of its {kind} layers belongs to {sequences} sequences, the first "
+            f"{sequence}; every cell must belong to one, here {int(cells['sequence'][0])}; {_OTHER_CELLS}"
         )
     transposed, layers = reader.numbers("II", f"the counts of its {kind} layers")
     if transposed > 1 or layers > MAX_LAYERS:
         raise InvalidParameter(
-            f"{reader.where}: its {kind} layers are {layers}, transposed {transposed}: expected at most {MAX_LAYERS}, and 0 or 1; "
+            f"{reader.where}: has {layers} {kind} layers, transposed {transposed}: expected at most {MAX_LAYERS}, and 0 or 1; "
             f"{_OTHER_CELLS}"
         )
     keys = tuple(_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
     if layers and not reader.left and not latents:
         raise InvalidParameter(
-            f"{reader.where}: ends after its keys: it is cut off, or of a model with multi-head latent attention (MLA), which keeps "
-            "latents alone: then say so with latents=True, or --latents"
+            f"{reader.where}: ends after its keys: it is truncated, or from a model with multi-head latent attention (MLA), which "
+            "has only latents; for such a model, pass latents=True, or --latents"
         )
     numbers = () if latents else range(layers)
     values = tuple(_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in numbers)
@@ -261,11 +262,12 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
     if dtype is None:
-        raise InvalidParameter(f"{reader.where}: {what} have ggml's type {ggml_type}, expected one of a cache; {_OTHER_CELLS}")
+        raise InvalidParameter(f"{reader.where}: {what} have ggml type {ggml_type}, which no cache has; {_OTHER_CELLS}")
     quantized = BLOCKS.get(dtype)
     of_one = quantized.size if quantized else TYPES[dtype][1]
     if (transposed and (quantized or size != of_one)) or not size or size % of_one:
-        raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {'value' if transposed else 'cell'} of {dtype}")
+        unit = "value" if transposed else "cell"
+        raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {unit}, which {dtype} cannot have")
     row = size * channels[0] if transposed else size
     if not row:
         raise InvalidParameter(f"{reader.where}: {what} have no channels")

@@ -42,7 +42,7 @@ class BalancedFrames:
     def inverse(self) -> torch.Tensor:
         """The inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
 
-        Raises OutOfRange where a matrix is too badly conditioned (rules basis-19 and basis-24).
+        Raises OutOfRange if a matrix is too badly conditioned (rules basis-19 and basis-24).
         """
         found = inverse_of(self.matrices, "a balanced frame of the basis")
         growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), found.abs().sum(-2).amax(-1))

@@ -108,7 +108,7 @@ class Codec(ABC):
 
     id: ClassVar[str]
     takes_side_cars: ClassVar[bool] = True
-    """Whether a codec that is lossy can have all side-cars, and not only those ``of_every_codec``."""
+    """True if a codec that is lossy can have all side-cars, and not only those ``of_every_codec``."""
     dim: int
 
     @property
@@ -324,7 +324,7 @@ class Codec(ABC):
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
-        """Whether ``other`` stores the same codes and differs at most in their packing."""
+        """Return True if ``other`` stores the same codes and differs at most in their packing."""
         mine, others = self.params(), other.params()
         return mine.keys() == others.keys() and all(mine[name] == others[name] for name in mine.keys() - _PACKING)
 
@@ -373,7 +373,7 @@ def check_finite(where: str, array: Array, what: str) -> None:
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
-    """Whether all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
+    """Return True if all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
 
     Bit patterns of nonfinite values are the largest positive signed integers and the largest unsigned integers.
     """

@@ -22,7 +22,7 @@ RUN_COLUMNS = 16
 """Columns of the coded frame that share a table, and the width of all heads in klt with one width for these."""
 
 MAX_WIDTH = 8
-"""The most bits of a column."""
+"""Maximum number of bits of a column."""
 
 TABLE_VALUES = (2 << MAX_WIDTH) - 2
 """Values of the tables of one run: 2 of one bit, then 4 of two bits, and so on."""

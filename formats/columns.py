@@ -33,7 +33,7 @@ MAX_COLUMN_BYTES = 16
 """The widest column, in bytes, when every base is a power of two."""
 
 MAX_COLUMN_VALUES = 1 << 53
-"""The most values of a column otherwise: binary64 holds each one exactly."""
+"""Maximum number of values of a column otherwise: binary64 holds each one exactly."""
 
 MAX_FIELDS = 8 * MAX_COLUMN_BYTES
 """The most fields of a column: one-bit symbols fill the widest column."""
@@ -44,7 +44,7 @@ _WORDS_SIDE_BY_SIDE = 1 << 13
 
 
 def is_power_of_two(value: int) -> bool:
-    """Whether ``value`` is 1, 2, 4, …"""
+    """Return True if ``value`` is 1, 2, 4, …"""
     return value > 0 and value & (value - 1) == 0
 
 
@@ -153,7 +153,7 @@ class Columns:
 
     @cached_property
     def binary(self) -> bool:
-        """Whether every base is a power of two, so that each field is a bitfield."""
+        """True if every base is a power of two, so that each field is a bitfield."""
         return all(map(is_power_of_two, self.bases))
 
     def used_fields(self, column: int) -> int:
@@ -257,7 +257,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Whether reductions alone find these rows valid; where some need a look at each value, False."""
+        """Return True if reductions alone find these rows valid; where some need a look at each value, False."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((over_rows(planes[0], numpy.maximum) <= self._column_limits).all())

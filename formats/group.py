@@ -104,7 +104,7 @@ class Group(CodecFamily):
 
     @property
     def scale_per_head(self) -> bool:
-        """Whether every head has its own token scales."""
+        """True if every head has its own token scales."""
         return self.token_scale.endswith(PER_HEAD)
 
     @property
@@ -180,7 +180,7 @@ class Group(CodecFamily):
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
-        # Divide by the root mean square, not by the norm: scaled values are then near 1, where binary16 scales are precise.
+        # Divide by the root mean square, not by the norm: scaled values are then near 1, if binary16 scales are precise.
         root = u.square().mean(self._scaled_together, keepdim=True).sqrt()
         stored = stored_norm(root[..., 0], TOKEN_SCALE_DTYPES[self.token_scale], "token scale")
         factor = stored.to(torch.float32)[..., None]
@@ -199,7 +199,7 @@ class Group(CodecFamily):
 
     @property
     def _members(self) -> int:
-        """The axis of ``_grouped`` along which a group's members lie."""
+        """The axis of ``_grouped`` along which a group's members are."""
         return 3 if self.axis == "token" else 4
 
     def with_pairs(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:

@@ -86,7 +86,7 @@ def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
 
 
 def excess(norms: torch.Tensor) -> torch.Tensor:
-    """How many times too large a scale that heads share is for the head that it fits least: float32 ``[batch, token]``.
+    """Return the factor by which a scale that heads share is for the head that it fits least: float32 ``[batch, token]``.
 
     ``norms`` are those in each head. The scale is in proportion to the norm over all heads; a head needs as much of it as its norm is above
     its usual one, and no head needs less than the usual scale. 0 stands for tokens whose scale is at most ``SHARED_RATIO`` times the usual.

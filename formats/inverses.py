@@ -17,7 +17,7 @@ INVERSE_ERROR = 2.0**-8
 def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
     """The inverses of ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names the matrices.
 
-    Raises OutOfRange where there is none, or none by which values are encoded to within ``INVERSE_ERROR`` of them.
+    Raises OutOfRange if there is none, or none by which values are encoded to within ``INVERSE_ERROR`` of them.
     """
     # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
     exact = matrices.to(torch.float64).cpu().numpy()
@@ -36,7 +36,7 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, what: str) -> None:
-    """Raise OutOfRange where a token, whose columns reach ``largest`` ``[..., column]``, may decode to an infinity (rule basis-20).
+    """Raise OutOfRange if a token, whose columns reach ``largest`` ``[..., column]``, may decode to an infinity (rule basis-20).
 
     ``matrices`` are ``[..., column, channel]``, ``mean`` is added to channels ``[..., channel]``, and ``what`` names the matrices.
     """

@@ -48,7 +48,7 @@ CODES = "codes"
 """The code stream of all heads, where each head has its own widths; F of it is ``HEAD_RUN_COLUMNS``."""
 
 WIDTHS = ("shared", "heads")
-"""Whether heads share widths or have their own."""
+"""True if heads share widths or have their own."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Klt(CodecFamily):
 
     @property
     def fixed_heads(self) -> int | None:
-        """The heads whose widths it has; None where heads share them."""
+        """The heads whose widths it has; None if heads share them."""
         return len(self.widths) // head_runs_of(self.dim) if self.fields == ((CODES, HEAD_RUN_COLUMNS),) else None
 
     @property

@@ -1,6 +1,6 @@
 """lossless: exponents entropy-coded, signs and fractions as they are (spec/codecs/lossless.md).
 
-Exponents of neighbouring values are alike, and the other bits are nearly random. Sources: SplitZip and FlexKV code the exponents of a
+Exponents of neighboring values are alike, and the other bits are nearly random. Sources: SplitZip and FlexKV code the exponents of a
 KV cache too, in fields of fixed width; entropy-coded exponents of weights are those of DFloat11 (arXiv 2504.11651).
 """
 
@@ -154,14 +154,14 @@ class Lossless(CodecFamily):
         symbols = numpy.zeros((batch * heads, rows * self.chunk, dim), numpy.uint8)
         symbols[:, :tokens] = self._exponents(bits).reshape(batch * heads, tokens, dim)
         symbols = symbols.reshape(batch * heads, rows, self.chunk * dim)
-        # Words lie by chunk, then sequence, then head.
+        # Words are by chunk, then sequence, then head.
         in_order = symbols.transpose(1, 0, 2).reshape(-1, self.chunk * dim)
         lengths = numpy.repeat(self._lengths((tokens,)), batch * heads)
         chunks = rans.encode(in_order, lengths, tables, numpy.tile(numpy.arange(batch * heads), rows))
         return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
 
     def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """The streams of coded chunks, which lie by chunk, then sequence, then head."""
+        """The streams of coded chunks, which are by chunk, then sequence, then head."""
         states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
         return {
@@ -261,7 +261,7 @@ class Lossless(CodecFamily):
         counts = values_between(arrays["word_counts"], 0, batch * heads * rows).reshape(batch * heads, rows).T.astype(numpy.int64)
         ends = numpy.cumsum(counts)
         for first, last in _batches(ends):
-            # Chunks lie by chunk, then sequence, then head; rows of other streams by sequence, then head.
+            # Chunks are by chunk, then sequence, then head; rows of other streams by sequence, then head.
             row, head = numpy.divmod(numpy.arange(first, last), batch * heads)
             used, table_of = numpy.unique(head * len(runs) + table[row], return_inverse=True)
             own = counts[row, head]

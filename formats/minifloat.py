@@ -1,4 +1,4 @@
-"""minifloat: floats of 8 or 4 bits, with the scales that engines keep beside them (spec/codecs/minifloat.md).
+"""minifloat: floats of 8 or 4 bits, with the scales that engines keep next to them (spec/codecs/minifloat.md).
 
 Covers fp8 caches (e4m3, e5m2; one scale per tensor, head or token), and mxfp8, mxfp4 and nvfp4 (scales of 8 bits per block of channels).
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, Sec. 5 and 6.3; NVIDIA's NVFP4.

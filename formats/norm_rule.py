@@ -52,7 +52,7 @@ def unbiased_factor(
 ) -> torch.Tensor:
     """The factor to be stored as ``dtype`` (of ``LIMITS``) of rows x = ``norm`` u, where u decodes to d.
 
-    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows that lie more than 45 degrees off d
+    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows that are more than 45 degrees off d
     keep their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. A factor
     that does not fit where the norm does becomes the largest number.
     """

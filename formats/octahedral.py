@@ -218,7 +218,7 @@ def _check_table(name: str, table: bytes, length: int) -> None:
 
 
 def norm_with_index(b_dir: int, b_norm: int) -> bool:
-    """Whether the norm bits extend the index digit to a width that divides 16; otherwise they lie above the signs."""
+    """Return True if the norm bits extend the index digit to a width that divides 16; otherwise they are above the signs."""
     return 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
 
 

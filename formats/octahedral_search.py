@@ -48,7 +48,7 @@ def codebook_directions(table: bytes) -> torch.Tensor:
 
 
 def midpoints(table: bytes) -> list[float]:
-    """The midpoints between neighbouring centroids of ``table``."""
+    """The midpoints between neighboring centroids of ``table``."""
     centroids = numpy.frombuffer(table, "<f4").astype(numpy.float64)
     return [float(bound) for bound in (centroids[1:] + centroids[:-1]) / 2]
 
@@ -84,7 +84,7 @@ class Codebook:
         """The index ``i + levels * j`` that ``rounding`` finds, int32 in the shape of ``x``.
 
         scalar: the nearest magnitudes. local2x2: the best of the magnitudes on either side.
-        local3x3: the best of the nearest magnitudes and their neighbours. full: the best of all magnitudes.
+        local3x3: the best of the nearest magnitudes and their neighbors. full: the best of all magnitudes.
         """
         if rounding == "full":
             return self._full_search(x, y, z)

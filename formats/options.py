@@ -61,11 +61,11 @@ class Options:
                 self._canonical[name] = text
 
     def given(self, name: str) -> bool:
-        """Whether the word ``name`` is among those given."""
+        """Return True if the word ``name`` is among those given."""
         return name in self._words
 
     def mention(self, names: tuple[str, ...]) -> bool:
-        """Whether one of the options ``names`` is among the words."""
+        """Return True if one of the options ``names`` is among the words."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 

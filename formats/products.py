@@ -33,7 +33,7 @@ def is_reduced(device_type: str) -> bool:
     """Whether products of float32 on devices of a type may round their factors: ``torch.set_float32_matmul_precision`` and its kin."""
     backends: Any = torch.backends
     backend = backends.cuda if device_type == "cuda" else backends.mkldnn
-    # PyTorch 2.9 and newer have a setting for each backend, and refuse to name the old one where both were used.
+    # PyTorch 2.9 and newer have a setting for each backend, and refuse to name the old one if both were used.
     precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     if precision is None:
         return torch.get_float32_matmul_precision() != "highest"

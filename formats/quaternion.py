@@ -117,7 +117,7 @@ class Quaternion(CodecFamily):
         length = radius = _length(planes)
         power = torch.ones_like(radius[..., :1])
         if not _squares_are_safe(radius):
-            # A power of two scales every token near 1, where no square overflows or underflows.
+            # A power of two scales every token near 1, if no square overflows or underflows.
             largest = u.abs().amax(-1, keepdim=True)
             power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
             planes = [plane.div_(power) for plane in planes]
@@ -174,7 +174,7 @@ def _length(planes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares_are_safe(radius: torch.Tensor) -> bool:
-    """Whether the largest radius of every token is far from where a square overflows or underflows."""
+    """Return True if the largest radius of every token is far from where a square overflows or underflows."""
     smallest, largest = radius.amax(-1).aminmax() if radius.numel() else (radius.new_ones(()), radius.new_ones(()))
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 

@@ -228,7 +228,7 @@ def _pruned_in_blocks(
 
 
 def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
-    """Whether each listed codeword can be nearest somewhere in its cell, bool like ``lists``.
+    """Return True if each listed codeword can be nearest somewhere in its cell, bool like ``lists``.
 
     The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value at the lowest corner
     of the cell plus a slope along each of the three axes, and so is the difference of two; its minimum over

@@ -25,7 +25,7 @@ MIN_STATE = 1 << 16
 """A coder's state is at least this and below 2^32, and it is this before the first symbol is encoded and after the last is decoded."""
 
 MAX_SYMBOLS = 1 << 16
-"""The most symbols of a chunk: its words can then be counted in 16 bits."""
+"""Maximum number of symbols of a chunk: its words can then be counted in 16 bits."""
 
 
 class Chunks(NamedTuple):
@@ -53,7 +53,7 @@ class Decoded(NamedTuple):
 
 
 def frequencies(counts: Numbers) -> Numbers:
-    """Frequencies int64 ``[table, symbol]`` that sum to ``TOTAL``, near the proportions of ``counts``; at least 1 where a count is not 0.
+    """Frequencies int64 ``[table, symbol]`` that sum to ``TOTAL``, near the proportions of ``counts``; at least 1 if a count is not 0.
 
     A table without counts gives all to symbol 0.
     """

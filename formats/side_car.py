@@ -57,7 +57,7 @@ class SideCar(ABC):
     words: ClassVar[tuple[str, ...]]
     """The options of a recipe that request and configure it."""
     of_every_codec: ClassVar[bool] = False
-    """Whether codecs that take no other side-car take this one, if they are lossy."""
+    """True if codecs that take no other side-car take this one, if they are lossy."""
     feature: ClassVar[str] = ""
     """The required feature that stands for it, if the first readers of version 1 do not know it."""
     dim: int
@@ -242,7 +242,7 @@ class ResidualSketch(SideCar):
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; 0 where a part is put back exactly."""
+        """The streams of a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; 0 if a part is put back exactly."""
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

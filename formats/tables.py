@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TABLES_KEPT = 64
 """The most small tables and packings cached of each kind: file headers ask for them, so their number needs a bound."""
 KEPT_BYTES = 1 << 24
-"""The most bytes of all cached tensors: each header may ask for another table of megabytes."""
+"""Maximum number of bytes of all cached tensors: each header may ask for another table of megabytes."""
 
 _kept: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
 _bytes = 0

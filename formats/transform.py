@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SIDES = ("k", "v")
 SCOPES = ("head", "layer")
-"""Whether a frame is of the channels of one head, or of those of all heads of a layer."""
+"""True if a frame is of the channels of one head, or of those of all heads of a layer."""
 CHUNKS = (16, 32, 64, 128, 256)
 MAX_STEP = 255
 
@@ -353,7 +353,7 @@ class Transform(CodecFamily):
 
 
 def default_chunk(dim: int) -> int:
-    """The most tokens of a chunk at head dim ``dim``."""
+    """Maximum number of tokens of a chunk at head dim ``dim``."""
     return max(chunk for chunk in CHUNKS if chunk * dim <= rans.MAX_SYMBOLS)
 
 

@@ -120,7 +120,7 @@ class ChunkList(NamedTuple):
 def symbols_of(
     columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: Tables
 ) -> Symbols:
-    """The symbols of chunks with these ``columns``, ``tokens`` and ``counts`` of ``words``, which lie one after the other.
+    """The symbols of chunks with these ``columns``, ``tokens`` and ``counts`` of ``words``, which are one after the other.
 
     ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers`` ``[chunk, column]`` are those of the columns' tables.
     """

@@ -75,7 +75,7 @@ class CodecKernels(NamedTuple):
     """What the kernels do with a codec; each part is None for parameters that it does not take, and for a codec that lacks it.
 
     ``tiles(codec)`` is the tile loader of attention, and ``dual_tiles(codec, dual)`` the one whose tiles hold two tokens per row, which
-    lie as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``).
+    are as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``).
     ``prepare(codec, packed, out, rotated, pages)`` is what fills an output (``decode.prepare``), and without it
     ``decode_into(codec, packed, out, rotated, pages)`` fills one and returns whether it did.
     ``check_chunks(codec, streams, where)`` refuses what ``Codec.check_chunks`` does. ``has_rules(codec)`` is whether ``Codec.check`` asks
@@ -102,7 +102,7 @@ def of_codec(codec: Codec) -> CodecKernels:
 
 
 def _narrow(codec: Codec) -> bool:
-    """Whether all rows have as many words as tiles of two tokens per row take of each."""
+    """Return True if all rows have as many words as tiles of two tokens per row take of each."""
     return all(packing.width == DUAL_WIDTH for packing in codec.packings().values())
 
 

@@ -94,7 +94,7 @@ def plain(function: Any) -> Callable[..., Any]:
 
 
 def _hooks() -> bool:
-    """Whether Triton calls a hook around launches, such as a profiler's."""
+    """Return True if Triton calls a hook around launches, such as a profiler's."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
@@ -147,7 +147,7 @@ class CachedLaunch:
 
     @property
     def kept(self) -> bool:
-        """Whether ``at`` may be called."""
+        """True if ``at`` may be called."""
         return self._launch is not None
 
     def at(self, stream: int, *addresses: int) -> None:

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from .cache.side import Side
 
 QUERIES_AT_A_TIME = 1024
-"""The most queries of one head that share a pass over the pages; longer chunks take several passes."""
+"""Maximum number of queries of one head that share a pass over the pages; longer chunks take several passes."""
 
 MAX_PAGES = 1 << 14
-"""The most pages of a side that the kernels plan for: a plan takes about a kilobyte per page, too much for one run per token."""
+"""Maximum number of pages of a side that the kernels plan for: a plan takes about a kilobyte per page, too much for one run per token."""
 
 MAX_KINDS = 64
 """Kinds of layers and calls that are known at most."""
 
 _kinds: dict[Any, Any] = {}
-"""The options of calls over layers that lie alike, by all that their checks depend on."""
+"""The options of calls over layers that are alike, by all that their checks depend on."""
 
 _launched: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
 """The prepared calls of a layer that were made once, by all that their checks depend on."""
@@ -129,7 +129,7 @@ def attend(
 
 
 def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The prepared call over a layer, where one over another that lies as it does was checked and prepared; else None."""
+    """The prepared call over a layer, where one over another that is as it does was checked and prepared; else None."""
     if not _kinds or layer.k is None or layer.v is None:
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries
@@ -152,7 +152,7 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], d
 
 
 def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:
-    """Let layers that lie as ``layer`` does go without its checks, for many queries: of few, each layer has its own launches."""
+    """Let layers that are as ``layer`` does go without its checks, for many queries: of few, each layer has its own launches."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_of(layer)) is not None:

@@ -47,7 +47,7 @@ def _is_complete(folder: Path, weights: bool) -> bool:
 
 
 def _has_weights(folder: Path, pattern: str) -> bool:
-    """Whether ``folder`` has all weights of this kind: a model of several files has an index of them."""
+    """Return True if ``folder`` has all weights of this kind: a model of several files has an index of them."""
     for index in folder.glob(f"{pattern}.index.json"):
         try:
             return all((folder / part).is_file() for part in json.loads(index.read_bytes())["weight_map"].values())

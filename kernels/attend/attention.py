@@ -34,7 +34,7 @@ _prepared: WeakKeyDictionary[Layer, dict[Any, Prepared]] = WeakKeyDictionary()
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Whether these kernels take the layer: every segment has a tile loader, and a KV head's query rows are few."""
+    """Return True if these kernels take the layer: every segment has a tile loader, and a KV head's query rows are few."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None

@@ -1,7 +1,7 @@
 """Attention over a layer that grows: launches that stay the same, so that a CUDA graph may hold them, over work that is rewritten.
 
 A layer's raw tail is a buffer with room for more tokens than it holds; how many it holds is read on the device. Its pages change
-only between steps, and their addresses are in tables on the device: such a change writes the tables anew.
+only between steps, and their addresses are in tables on the device: such a change writes the tables again.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class GrowingCall:
 
     @staticmethod
     def supports(q: torch.Tensor, layer: Layer) -> bool:
-        """Whether these kernels take the layer for queries like ``q``."""
+        """Return True if these kernels take the layer for queries like ``q``."""
         return GrowingCall.takes_layer(layer) and supports(q, layer)
 
     @staticmethod
     def takes_layer(layer: Layer) -> bool:
-        """Whether every segment has a loader, and no page maps its values by torch operations."""
+        """Return True if every segment has a loader, and no page maps its values by torch operations."""
         found = [segments.of_side(side) for side in (layer.k, layer.v) if side is not None]
         return all(own.supported and all(segment.frame.query_codec is not None for segment in own.segments) for own in found)
 
@@ -122,7 +122,7 @@ def _with_room(means: Means | None, device: torch.device) -> Means | None:
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Whether the tables of a launch hold those of the one that follows it."""
+    """Return True if the tables of a launch hold those of the one that follows it."""
     if old.means is None or new.means is None:
         return old.means is new.means and new.work.shape[0] <= old.work.shape[0]
     return new.work.shape[0] <= old.work.shape[0] and new.means.table.shape[0] <= old.means.table.shape[0]
@@ -155,11 +155,11 @@ class Append:
         self._chain = LaunchChain([(launch, [(k_tail, 0), (v_tail, 0), *((number, 0) for number in range(5))])])
 
     def is_of(self, k_tail: torch.Tensor, v_tail: torch.Tensor) -> bool:
-        """Whether this call appends to these tails."""
+        """Return True if this call appends to these tails."""
         return self._tails[0] is k_tail and self._tails[1] is v_tail
 
     def supports(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether these are the tokens of such a call, of the tails' dtype."""
+        """Return True if these are the tokens of such a call, of the tails' dtype."""
         return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._given
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Layers that lie alike: what a call of many queries prepares for one holds for the others of a model, but for addresses."""
+"""Layers that are alike: what a call of many queries prepares for one holds for the others of a model, except for addresses."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def kind_of(layer: Layer) -> Hashable | None:
 
 
 class Tables:
-    """The tables of work of a call's blocks, one behind the other, as they are for any layer that lies as ``layer`` does."""
+    """The tables of work of a call's blocks, one behind the other, as they are for any layer that is as ``layer`` does."""
 
     def __init__(self, layer: Layer) -> None:
         assert layer.k is not None
@@ -179,7 +179,7 @@ def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
 
 
 def is_plain(side: Side) -> bool:
-    """Whether kernels read the streams of the pages as they are."""
+    """Return True if kernels read the streams of the pages as they are."""
     for segment in segments.of_side(side).segments:
         if segment.page is None:
             continue

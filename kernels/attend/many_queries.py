@@ -66,7 +66,7 @@ _alike: dict[Any, Call | None] = {}
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Whether the layer is attended by decoding to a scratch: queries have 16 bits, as it has, and head dims are not too large."""
+    """Return True if the layer is attended by decoding to a scratch: queries have 16 bits, as it has, and head dims are not too large."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
@@ -166,10 +166,10 @@ class Call:
         self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for one in self._passes for part in one.parts)
         self._at_once: dict[bool, bool] = {}
-        """Whether one call of FlashAttention attends all, by whether PyTorch may choose it."""
+        """True if one call of FlashAttention attends all, by whether PyTorch may choose it."""
 
     def alike(self, layer: Layer) -> Call | None:
-        """The call for any layer that lies as its own ``layer``, which ``over`` gives it; None where there may be no other."""
+        """The call for any layer that is as its own ``layer``, which ``over`` gives it; None if there may be no other."""
         tables, passes = layer_sharing.Tables(layer), []
         for one in self._passes:
             parts = []
@@ -200,7 +200,7 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether no page maps its values by torch operations, which depend on the caller's modes."""
+        """True if no page maps its values by torch operations, which depend on the caller's modes."""
         return all(frame.page is None and frame.codec is not None for frame in self._frames)
 
     def __call__(
@@ -301,7 +301,7 @@ class Call:
         part.values.decode(v, self._table, memory, part.keys.elements)
 
     def _attends_at_once(self, q: torch.Tensor, one: _Pass, memory: torch.Tensor) -> bool:
-        """Whether one library call takes these queries and all tokens, which are decoded in ``memory``, and gives the result."""
+        """Return True if one library call takes these queries and all tokens, which are decoded in ``memory``, and gives the result."""
         switches: Any = torch.backends.cuda
         allowed = switches.flash_sdp_enabled()
         if allowed not in self._at_once:
@@ -369,7 +369,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causa
 
 
 def takes_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether ``lower_right`` takes these."""
+    """Return True if ``lower_right`` takes these."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8:
         return False
     # What PyTorch asks before it makes the same call for ``torch.nn.attention.bias.causal_lower_right``.

@@ -1,4 +1,4 @@
-"""The outliers of both sides, loaded beside the tiles that they are added to: nothing where neither side has any."""
+"""The outliers of both sides, loaded beside the tiles that they are added to: nothing if neither side has any."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"

@@ -91,12 +91,12 @@ class Launch:
 
     @property
     def dual(self) -> bool:
-        """Whether a row of its scores belongs to two tokens (``split``)."""
+        """True if a row of its scores belongs to two tokens (``split``)."""
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
 def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """The loaders of both sides: where they and their groups of tokens allow it, of neighbours, whose words are one run of memory."""
+    """The loaders of both sides: where they and their groups of tokens allow it, of neighbors, whose words are one run of memory."""
     keys, values = loader(k, dual), loader(v, dual)
     found = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
@@ -109,7 +109,7 @@ def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
 
 @lru_cache(maxsize=16)
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can begin while the one before it ends (programmatic dependent launch)."""
+    """Return True if a kernel can begin while the one before it ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -128,7 +128,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 def planned(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
-    """``launches``, made anew; of a layer that is ``growing``, work is left on the host."""
+    """``launches``, made again; of a layer that is ``growing``, work is left on the host."""
     fast = addresses.uses_assembly(k.device)
     by_kernel: dict[Kernel, list[Segment]] = {}
     for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
@@ -138,7 +138,7 @@ def planned(
         by_kernel.setdefault(kernel, []).append(segment)
     sequences = k.batch * k.heads * row_blocks
     launches = []
-    # Partial results of one frame of the values lie side by side. The most tokens first: other launches then run beside them.
+    # Partial results of one frame of the values are side by side. The most tokens first: other launches then run alongside them.
     most_first = sorted(by_kernel, key=lambda kernel: -sum(segment.tokens for segment in by_kernel[kernel]))
     frames = list(dict.fromkeys(kernel.v for kernel in most_first))
     for kernel in sorted(most_first, key=lambda kernel: frames.index(kernel.v)):
@@ -269,7 +269,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Whether a stream with an odd number of halves per token may end in the middle of an aligned word of 4 bytes."""
+    """Return True if a stream with an odd number of halves per token may end in the middle of an aligned word of 4 bytes."""
     for stream in tiles.streams:
         if stream.bits == 16 and stream.row % 2:
             tensor = segment.streams[stream.name]
@@ -279,6 +279,6 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
 
 
 def _whole(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: LaunchShape) -> bool:
-    """Whether the tokens of a warp's tile always lie in one token group."""
+    """Return True if the tokens of a warp's tile always are in one token group."""
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
     return tiles.whole_groups % tokens == 0 and not (rows[:, at] % tokens).any()

@@ -103,7 +103,7 @@ class Options(NamedTuple):
 
 
 class Prepared:
-    """``launches`` over one layer for queries of ``shape`` and ``dtype``; the value frames of ``launches`` lie side by side.
+    """``launches`` over one layer for queries of ``shape`` and ``dtype``; the value frames of ``launches`` are side by side.
 
     ``position`` is that of the first query in a sequence of all tokens. ``masked`` tells for each launch whether it reads the lengths
     of sequences, ``cut`` whether tokens before a sequence's windows are skipped on the device, as they are where it has a start.
@@ -133,7 +133,7 @@ class Prepared:
         self._largest, self._total = places.take(rows * parts), places.take(rows * parts)
         self._sums = places.take(rows * parts * self._columns)
         self._k_frames = list(dict.fromkeys(launch.k for launch in launches))
-        # The plain frames lie side by side: one launch rotates the query into all of them.
+        # The plain frames are side by side: one launch rotates the query into all of them.
         self._own_queries = [frame for frame in self._k_frames if frame.query_codec is None]
         own_last = (*self._plain(), *self._own_queries)
         self._turned = {frame: places.take(rows * len(frame_columns.columns(frame.codec, dual))) for frame in own_last}
@@ -174,7 +174,7 @@ class Prepared:
 
     @property
     def plain(self) -> bool:
-        """Whether a call is kernels alone: no page maps its values by torch operations, which depend on the caller's modes."""
+        """True if a call is kernels alone: no page maps its values by torch operations, which depend on the caller's modes."""
         return not self._own_queries and all(frame.page is None for frame in self._v_frames)
 
     def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -191,11 +191,11 @@ class Prepared:
         scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)
         given = [scratch, q]
         if self._merges_originals:
-            # The shape of the queries is that of the result, but for the values' dim.
+            # The shape of the queries is that of the result, except for the values' dim.
             out = torch.empty_like(q) if self.dim_v == shape.dim else q.new_empty(*q.shape[:3], self.dim_v)
             given.append(out)
         else:
-            # The merges add nothing to what lies there.
+            # The merges add nothing to what is there.
             given.append(scratch)
         given.append(scratch if lengths is None else lengths.to(device, torch.int32))
         given.append(scratch if starts is None else starts.to(device, torch.int32))

@@ -30,7 +30,7 @@ class Lookup(NamedTuple):
 class Visible(NamedTuple):
     """The tokens that a query sees: those before ``end``, up to ``ahead`` after its own, and the newest ``window`` of these.
 
-    ``first`` is the first of them, or None where the window alone decides it.
+    ``first`` is the first of them, or None if the window alone decides it.
     """
 
     end: Any

@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
     @property
     def is_original(self) -> bool:
-        """Whether its columns are the channels of the original frame."""
+        """True if its columns are the channels of the original frame."""
         return self.codec is None or (self.page is None and _is_in_order(self.codec))
 
     def columns(self, dim: int) -> int:
@@ -136,7 +136,7 @@ def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
-    """What each column adds to each channel, float32 ``[column, dim]``; None where columns are the channels."""
+    """What each column adds to each channel, float32 ``[column, dim]``; None if columns are the channels."""
     return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, device)[0]
 
 
@@ -158,7 +158,7 @@ def frame_of(side: Side) -> Frame:
 
 
 class DecodedBlock:
-    """Tokens ``[start, stop)`` of a side, which each call decodes anew to ``frame`` and ``dtype``, by launches that are found once.
+    """Tokens ``[start, stop)`` of a side, which each call decodes again to ``frame`` and ``dtype``, by launches that are found once.
 
     Of a scratch they take ``elements``: values ``[kv_head, batch, token, channel or column]``, whole groups of tokens.
     """
@@ -170,7 +170,7 @@ class DecodedBlock:
         self._packed = side.tokens - side.tail.shape[2]
         self._shape = side.batch, side.heads, tokens, width
         self._strides = tokens * width, side.batch * tokens * width, width, 1
-        # What lies behind it in a scratch is aligned as it is.
+        # What is behind it in a scratch is aligned as it is.
         self.elements = -(-side.heads * self._strides[1] // ALIGNED) * ALIGNED
         self._table_at = 0
         self._decoding = None
@@ -183,9 +183,9 @@ class DecodedBlock:
         self._store = frame.storing(side.batch, side.heads, dtype, side.device)
 
     def alike(self, side: Side, values: bool, tables: layer_sharing.Tables) -> DecodedBlock | None:
-        """The block for any side that lies as its own ``side``, of keys or of ``values``, whose work is added to ``tables``.
+        """The block for any side that is as its own ``side``, of keys or of ``values``, whose work is added to ``tables``.
 
-        None where there may be no other.
+        None if there may be no other.
         """
         made = object.__new__(DecodedBlock)
         made.__dict__.update(self.__dict__)

@@ -51,12 +51,12 @@ class SideSegment(NamedTuple):
     framed_by: PackedRun | None = None
     """The page of ``frame``."""
     exact: bool = True
-    """Whether the segment's loader, if it has one, is exact enough."""
+    """True if the segment's loader, if it has one, is exact enough."""
     page: PackedRun | None = None
     """The page that its tokens are of, from ``start`` on; None for the raw tail."""
     start: int = 0
     raw: bool = False
-    """Whether some tokens of the segment are raw: it is decoded first (``decoded``)."""
+    """True if some tokens of the segment are raw: it is decoded first (``decoded``)."""
 
     @property
     def frame(self) -> Frame:
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
     def query_codec(self) -> Codec | None:
         """The codec whose frame queries reach by one kept matrix: with the balanced frame of the page, if that is its only map.
 
-        None where the maps of the page are applied first.
+        None if the maps of the page are applied first.
         """
         if self.page is None:
             return self.codec
@@ -97,7 +97,7 @@ class Frame(NamedTuple):
         return WithSideCars(family, (balanced, *others))
 
     def matches(self, other: Frame) -> bool:
-        """Whether queries and sums go through the same matrices, of whatever pages."""
+        """Return True if queries and sums go through the same matrices, of whatever pages."""
         return self == other or (self.query_codec is not None and self.query_codec == other.query_codec)
 
 

@@ -4,7 +4,7 @@ A program holds a block of query rows (the query heads of one KV head, and their
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
 S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
 
-Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.dual``), neighbours or some apart.
+Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.dual``), neighbors or some apart.
 Each query row is then there twice: first with zeros for the columns of the second token, then with zeros for those of the first.
 So what the matrix units idle at anyway tells the tokens apart; the two results of a row are added in the end.
 
@@ -34,7 +34,7 @@ from .scores import Lookup, Visible, score
 from .softmax import Softmax, add, empty, merge_tokens
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window", "pages"]
-"""Arguments that change from call to call, and for whose values nothing is compiled anew."""
+"""Arguments that change from call to call, and for whose values nothing is compiled again."""
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["lengths", "starts"])
@@ -154,7 +154,7 @@ def attend_split(
     queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
     if K.run_product is not None:
         queries = scaled(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
-    # Tokens of a warp lie side by side, whatever tiles they are cut into.
+    # Tokens of a warp are side by side, whatever tiles they are cut into.
     token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if ADJACENT else 1)  # [1, token]
     token = tl.arange(0, WARPS)[:, None] * (TILES * ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of STEP tokens
     near = tl.arange(0, WARPS)[:, None] * (ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of SPAN tokens
@@ -233,7 +233,7 @@ def attend_split(
         item, V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
     )  # fmt: skip
     if DEPENDENT and not FIRST:
-        # The launch before runs beside this one, and the merge waits for the last of them.
+        # The launch before runs alongside this one, and the merge waits for the last of them.
         gdc_wait()
 
 

@@ -201,7 +201,7 @@ def beside(
 
 @triton.jit
 def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up that lie in two words, an int16 tile."""
+    """``BITS`` bits of each column from ``BIT`` up that are in two words, an int16 tile."""
     WORD: tl.constexpr = BIT // 16
     POSITION: tl.constexpr = BIT % 16
     if FAST:
@@ -243,7 +243,7 @@ def shifted(
     """Words shifted down by ``POSITION`` in the columns of the first field, and by ``STRIDE_BITS`` more for each field to its right.
 
     ``word``, int16, and the result are tiles.
-    The bits above the field belong to other fields or, when ``FAST``, to the neighbouring word.
+    The bits above the field belong to other fields or, when ``FAST``, to the neighboring word.
     """
     own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:

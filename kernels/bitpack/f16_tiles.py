@@ -1,6 +1,6 @@
 """Arithmetic on tiles of binary16 values, and the values of digits as such tiles.
 
-Two neighbouring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
+Two neighboring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
 plain Triton.
 """
 

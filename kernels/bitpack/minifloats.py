@@ -1,6 +1,6 @@
 """Minifloats of words as tiles of binary16, and their scales of 8 bits (spec/codecs/minifloat.md).
 
-Two neighbouring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
+Two neighboring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
 plain Triton.
 """
 

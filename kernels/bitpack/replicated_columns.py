@@ -1,6 +1,6 @@
 """Code streams of different widths in tiles of one width: bit fields whose columns are a power of two in number.
 
-A step is as many neighbouring symbols as the widest stream has columns. The rows of a narrower stream are loaded as they are stored, no
+A step is as many neighboring symbols as the widest stream has columns. The rows of a narrower stream are loaded as they are stored, no
 word twice, and replicated side by side in registers; each copy shows another field.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class ReplicatedPacking(NamedTuple):
     """One stream's columns as ``load_stream`` and ``words_of_stream`` take them.
 
-    The first six are those of ``tiles.TilePacking``, where ``tile_width`` counts the columns that are loaded. ``copies`` of these lie side
+    The first six are those of ``tiles.TilePacking``, where ``tile_width`` counts the columns that are loaded. ``copies`` of these are side
     by side in a tile, which shows ``fields_per_tile`` fields of ``bits`` each.
     """
 
@@ -181,7 +181,7 @@ def words_of_stream(
 
 @triton.constexpr_function
 def _fields_of_a_window(bits: int) -> int:
-    """How many neighbouring fields one word can hold, a power of two."""
+    """Return the number of neighboring fields one word can hold, a power of two."""
     return 1 << ((WORD_BITS // bits).bit_length() - 1)
 
 
@@ -207,7 +207,7 @@ def _side_by_side(
     for number in tl.static_range(1, COUNT):
         if FIRST + number * TOGETHER <= LAST:
             other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
-            # All bits of a word or none, because the assembler would compute a predicate anew for every register.
+            # All bits of a word or none, because the assembler would compute a predicate again for every register.
             before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TRANSPOSED)
             if FAST:
                 value = tl.inline_asm_elementwise(

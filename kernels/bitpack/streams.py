@@ -36,7 +36,7 @@ def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
 
 
 def dense_rows(tensor: torch.Tensor) -> bool:
-    """Whether all rows of a head, of ``[batch, kv_head, row, ...]``, lie one after another."""
+    """Return True if all rows of a head, of ``[batch, kv_head, row, ...]``, are one after another."""
     step = 1
     for length, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
         if length != 1 and stride != step:

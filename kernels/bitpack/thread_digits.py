@@ -1,6 +1,6 @@
-"""Digits of rows of which a thread holds the words (``thread_rows``): of one symbol, or of two neighbours, 16 bits apart.
+"""Digits of rows of which a thread holds the words (``thread_rows``): of one symbol, or of two neighbors, 16 bits apart.
 
-``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``, and so is every result. Two neighbours mostly lie in the
+``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``, and so is every result. Two neighbors mostly are in the
 same words and then share the instructions that extract them. Division by a base that is no power of two is a multiplication by its
 reciprocal, in fewer instructions the smaller the dividend's known bound.
 """
@@ -37,7 +37,7 @@ class RowPacking(NamedTuple):
 
 
 class BitPiece(NamedTuple):
-    """Bits of a value that lie in one word: ``bits`` of ``word`` from ``shift`` up, which are those of the value from ``before`` up."""
+    """Bits of a value that are in one word: ``bits`` of ``word`` from ``shift`` up, which are those of the value from ``before`` up."""
 
     word: int
     shift: int
@@ -48,7 +48,7 @@ class BitPiece(NamedTuple):
 class TwoDigitPiece(NamedTuple):
     """Bits of two digits in one word: shifted right by ``shift`` (left if negative) and masked, they are 16 bits apart.
 
-    ``in_bytes``: both lie in one 16-bit half, a byte each, which are moved 16 bits apart first.
+    ``in_bytes``: both are in one 16-bit half, a byte each, which are moved 16 bits apart first.
     """
 
     word: int
@@ -215,7 +215,7 @@ def first_of_upper(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[TwoDigitPiece, ...]:
-    """The pieces of a symbol and of the next one together; none if they do not lie in the same words."""
+    """The pieces of a symbol and of the next one together; none if they are not in the same words."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:

@@ -1,4 +1,4 @@
-"""Words of packed rows, one token per thread: for code streams whose columns do not lie as the matrix units read them.
+"""Words of packed rows, one token per thread: for code streams whose columns are not as the matrix units read them.
 
 A thread holds the words of its token's row, where every field has a place that is known when the kernel is compiled: streams of
 any widths and any bases come together in its registers.
@@ -42,7 +42,7 @@ def stream_of_words(name: str, words: int) -> Stream:
 
 
 def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
-    """What ``load_rows`` needs: the 16-bit words of a row in each plane of each stream, which lie one after another."""
+    """What ``load_rows`` needs: the 16-bit words of a row in each plane of each stream, which are one after another."""
     return tuple(words for packing in packings for words in packing.planes)
 
 
@@ -128,7 +128,7 @@ def _together(stored_words: int) -> int:
 
 @triton.constexpr_function
 def _load(stored_words: int, together: int, masked: bool) -> str:
-    """PTX that loads ``stored_words`` 16-bit words at an address, ``together`` per load, into 32-bit words; zeros where masked out."""
+    """PTX that loads ``stored_words`` 16-bit words at an address, ``together`` per load, into 32-bit words; zeros if masked out."""
     count = (stored_words + 1) // 2
     text = f"{{ .reg .pred real; .reg .b16 low, high; setp.ne.b32 real, ${count + 2}, 0;" if masked else "{"
     if masked:

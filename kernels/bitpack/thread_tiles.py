@@ -33,7 +33,7 @@ SymbolValue = tuple[int, int]
 
 
 def f16x2_of_symbols(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
-    """All values that are channels, two per register: two of one symbol, or the odd ones of two neighbouring symbols."""
+    """All values that are channels, two per register: two of one symbol, or the odd ones of two neighboring symbols."""
     registers: list[tuple[SymbolValue, SymbolValue]] = []
     single: SymbolValue | None = None
     for symbol in range(symbols):
@@ -99,7 +99,7 @@ def tile_of_f16x2(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSP
     tile = tl.trans(tl.reshape(tile, (WARPS, HALF, 2, WIDTH)), 0, 2, 1, 3)
     tile = tl.reshape(tile, (WARPS, 2 * HALF, WIDTH))
     if FAST:
-        # Two neighbouring columns both hold one register, and become its halves. This also stops the compiler, which otherwise takes the
+        # Two neighboring columns both hold one register, and become its halves. This also stops the compiler, which otherwise takes the
         # joined values for narrower ones and reads them from shared memory one by one.
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
     else:

@@ -93,7 +93,7 @@ def copied(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> 
 def token_of_columns(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """The token of each column, broadcast to a tile.
 
-    ``token`` is ``[warp, token]``; ``second``, ``[1, column]``, is 1 where a column belongs to the second token of a row, else 0.
+    ``token`` is ``[warp, token]``; ``second``, ``[1, column]``, is 1 if a column belongs to the second token of a row, else 0.
     """
     value = of_tokens(token, TRANSPOSED)
     if SECOND_OFFSET:
@@ -103,7 +103,7 @@ def token_of_columns(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.cons
 
 @triton.jit
 def valid_columns(valid: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Whether the token of each column is valid, broadcast to a tile.
+    """Return True if the token of each column is valid, broadcast to a tile.
 
     ``valid`` is ``[warp, token]``, or two of these, of the first and second tokens, in a dual tile.
     """

@@ -1,4 +1,4 @@
-"""How the columns of a code stream lie in tiles of its words."""
+"""How the columns of a code stream are in tiles of its words."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def tile_width(packing: Columns) -> int:
 
 
 def tile_fields(packing: Columns, dual: int = 0) -> int:
-    """Fields of a token that one tile holds: more than one where a row has fewer words than the matrix units' step."""
+    """Fields of a token that one tile holds: more than one if a row has fewer words than the matrix units' step."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 
 def takes_whole_words(packing: Columns) -> bool:
-    """Whether a tile of the words of every row serves all fields: bit fields that lie in at most two words."""
+    """Return True if a tile of the words of every row serves all fields: bit fields that are in at most two words."""
     return packing.binary and all(base.bit_length() - 1 <= WIDEST_DIGIT for base in packing.bases)
 
 

@@ -51,7 +51,7 @@ _KEPT = 64
 
 
 def supports(codec: Codec, x: torch.Tensor) -> bool:
-    """Whether C encodes ``x`` ``[batch, kv_head, token, dim]``.
+    """Return True if C encodes ``x`` ``[batch, kv_head, token, dim]``.
 
     Of groups, those with binary16 scales and no rotation, in full columns of at most 32 bits.
     """

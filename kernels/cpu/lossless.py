@@ -29,7 +29,7 @@ VALUES_AT_ONCE = 1 << 22
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Whether C unpacks ``side``: values of bf16 to bf16, whose signs and fractions are the bytes of one plane."""
+    """Return True if C unpacks ``side``: values of bf16 to bf16, whose signs and fractions are the bytes of one plane."""
     return _takes(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of an engine's page are stored raw, by the norms of its keys where they lie (``formats.raw_positions.in_slots``)."""
+"""Which tokens of an engine's page are stored raw, by the norms of its keys where they are (``formats.raw_positions.in_slots``)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Chooser:
 
 
 def measures(x: torch.Tensor) -> bool:
-    """Whether C finds the norms of ``x`` ``[batch, kv_head, token, dim]``."""
+    """Return True if C finds the norms of ``x`` ``[batch, kv_head, token, dim]``."""
     return chooses(x.dtype) and (x.stride(3) == 1 or x.shape[3] == 1)
 
 
@@ -88,5 +88,5 @@ def _run(call: library.RawSlots) -> None:
 
 
 def chooses(dtype: torch.dtype) -> bool:
-    """Whether C chooses by keys of ``dtype``."""
+    """Return True if C chooses by keys of ``dtype``."""
     return library.library() is not None and dtype in encode.DTYPES

@@ -111,7 +111,7 @@ _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDiction
 
 
 def parts_of(side: Side) -> list[SidePart] | None:
-    """The parts of a side: its pages, then its tail; None where C does not take its codec, side-cars or strides."""
+    """The parts of a side: its pages, then its tail; None if C does not take its codec, side-cars or strides."""
     parts: list[SidePart] = []
     packed = side.packed_tokens
     if packed:
@@ -160,7 +160,7 @@ def _packed(side: Side) -> list[SidePart] | None:
 
 
 def _framed(codec: Codec) -> bool:
-    """Whether each page may have a coded frame of its own: by channel maps, or rows of a basis that the cache holds."""
+    """Return True if each page may have a coded frame of its own: by channel maps, or rows of a basis that the cache holds."""
     if isinstance(codec.family, Klt) and codec.family.rows != "basis":
         return True
     return isinstance(codec, WithSideCars) and codec.maps_by_run
@@ -172,7 +172,7 @@ def _raw(dim: int, dtype: torch.dtype) -> Raw:
 
 
 def _keeps_frame(codec: Codec) -> bool:
-    """Whether coded values are in the original frame, so that queries and sums are those of raw tails."""
+    """Return True if coded values are in the original frame, so that queries and sums are those of raw tails."""
     kind = type(codec)
     return kind.query is Codec.query and kind.original is Codec.original and codec.rotation.kind == "none"
 
@@ -248,7 +248,7 @@ def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int
 
 
 def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The stream ``codecs.PLACES``: words lie by chunk, then sequence, then head."""
+    """The stream ``codecs.PLACES``: words are by chunk, then sequence, then head."""
     counts = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).permute(2, 0, 1)
     firsts = counts.flatten().cumsum(0).view(counts.shape) - counts
     words = torch.full_like(firsts, streams["words"].shape[2])
@@ -256,7 +256,7 @@ def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _raw_tokens(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
-    """The streams ``codecs.ENTRY`` and ``codecs.ENTRIES``; None where C cannot use them, or flags and raw tokens disagree."""
+    """The streams ``codecs.ENTRY`` and ``codecs.ENTRIES``; None if C cannot use them, or flags and raw tokens disagree."""
     codec = stretch.codec
     assert isinstance(codec, WithSideCars)
     if len(stretch.ends) > 1 and _framed(codec):
@@ -276,7 +276,7 @@ def _raw_tokens(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
 
 
 def _outliers(stretch: Stretch) -> dict[str, torch.Tensor] | None:
-    """The streams ``codecs.FIRST`` and ``codecs.CHUNKS``; None where flags and outliers disagree."""
+    """The streams ``codecs.FIRST`` and ``codecs.CHUNKS``; None if flags and outliers disagree."""
     codec = stretch.codec
     assert isinstance(codec, WithSideCars)
     (outliers,) = codec.frame_parts

@@ -53,7 +53,7 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
     """What decodes ``packed`` in one launch into outputs of the dtype, shape and strides of ``out`` ``[batch, kv_head, token, dim]``.
 
-    ``rotated``: into the original frame, else in the coded one. ``pages`` lie like the one that is given. None for codecs without a
+    ``rotated``: into the original frame, else in the coded one. ``pages`` are like the one that is given. None for codecs without a
     decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES`` or of head dims that ``stored.original`` does not take, and
     outputs whose channels are not dense. Raises InvalidParameter when a stream is not as ``codec.layout`` says.
     """
@@ -64,5 +64,5 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 
 def supports_output(out: torch.Tensor) -> bool:
-    """Whether the kernels' offsets reach all of an output: its channels are dense, and its tokens not too far apart."""
+    """Return True if the kernels' offsets reach all of an output: its channels are dense, and its tokens not too far apart."""
     return out.stride(3) == 1 and out.stride(2) < MAX_TOKEN_STRIDE

@@ -1,6 +1,6 @@
-"""Digits of packed rows in a tile ``[token, symbol]``, loaded in whole words wherever a row's words lie side by side.
+"""Digits of packed rows in a tile ``[token, symbol]``, loaded in whole words wherever a row's words are side by side.
 
-Symbols of one field are neighbours, and so are their words: a thread loads several at once. Offsets within a tile are 32-bit.
+Symbols of one field are neighbors, and so are their words: a thread loads several at once. Offsets within a tile are 32-bit.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

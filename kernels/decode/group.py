@@ -36,7 +36,7 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     along_tokens = codec.axis == "token"
     tile = rows.tile_tokens(channels, rotated)
     if along_tokens and not rotated:
-        # A tile then lies within one group of tokens and loads one row of scales.
+        # A tile then is within one group of tokens and loads one row of scales.
         tile = min(tile, codec.size)
     per_row = [rows.ONE_ROW if name == "scale_range" else codec.size if name == "scales" and along_tokens else 1 for name in names]
     scales = [_as_pairs(part.streams["scales"]) for part in packed]

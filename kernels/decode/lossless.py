@@ -57,7 +57,7 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
     in_plane = codec.dtype == "bf16" and dict(codec.fields)["signed_fractions"] == 2 and codec.dim % 2 == 0
     rows, held = _rows(codec, packed, in_plane)
     counts = [part.streams["word_counts"].view(torch.int16).permute(2, 0, 1).flatten() for part in packed]
-    # Chunks lie by token group, then sequence, then head; those of a page begin at its first word.
+    # Chunks are by token group, then sequence, then head; those of a page begin at its first word.
     ends = torch.cat(counts).to(torch.int64).bitwise_and_(0xFFFF).cumsum(0)
     tables = torch.cat([part.streams["frequencies"].view(torch.int16).reshape(batch * heads, -1) for part in packed])
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():

@@ -84,7 +84,7 @@ def _decode(
 ) -> None:
     """Decode the block of one program, tile by tile: ``[token, channel]`` of codes, and scales that are broadcast to it.
 
-    ``GLOBAL_SCALE`` is the number of its stream, -1 for none; ``SIZE`` the channels of a block, 0 where scales are not of blocks.
+    ``GLOBAL_SCALE`` is the number of its stream, -1 for none; ``SIZE`` the channels of a block, 0 if scales are not of blocks.
     """
     block = load_block(out, table, status, batch_stride, head_stride, token_stride, blocks, heads, STREAMS, INTEGERS, PAGED, OUT_ALIGNED)
     token = tl.arange(0, TILE)[:, None]

@@ -60,7 +60,7 @@ def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 
 def _levels(codec: Polar) -> tuple[LevelSymbols, ...] | None:
-    """None where a level does not pair all radii alike."""
+    """None if a level does not pair all radii alike."""
     found, radii = [], codec.dim
     for number, run in enumerate(codec.stream_levels.values()):
         first = 0

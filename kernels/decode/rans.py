@@ -38,7 +38,7 @@ def count_of(lanes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """How many of the lanes in an integer of ``lanes_of`` come before each ``lane``."""
+    """Return how many of the lanes in an integer of ``lanes_of`` come before each ``lane``."""
     return count_of(lanes & (1 << lane.to(tl.uint32)) - 1)
 
 

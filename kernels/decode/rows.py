@@ -61,7 +61,7 @@ class Packed(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Packed rows to be decoded: ``run`` fills an output that lies as the one for which it was prepared.
+    """Packed rows to be decoded: ``run`` fills an output that is as the one for which it was prepared.
 
     ``lasting``: it takes little memory besides that of the rows, and may be kept as long as these. ``held`` are tensors that it reads.
     """
@@ -72,7 +72,7 @@ class Prepared(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages of an engine, which lie anywhere, and all have the layout of one.
+    """Pages of an engine, which are anywhere, and all have the layout of one.
 
     ``moves`` is int64 ``[page, 3]``: bytes from that one's streams, elements from its values in the output, and the place in ``status``,
     int32, of what is not 0 for a page that is to be left as it is.
@@ -103,7 +103,7 @@ class Work(NamedTuple):
     held: tuple[torch.Tensor, ...]
     """The tensors that the addresses refer to."""
     copied: bool
-    """Whether some of them are copies of streams."""
+    """True if some of them are copies of streams."""
     status: torch.Tensor | None
     out_aligned: int
     """Of ``Pages``, and what divides their places in the output."""

@@ -40,7 +40,7 @@ TRIPLET_THREADS = 2
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
     """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
-    ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, but for
+    ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, except for
     the last bits of logarithmic norms. None for a codec of no table. Raises InvalidParameter when a stream is not as
     ``codec.layout`` says.
     """
@@ -152,7 +152,7 @@ def _decode(
                 code = _digit(streams, token, symbol, mask, CODES, constant_at(DIGITS, 1)).to(tl.float32)
                 factor = code * tl.div_rn(factor, tl.full(factor.shape, FORM.largest_radius, tl.float32))
         if KIND == "octahedral":
-            # The table's first quarter, whose values have no signs, lies in few lines of the cache.
+            # The table's first quarter, whose values have no signs, is in few lines of the cache.
             unit = tl.load(table + (entry * VALUES + lane % 3), mask, 0.0).to(tl.int32, bitcast=True) ^ ((whole >> sign_at & 1) << 31)
             norm = tl.load(norm_table + (whole >> FORM.norm_at & FORM.norm_mask))
             value = unit.to(tl.float32, bitcast=True) * norm * factor

@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class TableCodec(NamedTuple):
-    """How one codec is decoded: its form, None where an option is not taken; its table ``[entry, values]``; octahedral's norms."""
+    """How one codec is decoded: its form, None if an option is not taken; its table ``[entry, values]``; octahedral's norms."""
 
     form: Callable[[Any], Form | None]
     table: Callable[[Any, torch.device], torch.Tensor]

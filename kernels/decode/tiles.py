@@ -43,7 +43,7 @@ WARPS = 4
 """Warps of a program: with one to eight, and loads of one to three tiles ahead, an H200 took as long."""
 
 TOKENS = 32
-"""Tokens of a warp's tile, but for loaders of which a thread holds rows."""
+"""Tokens of a warp's tile, except for loaders of which a thread holds rows."""
 
 PROGRAMS = 1 << 10
 """Programs that fill a device: with fewer tokens, each takes fewer."""

@@ -221,7 +221,7 @@ def _multiply(
         one = pair
         other = pair + TURNED
         if 2 * TURNED < DIM:
-            # Channels that do not turn are in pairs of neighbours.
+            # Channels that do not turn are in pairs of neighbors.
             one = tl.where(pair < TURNED, pair, 2 * pair)
             other = tl.where(pair < TURNED, other, 2 * pair + 1)
         tl.store(place + one[None, :], ones.to(out.dtype.element_ty), stored & (2 * pair < DIM)[None, :])

@@ -40,7 +40,7 @@ class OnDevice(NamedTuple):
     """What the kernels read of the frames of a side.
 
     ``numbers``, uint8 ``[kv_head, column]``, are those of the columns' tables; ``values`` ``[table, symbol]`` are in steps. ``means``,
-    float32 ``[kv_head, channel]``, and ``rows`` ``[frame, column, channel]`` have two neighbours for each pair of channels that turn, and
+    float32 ``[kv_head, channel]``, and ``rows`` ``[frame, column, channel]`` have two neighbors for each pair of channels that turn, and
     zeros behind the channels of every head. ``values`` and ``rows`` are float16 where that holds all of them, else float32. ``cos`` and
     ``sin``, float32 ``[token of a group, pair]``, are of the angles from a group's position on.
     """

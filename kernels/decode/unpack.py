@@ -137,7 +137,7 @@ def _shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _shape_of(codec: Codec, device: str) -> UnpackShape | None:
-    """The first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables beside them; None if none does."""
+    """The first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables next to them; None if none does."""
     loader, room = _loader(codec), shared_memory(device) - LARGEST_BYTES
     tokens, count, width = tiles.tile_tokens(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -166,7 +166,7 @@ def _launch(
     """The launch for outputs of ``dtype``, the same for all layers of a model, the loader's table, and the matrix."""
     loader, shape = _loader(codec), _shape(codec, device)
     tokens, (blocks, heads) = tiles.tile_tokens(loader), arguments[4:6]
-    # The compiler's own shared memory lies before larger tables, and here it has no room there.
+    # The compiler's own shared memory is before larger tables, and here it has no room there.
     shared, tables, places = device_tables.of_sides(loader, loader, torch.device(device), fast, LARGEST_BYTES)
     matrix, size = _matrix(codec, shape.joined, device)
     # Blocks begin at whole tiles, and pages at a group of tokens.

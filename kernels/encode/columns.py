@@ -86,7 +86,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, device: torch.device) -> Plan | None:
-    """The plan on ``device`` for a kernel of ``symbols`` symbols per token, padding included; None where sums would not be exact."""
+    """The plan on ``device`` for a kernel of ``symbols`` symbols per token, padding included; None if sums would not be exact."""
     streams: list[Stream] = []
     matrices: list[torch.Tensor] = []
     accumulators = planes = elements = 0

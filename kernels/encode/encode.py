@@ -36,7 +36,7 @@ class Encoding(NamedTuple):
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
-    ``before`` holds the streams of the run that it continues. None where ``formats/`` is to encode it: codecs, options and values that
+    ``before`` holds the streams of the run that it continues. None if ``formats/`` is to encode it: codecs, options and values that
     the kernels do not take.
     """
     encoding = prepare(codec, x, before)
@@ -46,7 +46,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
 
 
 def has_products(device: torch.device) -> bool:
-    """Whether the matrix units of ``device`` multiply bfloat16 (from Ampere on), or the kernels are interpreted."""
+    """Return True if the matrix units of ``device`` multiply bfloat16 (from Ampere on), or the kernels are interpreted."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -221,7 +221,7 @@ def _unbiased_token_scales(
 
 @triton.jit
 def _stored_half(value: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
-    """The binary16 nearest to each value; flagged, and zero, where there is none."""
+    """The binary16 nearest to each value; flagged, and zero, if there is none."""
     fits = tl.abs(value) < LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)

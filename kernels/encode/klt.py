@@ -111,7 +111,7 @@ def encode(
 
 
 def _on_device(source: BasisRows, widths: bytes, padded_dim: int, device: torch.device) -> OnDevice | None:
-    """What is kept as long as ``source``; None where the level of a value is not its code in every table."""
+    """What is kept as long as ``source``; None if the level of a value is not its code in every table."""
     kept = _KEPT.setdefault(source, {})
     key = widths, padded_dim, str(device)
     if key not in kept:
@@ -255,7 +255,7 @@ def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def gain_of(own: tl.tensor, common: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
-    """The factors of tokens, as ``formats/klt.py`` finds them: 1 where there is none."""
+    """The factors of tokens, as ``formats/klt.py`` finds them: 1 if there is none."""
     near = (common > 0) & (own * decoded <= 2 * common * common)
     above = tl.where(near, own, tl.maximum(common, 0.0))
     below = tl.where(near, common, decoded)

@@ -98,7 +98,7 @@ def encode(
 
 
 def _on_device(codec: Klt, source: BasisRows, padded_dim: int, device: torch.device) -> OnDevice | None:
-    """What is kept as long as ``source``; None where the level of a value is not its code in every table."""
+    """What is kept as long as ``source``; None if the level of a value is not its code in every table."""
     kept = _KEPT.setdefault(source, {})
     key = codec.widths, padded_dim, str(device)
     if key not in kept:

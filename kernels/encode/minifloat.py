@@ -44,7 +44,7 @@ def encode(
 ) -> bool:
     """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
 
-    A scale per run is at first that of the run before, 0 where there is none; with ``origins`` each of the batch is a run of its own.
+    A scale per run is at first that of the run before, 0 if there is none; with ``origins`` each of the batch is a run of its own.
     """
     plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
     if plan is None:

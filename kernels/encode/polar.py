@@ -101,7 +101,7 @@ def _plan(codec: Polar, device: torch.device) -> Plan | None:
         radii = level.angles
         if number == 0 or level.bits != codec.levels[number - 1].bits:
             name, symbols = next(streams), []
-        # Where a level has fewer symbols than the shortest tile, they lie apart in it (``_widened``).
+        # Where a level has fewer symbols than the shortest tile, they are apart in it (``_widened``).
         apart = tiles[number] // (_first_tile(codec) >> number)
         symbols += [sum(tiles[:number]) + symbol * apart for symbol in range(level.angles)]
         terms[name] = [Term(0, level.bits, symbols=tuple(symbols))]
@@ -110,7 +110,7 @@ def _plan(codec: Polar, device: torch.device) -> Plan | None:
 
 @kept_on_device
 def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """The bounds between neighbours in the table of each level above the first, in turns, ``[level, MAX_ANGLES]``, then one above all."""
+    """The bounds between neighbors in the table of each level above the first, in turns, ``[level, MAX_ANGLES]``, then one above all."""
     bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
         between = midpoints(table)
@@ -136,7 +136,7 @@ def _width(pairs: int) -> int:
 
 @triton.jit
 def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
-    """``values``, which the compiler does not compute anew for every layout that they are wanted in: each level would double that."""
+    """``values``, which the compiler does not compute again for every layout that they are wanted in: each level would double that."""
     if COMPILED:
         values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
     return values

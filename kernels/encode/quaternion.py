@@ -115,7 +115,7 @@ def _rotated_back(
 
 @triton.jit
 def _sign_bit(value: tl.tensor) -> tl.tensor:
-    """1 where the float32 is negative, -0 included, else 0."""
+    """1 if the float32 is negative, -0 included, else 0."""
     return value.to(tl.int32, bitcast=True) >> 31 & 1
 
 

@@ -60,7 +60,7 @@ class Input(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where the values and the streams of each of the batch begin, where they do not lie one after another, as in pages of engines.
+    """Where the values and the streams of each of the batch begin, where they are not one after another, as in pages of engines.
 
     ``table`` is int64 ``[batch, 3]``: values from the first of the input, bytes from the streams of the first, and the number of the flag.
     ``aligned`` is a power of two, at most 16, that divides the place of every input in bytes; streams are ``STREAMS_ALIGNED`` bytes apart.
@@ -76,7 +76,7 @@ def operand_of(x: torch.Tensor) -> Any:
 
 
 def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
-    """What a kernel is told of ``x``, ``[batch, kv_head, token, dim]`` of any strides, whose batch may lie as ``origins`` says."""
+    """What a kernel is told of ``x``, ``[batch, kv_head, token, dim]`` of any strides, whose batch may be as ``origins`` says."""
     padded = max(SMALLEST_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return Input(
@@ -119,7 +119,7 @@ def values_of(table: bytes) -> torch.Tensor:
 
 @kept_on_device
 def bounds_of(table: bytes) -> torch.Tensor:
-    """The bounds between neighbours in a table within [0, 1], and one above all: a kernel takes no tensor without elements."""
+    """The bounds between neighbors in a table within [0, 1], and one above all: a kernel takes no tensor without elements."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 
@@ -281,7 +281,7 @@ def entry_of(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.ten
 
 @triton.jit
 def level_of(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """How many of ``LEVELS`` - 1 ascending bounds each value is above, int32; ``LEVELS`` is a power of two, at most 256.
+    """Return how many of ``LEVELS`` - 1 ascending bounds each value is above, int32; ``LEVELS`` is a power of two, at most 256.
 
     A few bounds are compared one by one: a lookup moves its tile to the layout of memory and back, which costs as much as several.
     """
@@ -299,7 +299,7 @@ def level_of(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.t
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """The number of the first of two neighbours in an ascending table that enclose each value, and both; the outermost beyond."""
+    """The number of the first of two neighbors in an ascending table that enclose each value, and both; the outermost beyond."""
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)
         lower = tl.zeros(values.shape, tl.float32) + tl.load(table)

@@ -50,7 +50,7 @@ class AngleConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide."""
+    """The loader of ``codec`` in the direct arrangement, None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None

@@ -106,7 +106,7 @@ def decode(
     """The two channels of the pairs of ``STEP``, over the token's factor: binary16 tiles ``[warp, token, column]`` or transposed."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    # In a shared table, an index that already lies at the bit of its byte offset needs no shift.
+    # In a shared table, an index that already is at the bit of its byte offset needs no shift.
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
     bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     norms = words_of_stream(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)

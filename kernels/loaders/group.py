@@ -48,7 +48,7 @@ MAX_SCALES_PER_LOAD = 8
 """Scales of one token per load, at most, if a step does not need more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) for number in range(4))
-"""Which scales a tile needs: one per column, one per token, one per few neighbouring columns of a token, or one per value."""
+"""Which scales a tile needs: one per column, one per token, one per few neighboring columns of a token, or one per value."""
 
 
 class GroupConstants(NamedTuple):
@@ -152,7 +152,7 @@ def load(
     """What rows hold of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
-    - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens lie in one token group),
+    - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens are in one token group),
       ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, and like a plane where each value has its own.
     - The token scale (``token_factors``), if there is one.
     """
@@ -220,7 +220,7 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
-    """How many of a token's ``scales`` one load takes: few enough that those of eight tokens lie in few rows of shared-memory banks."""
+    """How many of a token's ``scales`` one load takes: few enough that those of eight tokens are in few rows of shared-memory banks."""
     return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
 
@@ -274,7 +274,7 @@ def _load_scale_rows(
 
 @triton.jit
 def _any(valid: tl.tensor) -> tl.tensor:
-    """Whether a warp has a valid token, ``[warp, 1]``."""
+    """Return True if a warp has a valid token, ``[warp, 1]``."""
     return (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
 
 

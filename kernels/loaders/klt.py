@@ -63,7 +63,8 @@ MAX_TOKENS = tl.constexpr(64)
 
 LOOKED_UP, SELECTED, PAIRS, TWO_BY_TWO = (tl.constexpr(number) for number in range(4))
 """How a tile is decoded: each column looks its entry up; or selects one of two; or two columns at once look up a pair of entries, or
-one entry each. Only neighbouring columns of keys lie in one register of values; those of values are two tokens."""
+one entry each. Only neighboring columns of keys are in one register of values; those of values are two tokens.
+"""
 
 WIDEST_PAIR = 3
 """Bits of codes up to which there is a table of pairs of entries."""
@@ -77,7 +78,7 @@ class Tile(NamedTuple):
     ``entries`` are the constants of entry 0 and of what turns it into entry 1. Constants are those of every second column where two are
     decoded at once.
 
-    Of values, one register may be halves of 16 bits of each token. It is then left as words, with the half of another token beside it:
+    Of values, one register may be halves of 16 bits of each token. It is then left as words, with the half of another token next to it:
     number ``parity`` of ``load_parities`` is not -1, and ``odd_selectors`` are those for tokens whose half is the upper one.
     """
 
@@ -119,7 +120,7 @@ def unit_of(codec: Klt) -> float:
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """The loader of ``codec``, which has its basis; None where binary16 does not hold its tables, or queries in its frame.
+    """The loader of ``codec``, which has its basis; None if binary16 does not hold its tables, or queries in its frame.
 
     Raises MissingBasis.
     """
@@ -414,7 +415,7 @@ def _looked_up(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The entry of each column, by a code that lies anywhere in the registers."""
+    """The entry of each column, by a code that is anywhere in the registers."""
     STRIDE: tl.constexpr = stride_of(SHARED, FAST)
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
     if STRIDE:
@@ -442,7 +443,7 @@ def _pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The entries of two columns at a time, whose codes are neighbouring fields of a word: ``[warp, token, column]``."""
+    """The entries of two columns at a time, whose codes are neighboring fields of a word: ``[warp, token, column]``."""
     STRIDE: tl.constexpr = stride_of(SHARED, FAST)
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:
@@ -470,13 +471,13 @@ def _pairs(
 
 @triton.constexpr_function
 def stride_of(shared: SharedTable, fast: bool) -> int:
-    """The binary logarithm of the bytes that an entry takes in shared memory with its copies; 0 where tables are not there."""
+    """The binary logarithm of the bytes that an entry takes in shared memory with its copies; 0 if tables are not there."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
 @triton.constexpr_function
 def _multiplies(tile: Tile, stride: int) -> bool:
-    """Whether codes are multiplied to their place, where none begins above it: the units that rotate have more to do than others."""
+    """Return True if codes are multiplied to their place, where none begins above it: the units that rotate have more to do than others."""
     return stride >= 7 and len(tile.selectors) > 0 and tile.kind != TWO_BY_TWO.value
 
 

@@ -1,6 +1,6 @@
 """klt as tiles where each head has its own widths (spec/codecs/klt.md): the codes of all heads of a token are one row of bytes.
 
-A head's columns lie at other bits of the row than those of the next head, with other widths. So that one launch takes all heads, these
+A head's columns are at other bits of the row than those of the next head, with other widths. So that one launch takes all heads, these
 are not constants of the compiled kernel but numbers behind each head's table: for each column the bit where its code begins, its mask
 and the first entry of its table. A column without codes has a mask of zeros and an entry that is zero. Each column of a token loads the
 two bytes that hold its code, and its entry.

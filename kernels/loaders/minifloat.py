@@ -124,7 +124,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
-    """Whether tiles hold every value: over the largest power of two of its token, none is too small for a binary16."""
+    """Return True if tiles hold every value: over the largest power of two of its token, none is too small for a binary16."""
     if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
         return True
     scales = streams["block_scales"].to(torch.int16)

@@ -54,7 +54,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide. ``dual`` is that of the result."""
+    """The loader of ``codec`` in the direct arrangement, None if a digit is too wide. ``dual`` is that of the result."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None

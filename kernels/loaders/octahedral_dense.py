@@ -51,7 +51,7 @@ class OctahedralDenseConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral) -> Tiles | None:
-    """The loader of ``codec``, None where a digit is too wide."""
+    """The loader of ``codec``, None if a digit is too wide."""
     packings = codec.packings()
     if "index" not in packings:
         return None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .tiles import Outliers
 
 GRANULE = tl.constexpr(32)
-"""Tokens of which the entries lie together in the order of their tokens."""
+"""Tokens of which the entries are together in the order of their tokens."""
 
 TOKENS_TOLD_APART = tl.constexpr(128)
 """Tokens that an entry's place distinguishes: more than a warp's tile and the granules that it begins and ends in."""
@@ -79,15 +79,15 @@ def fetch_numbers(numbers: tl.tensor) -> None:
 
 @triton.jit
 def _exchanged(place: tl.tensor) -> tl.tensor:
-    """The 16 bytes of a line of all banks, 128 bytes, are exchanged by its number, so that the matrix units' eight rows lie in different
-    banks. Tiles lie one after another, have a multiple of 1,024 bytes, and all have the same layout.
+    """The 16 bytes of a line of all banks, 128 bytes, are exchanged by its number, so that the matrix units' eight rows are in different
+    banks. Tiles are one after another, have a multiple of 1,024 bytes, and all have the same layout.
     """
     return place ^ ((place >> 3) & 0x70)
 
 
 @triton.constexpr_function
 def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
-    """Put four values, if their columns are in the patch that begins with tile ``first``, beside their token's place.
+    """Put four values, if their columns are in the patch that begins with tile ``first``, next to their token's place.
 
     These are the column of the first of them and the next ones, or where columns are not in order, four 16-bit integers.
     """
@@ -223,7 +223,7 @@ def _slow_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 where one is of a token."""
+    """``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 if one is of a token."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _row_of_tile(place, entries, TILE, TOKENS)
@@ -243,7 +243,7 @@ def _slow_tile(
 
 @triton.constexpr_function
 def in_order(constants: Outliers) -> bool:
-    """Whether columns are in the order of channels."""
+    """Return True if columns are in the order of channels."""
     return constants.components is None
 
 

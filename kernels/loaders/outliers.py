@@ -118,7 +118,7 @@ def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexp
 
 @triton.jit
 def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on: int32 places, -1 where there are none, and values, four
+    """``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on: int32 places, -1 if there are none, and values, four
     binary16 per int64, both ``[warp, entry]``. ``begins`` and ``counts`` are ``[warp, 1]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]

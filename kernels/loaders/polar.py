@@ -41,7 +41,7 @@ MAX_DIM = 128
 class Level(NamedTuple):
     """A level of the tree: its angles are the symbols of ``packing`` from ``first_symbol`` on.
 
-    Directions of one angle begin at entry ``first_of_one`` of the table, those of two neighbouring fields at ``first_of_two``.
+    Directions of one angle begin at entry ``first_of_one`` of the table, those of two neighboring fields at ``first_of_two``.
     """
 
     packing: RowPacking

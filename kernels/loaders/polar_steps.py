@@ -1,7 +1,7 @@
 """Which angles of polar's tree a step of a tile looks up, and the table that it looks them up in.
 
 A step decodes as many pairs of channels as a tile has. Where the first level fills whole fields of a stream, they are those of some
-columns in all its fields: the angles above them then lie in few columns as well, and two neighbouring fields of a column are one index.
+columns in all its fields: the angles above them then are in few columns as well, and two neighboring fields of a column are one index.
 """
 
 # Triton has no types.
@@ -29,7 +29,7 @@ SCALES = 1 << 12
 
 
 def blocks_of_step(angles: int, width: int) -> int:
-    """Blocks of neighbouring angles of the first level in a step: one per field of ``width`` columns, or one."""
+    """Blocks of neighboring angles of the first level in a step: one per field of ``width`` columns, or one."""
     blocks = angles // width
     aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
     return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1

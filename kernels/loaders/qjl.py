@@ -54,7 +54,7 @@ class QjlConstants(NamedTuple):
 
 
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
-    """The loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i; None where their packing has none."""
+    """The loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i; None if their packing has none."""
     packing = qjl.packing
     if not takes_whole_words(packing):
         return None
@@ -156,7 +156,7 @@ def _words(
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """For values, one binary16 tile ``[warp, column, token]``: -1 where a bit of the fields of ``STEP`` is 1, and 1 where it is 0."""
+    """For values, one binary16 tile ``[warp, column, token]``: -1 if a bit of the fields of ``STEP`` is 1, and 1 where it is 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:
@@ -168,7 +168,7 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 @triton.jit
 def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """For keys, one binary16 tile ``[warp, token, column]``: a power of two where a bit of the fields of ``STEP`` is 1, and 0 where 0."""
+    """For keys, one binary16 tile ``[warp, token, column]``: a power of two where a bit of the fields of ``STEP`` is 1, and 0 if 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:

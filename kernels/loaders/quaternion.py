@@ -39,7 +39,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None where a digit is too wide."""
+    """The loader of ``codec`` in the direct arrangement, None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None

@@ -52,7 +52,7 @@ class QuaternionDenseConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """The loader of ``codec``, None where there are too many codewords."""
+    """The loader of ``codec``, None if there are too many codewords."""
     table = codec.codebook.to(torch.float16)
     codeword_bits = (table.shape[0] - 1).bit_length()
     if codeword_bits > WIDEST_DIGIT:

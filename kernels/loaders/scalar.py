@@ -30,7 +30,7 @@ MAX_INDEX_BITS = 8
 class LoadedPart(NamedTuple):
     """The channels of one width: fields of ``bits``, ``fields_per_tile`` of them side by side, ``field_stride`` fields apart.
 
-    ``fields_per_index`` neighbouring fields are one index into the table, from ``first_entry`` on.
+    ``fields_per_index`` neighboring fields are one index into the table, from ``first_entry`` on.
     """
 
     bits: int
@@ -105,7 +105,7 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
 
 
 def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
-    """Whether so many fields can share one index: they fill whole steps, and the table fits."""
+    """Return True if so many fields can share one index: they fill whole steps, and the table fits."""
     return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MAX_INDEX_BITS)
 
 

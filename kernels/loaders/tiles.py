@@ -22,11 +22,11 @@ DUAL_WIDTH = SMALLEST_WIDTH // 2
 """Words per row, if a tile holds two rows side by side."""
 
 APART, NEIGHBOURS = 1, 2
-"""How the two tokens of such a row lie: all second tokens of the tile after all first ones, or each after its first."""
+"""How the two tokens of such a row are: all second tokens of the tile after all first ones, or each after its first."""
 
 
 class Means(NamedTuple):
-    """Pages of ``tokens`` tokens whose keys have a mean each; ``whole``: the tokens of a warp's tile lie in one page."""
+    """Pages of ``tokens`` tokens whose keys have a mean each; ``whole``: the tokens of a warp's tile are in one page."""
 
     tokens: int
     whole: bool = False
@@ -35,8 +35,8 @@ class Means(NamedTuple):
 class Outliers(NamedTuple):
     """Outliers beside ``tiles`` of ``width`` columns each; ``first_stream`` is the number of their first stream.
 
-    ``components`` are, of the four values of an entry, those with columns in each tile; None where columns are in the order of channels.
-    A patch of ``patch_bytes`` holds ``together`` tiles; 0 where there is none (``attend.shapes.in_patches``).
+    ``components`` are, of the four values of an entry, those with columns in each tile; None if columns are in the order of channels.
+    A patch of ``patch_bytes`` holds ``together`` tiles; 0 if there is none (``attend.shapes.in_patches``).
     """
 
     first_stream: int
@@ -70,21 +70,21 @@ class Tiles:
     tokens: int = 32
     """Tokens that a warp decodes at once (without inline PTX, ``split`` decodes them one by one)."""
     whole_groups: int = 1
-    """Tokens per group: a tile of at most as many, which begins at a multiple of them, lies in one token group."""
+    """Tokens per group: a tile of at most as many, which begins at a multiple of them, is in one token group."""
     most_tokens: int = 32
     """Most tokens of a warp's tile: more where tokens share scales or have few, so that registers hold them."""
     loads_ahead: bool = False
-    """Whether registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
+    """True if registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
     many_copies: bool = False
-    """Whether more copies of the table pay, although fewer programs then fit in shared memory."""
+    """True if more copies of the table pay, although fewer programs then fit in shared memory."""
     packings: tuple[Columns, ...] = ()
     """Packings of the code streams that ``decode`` refers to by number."""
     stream_widths: tuple[int, ...] = ()
     """``widths_of_streams``, if it differs from the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
-    """How the two tokens lie in tiles whose rows are the words of two tokens; ``channels`` are then those of one token. 0: one token."""
+    """How the two tokens are in tiles whose rows are the words of two tokens; ``channels`` are then those of one token. 0: one token."""
     interleave: int = DUAL_WIDTH
-    """Columns of one token that lie side by side in such tiles, before as many columns of the other token."""
+    """Columns of one token that are side by side in such tiles, before as many columns of the other token."""
     values: Tiles | None = None
     """The loader of values, where it differs from this one of keys in what ``decode`` takes; ``channels`` are the same."""
     keys: Tiles | None = None
@@ -117,9 +117,9 @@ class Tiles:
 
 
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
-    """How many fields those side by side in a tile are apart.
+    """Return the number of fields those side by side in a tile are apart.
 
-    As many as there are steps if all ``fields`` of ``bits`` lie in one word: each word is then shifted once for all steps. Else 1.
+    As many as there are steps if all ``fields`` of ``bits`` are in one word: each word is then shifted once for all steps. Else 1.
     """
     side_by_side = tile_fields(packing, dual)
     whole = side_by_side > 1 and fields % side_by_side == 0
@@ -129,7 +129,7 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
     """The symbol of every column of every tile, -1 for none: ``tile_fields`` fields per tile, ``field_stride`` fields apart.
 
-    A step makes ``together`` tiles, of neighbouring fields; ``field_stride`` counts fields of as many. ``dual``: of one of two tokens.
+    A step makes ``together`` tiles, of neighboring fields; ``field_stride`` counts fields of as many. ``dual``: of one of two tokens.
     """
     width, side_by_side = packing.width, tile_fields(packing, dual)
     groups = -(-packing.fields // together)

@@ -1,4 +1,4 @@
-"""trellis as tiles (spec/codecs/trellis.md): values from a table, by windows of bits that lie in a word and the one after it.
+"""trellis as tiles (spec/codecs/trellis.md): values from a table, by windows of bits that are in a word and the one after it.
 
 A column of a tile is one word of a token's string; each step takes one window that begins in it. Where rows have fewer words than the
 matrix units' step, the windows of a word are spread over several columns, and where 16 is no multiple of the bits of a value, windows
@@ -36,7 +36,7 @@ class TrellisConstants(NamedTuple):
     """What the functions below know of a codec and its tiles.
 
     ``words`` of a row are the columns of a tile of ``width``; windows of ``window_bits`` begin every ``bits``. ``shifted``: whether columns
-    are shifted down by numbers of their own, int16, which lie behind ``entries`` entries of the table.
+    are shifted down by numbers of their own, int16, which are behind ``entries`` entries of the table.
     """
 
     words: int

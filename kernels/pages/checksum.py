@@ -46,7 +46,7 @@ def check(
 ) -> torch.Tensor:
     """What is wrong with each of ``rows``, int32 ``[page]``: 0, or ``DAMAGED`` and ``OTHER``.
 
-    ``front``, int32, is how every row begins, but for the checksum and the key; ``keys`` are uint8 ``[page, 32]``, None where any will
+    ``front``, int32, is how every row begins, except for the checksum and the key; ``keys`` are uint8 ``[page, 32]``, None if any will
     do; ``pads`` are the places of bytes that are 0, int32, None for none.
     """
     status = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)

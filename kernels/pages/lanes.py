@@ -1,6 +1,6 @@
 """One side of consecutive layers of an engine's pages, to rows and back, on their device: one launch for all pages of a job.
 
-The encoders and decoders are those of caches: where the pages and their rows lie is a table.
+The encoders and decoders are those of caches: where the pages and their rows are is a table.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Job(NamedTuple):
 
 
 def takes_rows(rows: torch.Tensor) -> bool:
-    """Whether the kernels read and write ``rows``, uint8 ``[page, byte]``, where they lie."""
+    """Return True if the kernels read and write ``rows``, uint8 ``[page, byte]``, where they are."""
     return not (rows.data_ptr() % STREAMS_ALIGNED or rows.stride(0) % STREAMS_ALIGNED or rows.stride(1) != 1)
 
 
@@ -159,7 +159,7 @@ def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, statu
 
 
 def _copied(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether a row has the bytes of the values."""
+    """Return True if a row has the bytes of the values."""
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 

@@ -1,6 +1,6 @@
 """Tables of at most 8 binary16 values in registers: permutations of bytes select from them, inline PTX alone (``FAST``).
 
-Larger tables lie in shared memory, which is what limits the kernels in which a thread holds a row.
+Larger tables are in shared memory, which is what limits the kernels in which a thread holds a row.
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.

@@ -91,7 +91,7 @@ def look_up(
 ) -> tl.tuple:
     """``VALUES`` (2 or 4) binary16 tiles: the entry whose index is ``BITS`` bits of each int16 ``word`` from ``POSITION`` up.
 
-    ``table`` is binary16 ``[2^BITS, VALUES]`` in global memory; copies of its first ``ENTRIES`` lie at ``OFFSET`` when ``FAST`` and not 0.
+    ``table`` is binary16 ``[2^BITS, VALUES]`` in global memory; copies of its first ``ENTRIES`` are at ``OFFSET`` when ``FAST`` and not 0.
     """
     if FAST and COPIES > 0:
         types: tl.constexpr = (tl.float16,) * VALUES

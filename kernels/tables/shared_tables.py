@@ -1,4 +1,4 @@
-"""Tables in shared memory: where each lies, and what fills it."""
+"""Tables in shared memory: where each is, and what fills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inline PTX of tables in shared memory: one is declared, filled and looked up in three ways, all that knows where it lies.
+"""The inline PTX of tables in shared memory: one is declared, filled and looked up in three ways, all that knows where it is.
 
 What each text does, ``shared_table``, ``thread_lookups`` and ``field_lookups`` do without it, too.
 """
@@ -28,7 +28,7 @@ MATRIX_ALIGNMENT = 1024
 def declaration(size: int) -> str:
     """``kvpack_tables``, where tables begin: ``size`` bytes of its own, or the launch's behind the compiler's.
 
-    What is declared lies before the compiler's, which begins at a multiple of ``MATRIX_ALIGNMENT`` then, too.
+    What is declared is before the compiler's, which begins at a multiple of ``MATRIX_ALIGNMENT`` then, too.
     """
     if size > LARGEST_BYTES:
         place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
@@ -120,7 +120,7 @@ def _moved(name: str, word: str, by: str, multiplied: bool) -> str:
 
 @triton.constexpr_function
 def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
-    """Two entries of 16 bits by neighbouring codes of a word: one entry of both (``joint``), or the low halves of two entries.
+    """Two entries of 16 bits by neighboring codes of a word: one entry of both (``joint``), or the low halves of two entries.
 
     Inputs are those of ``lookup_of_columns``, of one word.
     """

@@ -1,6 +1,6 @@
 """Lookups in a table of binary16 by entry number, for rows of which a thread holds one: whole f16x2 registers, one or two per entry.
 
-The table lies in shared memory as ``shared_table`` stores it. Without inline PTX (``FAST`` false) the same functions are plain Triton.
+The table is in shared memory as ``shared_table`` stores it. Without inline PTX (``FAST`` false) the same functions are plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

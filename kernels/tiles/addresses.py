@@ -23,7 +23,7 @@ VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 
 def uses_assembly(device: torch.device) -> bool:
-    """Whether kernels on ``device`` use inline PTX."""
+    """Return True if kernels on ``device`` use inline PTX."""
     return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
 

@@ -27,7 +27,7 @@ class BoundLoader(NamedTuple):
     """A codec's loader (``tiles.Tiles``) over the streams of one launch.
 
     ``widths`` are the columns of each tile, ``stream_widths`` what ``bitfields.load_column_fields`` takes.
-    ``whole``: the tokens of a warp's tile always lie in one token group. There are ``tables`` of ``table_values`` each, one per sequence
+    ``whole``: the tokens of a warp's tile always are in one token group. There are ``tables`` of ``table_values`` each, one per sequence
     and head in turn. ``columns`` are those of all tiles, and of the ``offset`` (``tiles.Tiles``) if there is one.
     """
 
@@ -72,7 +72,7 @@ def bind(
 ) -> BoundLoader:
     """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened.
 
-    ``whole_means``: the tokens of a warp's tile always lie in one page of means.
+    ``whole_means``: the tokens of a warp's tile always are in one page of means.
     """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
     alone = tiles.signs is None and tiles.means is None and tiles.outliers is None

@@ -1,4 +1,4 @@
-"""The tables of a launch on its device: what ``decode`` looks values up in, and where each lies in shared memory."""
+"""The tables of a launch on its device: what ``decode`` looks values up in, and where each is in shared memory."""
 
 from __future__ import annotations
 

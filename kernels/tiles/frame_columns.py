@@ -84,7 +84,7 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
 
 
 def in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
-    """Whether sums of ``codec``, with these channels of columns, are in the original frame and its order."""
+    """Return True if sums of ``codec``, with these channels of columns, are in the original frame and its order."""
     return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
 
 

@@ -55,7 +55,7 @@ class LaunchShape(NamedTuple):
     stages: int
     programs: int
     fills: bool = False
-    """Whether the registers of ``programs`` are all that a multiprocessor has."""
+    """True if the registers of ``programs`` are all that a multiprocessor has."""
 
 
 def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> LaunchShape:
@@ -116,7 +116,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
 
-    A patch holds as many of a side's tiles as fit beside tables of ``table_bytes`` in every program of a multiprocessor; 0 where not
+    A patch holds as many of a side's tiles as fit next to tables of ``table_bytes`` in every program of a multiprocessor; 0 if not
     even one does: it is then made without.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens

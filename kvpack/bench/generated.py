@@ -32,7 +32,7 @@ PART = 128
 class Along:
     """What one recipe does to a generated text: the divergence by parts, the share of changed tokens, and the first that changed.
 
-    ``first`` counts the tokens before it; None where none changed.
+    ``first`` counts the tokens before it; None if none changed.
     """
 
     kl_divergences: list[float]

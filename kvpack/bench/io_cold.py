@@ -35,7 +35,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure files of ``cache`` and return JSON values: one row per recipe and way, its ``of_fio`` above 1 if it is faster than fio.
 
-    Raises InvalidParameter where files stay in memory, as in a tmpfs.
+    Raises InvalidParameter if files stay in memory, as in a tmpfs.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
@@ -68,7 +68,7 @@ def run(
 
 
 def drop(path: str) -> None:
-    """Drop a file from the page cache. Raises InvalidParameter where it stays there."""
+    """Drop a file from the page cache. Raises InvalidParameter if it stays there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

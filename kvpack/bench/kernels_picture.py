@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _SIZE = (11.0, 4.8)
 _LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 3)))
 _PALEST = 0.45
-"""The fraction of white in the colour of a codec's last recipe."""
+"""The fraction of white in the color of a codec's last recipe."""
 
 OWN_BF16 = "bf16"
 
@@ -52,7 +52,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
-    """One colour and marker per codec, and one shade and line style per recipe of it."""
+    """One color and marker per codec, and one shade and line style per recipe of it."""
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):

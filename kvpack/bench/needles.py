@@ -83,7 +83,7 @@ def _planted(
 
 
 def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
-    """Whether each answer is right; ``cache`` returns the model's cache of the prompt, a new one for each question."""
+    """Return True if each answer is right; ``cache`` returns the model's cache of the prompt, a new one for each question."""
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:

@@ -46,7 +46,7 @@ def with_papers_rule(recipe: str) -> str | None:
 
 
 def _follows(codec: Codec) -> bool:
-    """Whether the codec stores something else for the papers' rule."""
+    """Return True if the codec stores something else for the papers' rule."""
     inner: Any = codec.codec if isinstance(codec, WithSideCars) else codec
     return getattr(inner, "norm_rule", "norm") != "norm" and getattr(inner, "token_scale", "") != "none"
 

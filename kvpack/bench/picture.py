@@ -28,7 +28,7 @@ STYLES = {
     "transform": ("#999933", "8"),
     "trellis": ("#332288", "H"),
 }
-"""Colour and first marker by the keys' codec. Lossless, minifloat, klt, transform and trellis: from outside Okabe and Ito's palette."""
+"""Color and first marker by the keys' codec. Lossless, minifloat, klt, transform and trellis: from outside Okabe and Ito's palette."""
 
 OTHER = ("#666666", "p")
 
@@ -96,7 +96,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
     drawn: Counter[str] = Counter()
     for row in rows:
         colour, first = STYLES.get(row["family"], OTHER)
-        # Codecs without a style share a colour.
+        # Codecs without a style share a color.
         marker = (first + MARKERS.replace(first, ""))[drawn[colour] % len(MARKERS)]
         drawn[colour] += 1
         x, y = row["bits_per_value"], _drawn(row)
@@ -127,7 +127,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
 
 
 def _needs_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether the name of a recipe is to the left of its point, because of another point, or the end of the axis, to the right."""
+    """Return True if the name of a recipe is to the left of its point, because of another point, or the end of the axis, to the right."""
     x, y = row["bits_per_value"], _drawn(row)
     others = [(other["bits_per_value"] / x, abs(math.log(_drawn(other) / y))) for other in rows]
     return _NEAR * x > max(other["bits_per_value"] for other in rows) or any(

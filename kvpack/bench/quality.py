@@ -74,7 +74,7 @@ OTHERS = ("code", LONG_TEXT)
 _TWIN_SAMPLE = 256
 
 _MIN_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
-"""The least tokens of a prompt of bytes with key lines."""
+"""Minimum number of tokens of a prompt of bytes with key lines."""
 
 
 @dataclass(frozen=True)

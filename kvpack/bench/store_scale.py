@@ -84,7 +84,7 @@ def run(
 
 
 class _Like:
-    """Entries of one chunk's values under any key: made anew, a million of them would take half an hour."""
+    """Entries of one chunk's values under any key: made again, a million of them would take half an hour."""
 
     def __init__(self, chunk: kvpack.Cache) -> None:
         key, parent, ids = (bytes([value]) * size for value, size in ((1, KEY_BYTES), (2, KEY_BYTES), (3, CHUNK * ID_BYTES)))

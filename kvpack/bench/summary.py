@@ -186,7 +186,7 @@ def family(recipe: str) -> str:
 
 
 def recall(asked: Sequence[Asked]) -> dict[str, Any]:
-    """How many of the questions ``asked`` were answered, in all, by depth, and by the prompts' length, as JSON values."""
+    """Return how many of the questions ``asked`` were answered, in all, by depth, and by the prompts' length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
     for question in asked:

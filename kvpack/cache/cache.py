@@ -205,7 +205,7 @@ class Cache:
     def _slice(self, start: int, stop: int) -> Cache:
         """Return tokens ``[start, stop)`` of every layer, counted from the first token of the cache; packed bytes are shared.
 
-        Raises OutOfBounds if a layer lacks some of the tokens, if ``start`` lies inside a group of tokens that a codec encoded together, or
+        Raises OutOfBounds if a layer lacks some of the tokens, if ``start`` is inside a group of tokens that a codec encoded together, or
         if layers have states and none are known at ``stop`` (``states_at``). The whole range can always be sliced.
         """
         if not 0 <= start <= stop <= self.tokens:

@@ -144,7 +144,7 @@ def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:
-    """The keys and values that a layer of a transformers cache holds. Raises InvalidParameter where they are not all that it has seen."""
+    """The keys and values that a layer of a transformers cache holds. Raises InvalidParameter if they are not all that it has seen."""
     if not hasattr(layer, "keys"):
         return DenseLayer(None, None)
     k, v = layer.keys, layer.values
@@ -191,7 +191,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a plain setting: it contains no tensor and no object that could hold one."""
+    """Return True if a value is a plain setting: it contains no tensor and no object that could hold one."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

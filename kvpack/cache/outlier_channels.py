@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 MAX_RATIO = 64.0
-"""How many times larger than the median channel of its head a channel may be: those of SmolLM2-135M-Instruct are at most 14 times."""
+"""Number of times larger than the median channel of its head a channel may be: those of SmolLM2-135M-Instruct are at most 14 times."""
 
 SAMPLED_TOKENS = 128
 

@@ -55,7 +55,7 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """The layout of every stream, but for its number of rows."""
+        """The layout of every stream, except for its number of rows."""
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Stretch:
         return {name: token.cpu() for name, token in self.codec.ordered(self.streams).items()}
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The streams of tokens ``[start, stop)`` as views, but for entries that name their tokens; ``start`` is at a token group."""
+        """The streams of tokens ``[start, stop)`` as views, except for entries that name their tokens; ``start`` is at a token group."""
         # An empty range after the last token belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
@@ -120,7 +120,7 @@ class Stretch:
         return start, stop
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Tokens ``[start, stop)``, at least one; streams are shared, but for what ``Codec.cut`` encodes again.
+        """Tokens ``[start, stop)``, at least one; streams are shared, except for what ``Codec.cut`` encodes again.
 
         Raises OutOfBounds when ``start`` is inside a token group.
         """
@@ -153,7 +153,7 @@ class Stretch:
 
     @cached_property
     def continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Whether each run after the first can be joined to the one before (``PackedRun.continued_by``)."""
+        """True if each run after the first can be joined to the one before (``PackedRun.continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -211,7 +211,7 @@ class PackedRun:
         return self.codec.original(sums, self.streams)
 
     def continued_by(self, other: PackedRun) -> bool:
-        """Whether ``other`` can be joined on: the last token group is whole, and the streams with one row per run are equal."""
+        """Return True if ``other`` can be joined on: the last token group is whole, and the streams with one row per run are equal."""
         if self.tokens % self.codec.token_group:
             return False
         of_runs = [name for name, layout in self.codec.row_layouts.items() if layout.per == "run"]
@@ -320,7 +320,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Whether each page after the first can be joined to the one before (``PackedRun.continued_by``)."""
+        """True if each page after the first can be joined to the one before (``PackedRun.continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         parts = [stretch.continues for stretch in self.stretches[:1]]

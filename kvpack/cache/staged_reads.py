@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 STAGING_BYTES = 1 << 29
 """The most staging memory of one load, unless twice its largest copy is more."""
 COPY_BYTES = 1 << 23
-"""The most bytes of a copy, but for a side that the host checks; small layers are copied together."""
+"""Maximum number of bytes of a copy, except for a side that the host checks; small layers are copied together."""
 PIECE_BYTES = 1 << 20
-"""The most bytes of a read by a thread in C: threads read the bytes of one copy together, so that it begins soon."""
+"""Maximum number of bytes of a read by a thread in C: threads read the bytes of one copy together, so that it begins soon."""
 READ_BYTES = 1 << 22
-"""The same of a Python thread, but for a side that the host checks: each read takes the interpreter a moment."""
+"""The same of a Python thread, except for a side that the host checks: each read takes the interpreter a moment."""
 _SLOTS = 5
 """Copies that have staging memory at a time where threads in C read: it stays in the processor's cache."""
 _BEHIND = 2

@@ -49,10 +49,10 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 MAX_VALUES = 2**63 - 1
-"""The most values of a tensor, where sizes of 0 count as 1: torch's strides have 64 bits."""
+"""Maximum number of values of a tensor, where sizes of 0 count as 1: torch's strides have 64 bits."""
 
 MAX_HEADER_BYTES = 2**22
-"""The most bytes of a header: parsed JSON can take 24 times its bytes."""
+"""Maximum number of bytes of a header: parsed JSON can take 24 times its bytes."""
 
 _MAX_DIMS = 16
 

@@ -45,7 +45,7 @@ LONGEST = "rope_same_up_to"
 """Of the model: the tokens of the longest sequences whose keys RoPE turns by the frequencies of the basis."""
 
 MAX_FILE_BYTES = 1 << 32
-"""The most bytes of a basis file."""
+"""Maximum number of bytes of a basis file."""
 
 SIDES = ("k", "v")
 
@@ -315,15 +315,15 @@ class Basis:
         return bits / values
 
     def check_model(self, model: Mapping[str, str], digests: Sequence[str] = ()) -> None:
-        """Raise InvalidParameter where ``model``, the identity of a cache's model, is another than that of the basis.
+        """Raise InvalidParameter if ``model``, the identity of a cache's model, is another than that of the basis.
 
         Where both know their weights in the same way, in the cache's dtype, these and the settings of RoPE are compared and the name is
-        not: the same model may lie in another folder. ``digests`` are the weights of the cache's model in other ways.
+        not: the same model may be in another folder. ``digests`` are the weights of the cache's model in other ways.
         """
         # The same weights are other bytes in another dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
         known = self.model if weights is None else {**self.model, "weights": weights}
-        # A digest of all weights and one of a sample tell nothing of each other, nor do two texts of RoPE beside them.
+        # A digest of all weights and one of a sample tell nothing of each other, nor do two texts of RoPE next to them.
         kind = known.get("weights", "").partition(":")[0]
         if same := [text for text in digests if text.partition(":")[0] == kind]:
             model = {**model, "weights": same[0]}
@@ -353,7 +353,7 @@ class BalancedKeys(NamedTuple):
     """What a calibration found of the keys of a layer for a basis, float32 ``[kv_head, dim, dim]``.
 
     ``balanced`` and ``centered`` are frames as in ``BalancedFrames``, ``queries`` E[q q^T] of the queries of a head, after RoPE, and
-    ``mean`` ``[kv_head, dim]`` that of keys before ``rope`` turns them; None where it is not known how they turn.
+    ``mean`` ``[kv_head, dim]`` that of keys before ``rope`` turns them; None if it is not known how they turn.
     """
 
     balanced: torch.Tensor
@@ -425,7 +425,7 @@ def basis_bytes(
 ) -> bytes:
     """The basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` by layer and side.
 
-    All frames have the same tables. ``balanced`` is by layer. Raises OutOfRange where ``dtype`` ("fp16" or "fp32") does not hold a value,
+    All frames have the same tables. ``balanced`` is by layer. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") does not hold a value,
     and LimitExceeded.
     """
     codecs: dict[Codec, int] = {}

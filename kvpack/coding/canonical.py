@@ -41,11 +41,11 @@ class Range(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether it covers all layers."""
+        """True if it covers all layers."""
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
     def may_meet(self, other: Range) -> bool:
-        """Whether both may cover one layer."""
+        """Return True if both may cover one layer."""
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
@@ -162,7 +162,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _together(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tuple[str, Exceptions]]:
-    """The exceptions of both sides, each with its sides: those that are the same are one where the order of each side allows it."""
+    """The exceptions of both sides, each with its sides: those that are the same are one if the order of each side allows it."""
     found: list[tuple[str, Exceptions]] = []
     rest = list(v)
     for one in k:

@@ -1,4 +1,4 @@
-"""Whether the C kernels of the CPU were built: without a compiler, kvpack installs without them."""
+"""True if the C kernels of the CPU were built: without a compiler, kvpack installs without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHORTFALL = "the C kernels: they were not built, or from other sources, when kvp
 
 
 def built() -> bool:
-    """Whether the C kernels were built, and run on this machine."""
+    """Return True if the C kernels were built, and run on this machine."""
     from kvpack.kernels.cpu import library
 
     return library.library() is not None

@@ -36,11 +36,11 @@ VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton", "cpu")
 
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
-"""Whether kernels use inline PTX: not if it is 0."""
+"""True if kernels use inline PTX: not if it is 0."""
 
 
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
-    """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None where the codec itself is to encode it.
+    """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None if the codec itself is to encode it.
 
     ``before`` holds the streams of the run that it continues. The codec itself encodes where no kernels run, what they do not take, and
     values that it may refuse. Raises what ``uses_triton`` and ``uses_c`` raise.
@@ -83,7 +83,7 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def checks_values(codec: Codec, device: torch.device) -> bool:
-    """Whether ``check_values`` checks what ``codec.check`` does, on ``device``. Raises what ``uses_triton`` raises."""
+    """Return True if ``check_values`` checks what ``codec.check`` does, on ``device``. Raises what ``uses_triton`` raises."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -112,7 +112,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]])
 
 
 def checks_chunks(codec: Codec, device: torch.device) -> bool:
-    """Whether ``check_chunks`` checks what ``codec.check_chunks`` does, on ``device``. Raises what ``uses_triton`` raises."""
+    """Return True if ``check_chunks`` checks what ``codec.check_chunks`` does, on ``device``. Raises what ``uses_triton`` raises."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -133,7 +133,7 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
 
 
 def checks_digests(nbytes: int, device: torch.device) -> bool:
-    """Whether ``digests`` takes tensors of ``nbytes`` and more on ``device``. Raises what ``uses_triton`` raises."""
+    """Return True if ``digests`` takes tensors of ``nbytes`` and more on ``device``. Raises what ``uses_triton`` raises."""
     if not uses_triton(device):
         return False
     from kvpack.kernels.bitpack import digests
@@ -194,7 +194,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
-    """``rans.decode`` in C, None where C does not run."""
+    """``rans.decode`` in C, None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -203,7 +203,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """``rans.encoded`` in C, None where C does not run."""
+    """``rans.encoded`` in C, None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -215,7 +215,7 @@ rans.compiled, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
-    """``row.checksum`` in C, None where C does not run."""
+    """``row.checksum`` in C, None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
         return None
     from kvpack.kernels.cpu import checksum
@@ -227,7 +227,7 @@ row.compiled = _add_words
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether tensors on ``device`` are encoded and decoded by Triton kernels.
+    """Return True if tensors on ``device`` are encoded and decoded by Triton kernels.
 
     Issues a KvpackWarning, once, where tensors on a CUDA device lack a Triton for their kernels. Raises InvalidParameter when
     KVPACK_KERNELS is unknown, or is "triton" where the kernels cannot run.
@@ -249,7 +249,7 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def uses_c(device: torch.device) -> bool:
-    """Whether tensors on ``device`` are handled by the C kernels, where these take their codec.
+    """Return True if tensors on ``device`` are handled by the C kernels, where these take their codec.
 
     Issues a KvpackWarning, once, where tensors on the CPU lack them. Raises InvalidParameter when KVPACK_KERNELS is unknown, or is
     "cpu" where the C kernels were not built.

@@ -59,7 +59,7 @@ def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Co
 
 
 def _with_choice(codec: WithSideCars, chooses: RawPositions | None) -> WithSideCars:
-    """``codec``, which chooses raw tokens as ``chooses`` does, if that is its side-car but for the choice."""
+    """``codec``, which chooses raw tokens as ``chooses`` does, if that is its side-car except for the choice."""
     side_cars = tuple(chooses if chooses is not None and one == chooses else one for one in codec.side_cars)
     return replace(codec, side_cars=side_cars)
 
@@ -76,7 +76,7 @@ def _words(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> di
 
 @lru_cache(maxsize=16)
 def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
-    """(sides, layers, codec id, options) of every clause, with presets expanded; empty where nothing steers an encoder."""
+    """(sides, layers, codec id, options) of every clause, with presets expanded; empty if nothing steers an encoder."""
     clauses: list[str] = []
     for text in recipe.split(";"):
         clauses += _NAMED.get(text.strip(), text.strip()).split(";")

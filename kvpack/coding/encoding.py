@@ -65,7 +65,7 @@ def encode(
     ``before`` holds the streams of the run that it continues, ``position`` is that of the first token, and ``norms``,
     ``[batch, kv_head, token]``, are those of the layer's keys (``head_norms.norms_of``), as far as these are known.
     Raises InvalidParameter for NaN or infinity (raw and lossless keep them),
-    and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter where ``uses_triton`` does.
+    and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter if ``uses_triton`` does.
     Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it, and a KvpackWarning that names the tokens
     in which a scale that heads or tokens share costs some of them precision.
     """
@@ -238,7 +238,7 @@ def _placed(where: str) -> Iterator[None]:
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether any value of ``x`` ``[batch, kv_head, token, dim]`` differs in ``values``, which is ``x`` in another dtype."""
+    """Return True if any value of ``x`` ``[batch, kv_head, token, dim]`` differs in ``values``, which is ``x`` in another dtype."""
     if RAW_NAMES[x.dtype] in HOLDS[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))

@@ -44,7 +44,7 @@ OWN = {f"kvpack-{bits}{'-trellis' if trellis else ''}": Own(bits, trellis) for b
 """kvpack's own presets, by name."""
 
 MAX_TRELLIS_BITS = 4
-"""The most bits of a value of the codec trellis."""
+"""Maximum number of bits of a value of the codec trellis."""
 
 _MIXED_KV = {
     # model: (layers, head dim, boosted layers, bins of K, bins of V)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".txt"
 MAX_FILE_BYTES = 1 << 16
-"""The most bytes of a recipe file; a recipe without its comments has a smaller limit (kvpack/file/limits.py)."""
+"""Maximum number of bytes of a recipe file; a recipe without its comments has a smaller limit (kvpack/file/limits.py)."""
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:

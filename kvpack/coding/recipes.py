@@ -197,17 +197,17 @@ class Recipe:
 
     @property
     def needs_basis(self) -> bool:
-        """Whether a clause has a codec that needs a basis."""
+        """True if a clause has a codec that needs a basis."""
         return any(rule.needs_basis for rule in self.rules)
 
     @property
     def takes_basis(self) -> bool:
-        """Whether a basis changes it: a clause needs one, or is a preset that uses one where it is given."""
+        """True if a basis changes it: a clause needs one, or is a preset that uses one where it is given."""
         return self.needs_basis or self._names_own
 
     @property
     def _names_own(self) -> bool:
-        """Whether its text names a preset of kvpack's own, whose clauses depend on the basis."""
+        """True if its text names a preset of kvpack's own, whose clauses depend on the basis."""
         return any(written in OWN for _, written in self._clauses())
 
     @cached_property
@@ -277,7 +277,7 @@ class Recipe:
         return self.basis
 
     def _with_basis(self) -> str:
-        """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidParameter where it names another."""
+        """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidParameter if it names another."""
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
         for clause in (part for text in self._written.split(";") for part in _without_alias(text.strip()).split(";")):

@@ -53,7 +53,7 @@ class Rule:
     _codecs: dict[tuple[int, str, str | None], Codec] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def covers(self, layer: int, layers: int) -> bool:
-        """Whether the rule covers ``layer`` of ``layers``."""
+        """Return True if the rule covers ``layer`` of ``layers``."""
         if self.items is None:
             return True
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
@@ -106,12 +106,12 @@ class Rule:
 
     @property
     def needs_basis(self) -> bool:
-        """Whether its codec needs a basis, or its encoder does."""
+        """True if its codec needs a basis, or its encoder does."""
         return self.codec_id in CALIBRATED or bool(self.frame) or self.balances_channels
 
     @property
     def balances_channels(self) -> bool:
-        """Whether channels of keys are scaled by what queries make of them."""
+        """True if channels of keys are scaled by what queries make of them."""
         return _BALANCED_SCALE in self.words
 
     @property

@@ -25,7 +25,7 @@ def installed() -> str | None:
 
 
 def supported() -> bool:
-    """Whether the kernels run on the installed Triton: it is ``OLDEST`` or newer."""
+    """Return True if the kernels run on the installed Triton: it is ``OLDEST`` or newer."""
     return _recent(installed())
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import argparse
 
 MAX_PROMPT_BYTES = 2**26
-"""The most bytes of a prompt's text: more tokens than any model takes."""
+"""Maximum number of bytes of a prompt's text: more tokens than any model takes."""
 
 
 def add(commands: Any) -> None:

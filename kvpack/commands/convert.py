@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _takes_more_bits(cache: Cache, converted: Cache) -> bool:
-    """Whether any rounded values were encoded again with more bits."""
+    """Return True if any rounded values were encoded again with more bits."""
     return any(
         old.runs and old.codec.exact_dtype is None and new.codec.nominal_bits > old.codec.nominal_bits
         for before, after in zip(cache, converted, strict=True)

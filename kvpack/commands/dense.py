@@ -186,7 +186,7 @@ def _inputs(path: str, ids: torch.Tensor | None, note: _Note) -> Inputs | None:
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:
-    """The number of layers that the tensors and the note name. Raises InvalidParameter where the two disagree."""
+    """The number of layers that the tensors and the note name. Raises InvalidParameter if the two disagree."""
     names = [name for name in names if name != IDS]
     for name in names:
         if not _NAME.fullmatch(name):

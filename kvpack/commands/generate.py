@@ -93,7 +93,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """The hub's name of the model in the file at ``path``. Raises MissingFile where it names none that has an owner.
+    """The hub's name of the model in the file at ``path``. Raises MissingFile if it names none that has an owner.
 
     A name without an owner may be the last part of a folder, and another model on the hub.
     """

@@ -47,7 +47,7 @@ class Opened:
         return _SECRETS.sub("//***@", self.arguments.store)
 
     def silent(self, entries: int) -> bool:
-        """Whether the store had faults and returned none of its entries; ``entries`` is the number returned."""
+        """Return True if the store had faults and returned none of its entries; ``entries`` is the number returned."""
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
@@ -56,7 +56,7 @@ class Opened:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: Entry) -> Basis | None:
-        """The basis of an entry's recipe, from the store; None where the recipe needs none, or the store does not hold it.
+        """The basis of an entry's recipe, from the store; None if the recipe needs none, or the store does not hold it.
 
         Raises DigestMismatch, and as decrypting and ``Basis`` do: nothing in the store is changed.
         """

@@ -290,7 +290,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
 
 def run_unpin(arguments: argparse.Namespace) -> int:
-    """Unpin the one prefix that a key names; return 2 where none or several are."""
+    """Unpin the one prefix that a key names; return 2 if none or several are."""
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.holds import checked_owner
 

@@ -24,7 +24,7 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether the mean of ``values`` is below that of ``others``, with which they are paired, by more than chance explains.
+    """Return True if the mean of ``values`` is below that of ``others``, with which they are paired, by more than chance explains.
 
     One pair tells nothing of chance: its difference counts as it is.
     """
@@ -39,7 +39,7 @@ def t_quantile(freedom: int) -> float:
 
     With t = sqrt(freedom) tan(angle) the density is proportional to cos(angle)^(freedom - 1), which a sum over a grid integrates.
     """
-    # Midpoints of equal cells; the quantile lies where 95 % of the sum is reached.
+    # Midpoints of equal cells; the quantile is where 95 % of the sum is reached.
     width = math.pi / 2 / _GRID
     density = numpy.cos((numpy.arange(_GRID) + 0.5) * width) ** (freedom - 1)
     reached = numpy.concatenate([[0.0], numpy.cumsum(density)])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MAX_TEXT_BYTES = 2**30
-"""The most bytes of a text."""
+"""Maximum number of bytes of a text."""
 
 @dataclass(frozen=True)
 class Text:

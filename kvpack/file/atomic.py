@@ -47,7 +47,7 @@ _LOCAL_FILE_SYSTEMS = {
 _STATFS_BYTES = 512
 _FSTATFS = getattr(ctypes.CDLL(None), "fstatfs64", None) or getattr(ctypes.CDLL(None), "fstatfs", None)
 _FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None)
-"""The system's own, where there is one: ``os.posix_fallocate`` would write zeros where a file system cannot reserve blocks."""
+"""The system's own, where there is one: ``os.posix_fallocate`` would write zeros if a file system cannot reserve blocks."""
 
 
 def write_file(
@@ -302,7 +302,7 @@ def lock_now(descriptor: int) -> bool | None:
 
 
 def _shows_every_lock(descriptor: int) -> bool:
-    """Whether an open file is on a file system of this host, so that no other host can hold a lock on it."""
+    """Return True if an open file is on a file system of this host, so that no other host can hold a lock on it."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     if sys.platform != "linux" or _FSTATFS is None or _FSTATFS(descriptor, status):
         return False
@@ -311,7 +311,7 @@ def _shows_every_lock(descriptor: int) -> bool:
 
 
 def is_on_one_host(path: str) -> bool:
-    """Whether ``path`` is on a file system of this host, which no other host writes to. Raises OSError."""
+    """Return True if ``path`` is on a file system of this host, which no other host writes to. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _shows_every_lock(descriptor)
@@ -320,7 +320,7 @@ def is_on_one_host(path: str) -> bool:
 
 
 def _names(path: str, descriptor: int) -> bool:
-    """Whether ``path`` is the name of an open file."""
+    """Return True if ``path`` is the name of an open file."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

@@ -338,7 +338,7 @@ class File:
         return checked_array(self._source, self.front, tensor, layout, checksums=self._checksums)
 
     def _check(self, entry: SideEntry, arrays: Mapping[str, Array], where: str, check_chunks: bool = True) -> None:
-        """Raise InvalidPayload where a side breaks the rules of its codec."""
+        """Raise InvalidPayload if a side breaks the rules of its codec."""
         codec = self.header.codecs[entry.codec]
         codec.check(arrays, where)
         codec.check_runs(arrays, entry.runs, where)

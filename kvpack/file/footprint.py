@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FREE_BYTES = 1 << 24
 """Bytes that are not counted: an ordinary file takes less."""
 CONSTANT_BYTES = 1 << 26
-"""The most bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
+"""Maximum number of bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
 """Bytes more for every thread of torch except the first: each decodes its own tile."""
 

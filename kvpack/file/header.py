@@ -202,7 +202,7 @@ class Contents:
 
     @property
     def is_basis(self) -> bool:
-        """Whether the file is a basis and not a cache."""
+        """True if the file is a basis and not a cache."""
         return basis.FEATURE in self.required
 
     @cached_property
@@ -217,7 +217,7 @@ class Contents:
 
     @cached_property
     def batch(self) -> int:
-        """The number of sequences that every layer with sides or states has at least; 0 where none has."""
+        """The number of sequences that every layer with sides or states has at least; 0 if none has."""
         sides = (side.batch for layer in self.layers for _, side in layer.sides())
         return min((*sides, *(state.shape[0] for state in self.states)), default=0)
 

@@ -27,7 +27,7 @@ _TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "cod
 _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if field.name != "entries")
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
-"""The fewest bytes per array or map in a valid header, apart from the top-level keys and layers without sides."""
+"""Minimum number of bytes per array or map in a valid header, apart from the top-level keys and layers without sides."""
 _MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
 _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
 """Codecs by their packed maps and the registered classes: files of one recipe have the same ones, which are checked and made once."""
@@ -118,7 +118,7 @@ def _parsed(data: bytes) -> Header:
 
 
 def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
-    """Whether ``data`` is how ``top``, a valid header but for its codecs, is stored: to make it again of the Header takes longer."""
+    """Whether ``data`` is how ``top``, a valid header except for its codecs, is stored: to make it again of the Header takes longer."""
     if any([*top[name]] != sorted(top[name]) for name in ("ignorable", "model")):
         return False
     if any(side is not None and side.get("entries") == {} for layer in top["layers"] for side in layer.values()):
@@ -136,7 +136,7 @@ def difference_of(data: bytes, expected: bytes) -> str:
 
 
 def _difference(where: str, found: Any, expected: Any) -> str:
-    """The first difference of two values of msgpack; empty where there is none."""
+    """The first difference of two values of msgpack; empty if there is none."""
     if type(found) is type(expected) is dict and [*found] == [*expected]:
         places = [(f"{where}.{name}".lstrip("."), found[name], expected[name]) for name in expected]
     elif type(found) is type(expected) is list and len(found) == len(expected):

@@ -115,7 +115,7 @@ class Inputs:
 
     @property
     def rows_are_unknown(self) -> bool:
-        """Whether the rows have different ids, not all of which are known."""
+        """True if the rows have different ids, not all of which are known."""
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:

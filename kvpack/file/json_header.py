@@ -162,7 +162,7 @@ def aligned(end: int) -> int:
 
 
 def begins_file(beginning: bytes) -> bool:
-    """Whether the first bytes of a file (64 are enough) are those of a kvpack file of any version."""
+    """Return True if the first bytes of a file (64 are enough) are those of a kvpack file of any version."""
     return beginning.startswith(_PREFIX, LENGTH_BYTES)
 
 

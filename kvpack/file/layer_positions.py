@@ -19,7 +19,7 @@ START_BYTES = 8
 
 
 class HasSides(Protocol):
-    """A layer with its sides, None where absent."""
+    """A layer with its sides, None if absent."""
 
     @property
     def k(self) -> object: ...

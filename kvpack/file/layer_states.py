@@ -133,7 +133,7 @@ def _parsed(number: int, record: bytes) -> StateEntry:
 
 
 def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
-    """Raise InvalidParameter for an array that a file cannot hold as a state; ``dtype`` is None where the format has none for it."""
+    """Raise InvalidParameter for an array that a file cannot hold as a state; ``dtype`` is None if the format has none for it."""
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has the shape {list(shape)} and the dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "

@@ -116,7 +116,7 @@ class Span:
 
 
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
-    """The span of ``tensors``, each with its place ``[begin, end)`` in memory; None unless they lie there as in the file, from 0 on."""
+    """The span of ``tensors``, each with its place ``[begin, end)`` in memory; None unless they are there as in the file, from 0 on."""
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
     for (tensor, begin, end), place in zip(tensors, places, strict=True):
         if tensor.filter != "none" or (place.begin - places[0].begin, place.end - places[0].begin) != (begin, end):

@@ -82,7 +82,7 @@ def row_layout(contents: Contents) -> RowLayout:
 
 
 def begins_row(beginning: bytes) -> bool:
-    """Whether bytes begin as a row of this version does."""
+    """Return True if bytes begin as a row of this version does."""
     return beginning.startswith(MAGIC)
 
 

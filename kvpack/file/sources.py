@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 22
 """Bytes that a thread maps at a time."""
 THREADS = 16
-"""The most threads that map at a time: they wait for the disk, which needs many requests to be busy."""
+"""Maximum number of threads that map at a time: they wait for the disk, which needs many requests to be busy."""
 
 
 class Source(Protocol):

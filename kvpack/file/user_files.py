@@ -11,7 +11,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded, 
 
 _PIECE_BYTES = 2**20
 _MAX_PATH = 4096
-"""The most bytes of a path: the system takes no more."""
+"""Maximum number of bytes of a path: the system takes no more."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 

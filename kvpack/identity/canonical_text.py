@@ -120,7 +120,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """``tensor_digest`` of a plain tensor but for its digest."""
+    """``tensor_digest`` of a plain tensor except for its digest."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 

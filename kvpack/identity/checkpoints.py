@@ -88,7 +88,7 @@ def _status(path: str) -> dict[str, int]:
 
 
 class _Kept:
-    """The digest that was kept of one file, in a file of its own; ``place`` is None where there is no folder for it."""
+    """The digest that was kept of one file, in a file of its own; ``place`` is None if there is no folder for it."""
 
     def __init__(self, path: str, place: str | None) -> None:
         self._path, self._place = path, place
@@ -142,7 +142,7 @@ def _kept(path: str) -> Iterator[_Kept]:
 
 
 def _folder() -> str | None:
-    """This user's folder for digests, made if need be; None where there is none that nobody else can write."""
+    """This user's folder for digests, made if need be; None if there is none that nobody else can write."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")
     try:
@@ -153,5 +153,5 @@ def _folder() -> str | None:
 
 
 def _is_own(status: os.stat_result, is_kind: Any) -> bool:
-    """Whether only this user can have written a file or folder."""
+    """Return True if only this user can have written a file or folder."""
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -55,7 +55,7 @@ def model_name(loaded_from: str) -> str:
     """A model's name on the hub, or the last part of the folder that it was loaded from: no path of this machine goes into a file."""
     path = PurePath(loaded_from)
     for part in reversed(path.parts):
-        # A snapshot in the hub's cache folder lies in models--OWNER--NAME/snapshots/COMMIT.
+        # A snapshot in the hub's cache folder is in models--OWNER--NAME/snapshots/COMMIT.
         if part.startswith(_HUB_FOLDER):
             return part.removeprefix(_HUB_FOLDER).replace("--", "/")
     # A hub's name has at most two parts, none of which begins with a dot or a tilde.
@@ -179,7 +179,7 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
 
 
 def _has_usual_state(kind: type[torch.nn.Module]) -> bool:
-    """Whether the state of a class's modules is their parameters and persistent buffers."""
+    """Return True if the state of a class's modules is their parameters and persistent buffers."""
     import torch
 
     usual = torch.nn.Module

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """The recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process.
 
-    ``model`` is the engine's name; None where the engine names it with each object, and the caller checks it then.
+    ``model`` is the engine's name; None if the engine names it with each object, and the caller checks it then.
 
     Raises MissingBasis for a recipe that needs a basis and has none, MissingFile, and InvalidParameter for the basis of another model and
     for one that the recipe does not need.

@@ -1,4 +1,4 @@
-"""LiveCache: keys and values that are packed while a model generates, and attended where they lie."""
+"""LiveCache: keys and values that are packed while a model generates, and attended where they are."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ class LiveCache:
 
         With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe asks for a residual
         window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
-        Raises InvalidParameter where an update of all layers is under way, and InvalidParameter.
+        Raises InvalidParameter if an update of all layers is under way, and InvalidParameter.
         """
         cache = self.snapshot(packed)
         cache.check_ends()
@@ -463,7 +463,7 @@ class LiveCache:
         return changed
 
     def _check_captured(self, layer: int) -> None:
-        """Raise InvalidParameter where a graph captures what is not kernels alone."""
+        """Raise InvalidParameter if a graph captures what is not kernels alone."""
         if self._captures:
             raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels alone, which a CUDA graph could hold")
 

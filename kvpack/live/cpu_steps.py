@@ -69,7 +69,7 @@ class CpuSteps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it, or to say why it cannot."""
+        """Attend as ``LiveCache.attend``; None if ``kvpack.attend`` is to do it, or to say why it cannot."""
         layer = self._layer
         if self._version != layer.version:
             self._view()

@@ -46,7 +46,7 @@ class LiveLayer:
         self._one_side = next(iter(self.sides.values()))
         self._wait({})
         self.keeps_past = False
-        """Whether only ``crop`` drops tokens that no later query sees."""
+        """True if only ``crop`` drops tokens that no later query sees."""
         self.version = 0
         """Changes with all that a plan of attention depends on: pages, and the buffers of the tail."""
 
@@ -65,17 +65,17 @@ class LiveLayer:
 
     @property
     def older_tokens(self) -> int:
-        """The number of tokens before the tail: in pages, but for those that one side has not finished a token group with."""
+        """The number of tokens before the tail: in pages, except for those that one side has not finished a token group with."""
         return self._one_side.older_tokens
 
     @property
     def is_uneven(self) -> bool:
-        """Whether one side has tokens in pages that are raw on the other."""
+        """True if one side has tokens in pages that are raw on the other."""
         return any(side.unfinished.shape[2] for side in self.sides.values())
 
     @property
     def is_due(self) -> bool:
-        """Whether ``roll`` would encode tokens of the tail."""
+        """True if ``roll`` would encode tokens of the tail."""
         return self._whole(self.raw_tokens) > 0
 
     @property
@@ -299,7 +299,7 @@ class LiveLayer:
             raise
 
     def _unseen(self, raw: int) -> int:
-        """How many of the tokens held, with ``raw`` behind the older ones, no later query sees."""
+        """Return how many of the tokens held, with ``raw`` behind the older ones, no later query sees."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:

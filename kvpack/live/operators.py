@@ -46,7 +46,7 @@ def ticket_of(cache: Live) -> torch.Tensor:
 
 
 def cache_of(ticket: torch.Tensor) -> Live:
-    """The cache whose ticket it is. Raises InvalidParameter where it no longer exists."""
+    """The cache whose ticket it is. Raises InvalidParameter if it no longer exists."""
     cache = _caches.get(int(ticket))
     if cache is None:
         raise InvalidParameter("the live cache of this call no longer exists: keep a reference to it while compiled code uses it")

@@ -27,7 +27,7 @@ class Steps:
         self._calls: dict[Any, GrowingCall | None] = {}
         self._appends: dict[int, Append] = {}
         self.captured = False
-        """Whether replays of a graph may add tokens, of which ``settle`` learns."""
+        """True if replays of a graph may add tokens, of which ``settle`` learns."""
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with float32_no_grad(device):
@@ -40,7 +40,7 @@ class Steps:
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
-        """Whether queries like ``q`` may be attended by steps: over all tokens of both sides, by kernels."""
+        """Return True if queries like ``q`` may be attended by steps: over all tokens of both sides, by kernels."""
         if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or q.requires_grad:
             return False
         return dispatch.uses_triton(q.device) and q.device == layer.device
@@ -78,7 +78,7 @@ class Steps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend``; None where ``kvpack.attend`` is to do it."""
+        """Attend as ``LiveCache.attend``; None if ``kvpack.attend`` is to do it."""
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
@@ -142,7 +142,7 @@ class Steps:
             self._lengths.fill_(self._packed_tokens + layer.raw_tokens)
 
     def _takes_starts(self, starts: Any) -> bool:
-        """Whether ``starts`` is left out, or a tensor that kernels read where it is."""
+        """Return True if ``starts`` is left out, or a tensor that kernels read where it is."""
         if starts is None:
             return True
         if not isinstance(starts, torch.Tensor) or starts.device != self._lengths.device:

@@ -52,12 +52,12 @@ class PageJob:
 
     @property
     def on_device(self) -> bool:
-        """Whether a CUDA device does the job; otherwise the host has done it."""
+        """True if a CUDA device does the job; otherwise the host has done it."""
         return self._event is not None
 
     @property
     def done(self) -> bool:
-        """Whether the device has done its part: ``outcomes`` then waits for nothing but pages that it refused."""
+        """True if the device has done its part: ``outcomes`` then waits for nothing but pages that it refused."""
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
@@ -112,7 +112,7 @@ class DevicePages:
         return PageJob(torch.cat([status, costly]), finish)
 
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
-        """Begin to decode ``rows`` of any memory; those of the device are checked there, but for ``values``."""
+        """Begin to decode ``rows`` of any memory; those of the device are checked there, except for ``values``."""
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
             if not values and self._holds(rows):
@@ -138,7 +138,7 @@ class DevicePages:
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
     ) -> torch.Tensor | None:
-        """The status of every page, None where the kernels do not take all of the recipe."""
+        """The status of every page, None if the kernels do not take all of the recipe."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes
@@ -195,7 +195,7 @@ class DevicePages:
         return _bytes(b"".join(digest or bytes(KEY_BYTES) for digest in digests)).view(-1, KEY_BYTES).to(self._device, non_blocking=True)
 
     def _holds(self, rows: Rows) -> bool:
-        """Whether kernels work on ``rows`` where they lie."""
+        """Return True if kernels work on ``rows`` where they are."""
         if not isinstance(rows, torch.Tensor) or rows.device != self._device or not dispatch.uses_triton(self._device):
             return False
         from kvpack.kernels.pages import lanes

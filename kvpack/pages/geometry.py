@@ -33,7 +33,7 @@ DTYPES = {
 COMPUTED = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
 """The dtype, which holds every one of their values, that values of 8 bits are encoded from and decoded to."""
 MAX_BYTES = 2**40
-"""The most bytes of an engine's page whose meaning is not known."""
+"""Maximum number of bytes of an engine's page whose meaning is not known."""
 FEATURE = "page-dtype"
 """The ignorable feature of a row's description with the engine's dtype."""
 

@@ -86,7 +86,7 @@ class Lane:
         return _Ready(self, tensors, keys, *self._compiled(), self._choosers(keys))
 
     def _compiled(self) -> tuple[Any, Any]:
-        """The encoder and the decoder of one layer, and of all of them together, in C; None where C does not take the codec."""
+        """The encoder and the decoder of one layer, and of all of them together, in C; None if C does not take the codec."""
         from kvpack.kernels.cpu import pages
 
         geometry, codec = self.geometry, self.plain
@@ -99,7 +99,7 @@ class Lane:
         return encoders, decoders
 
     def _choosers(self, keys: Sequence[torch.Tensor]) -> Any:
-        """What chooses the raw tokens of one layer, and of all of them together, in C; None where C does not, or there are none."""
+        """What chooses the raw tokens of one layer, and of all of them together, in C; None if C does not, or there are none."""
         from kvpack.kernels.cpu import raw_slots
 
         geometry = self.geometry
@@ -284,12 +284,12 @@ class _Ready:
 
 
 def _direct(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether channels are next to each other."""
+    """Return True if channels are next to each other."""
     return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
-    """(first layer, layers, address, bytes per slot, bytes per layer, head and token): all layers at once where they lie regularly."""
+    """(first layer, layers, address, bytes per slot, bytes per layer, head and token): all layers at once where they are regularly."""
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
     addresses = [x.data_ptr() for x in tensors]

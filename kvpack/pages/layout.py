@@ -35,8 +35,8 @@ class PageLayout:
 
         ``k`` and ``v`` are ``[layer, head, token, channel]`` of the geometry's dtype, ``v`` None for pages of one side; ``page`` is a
         scratch page, contiguous, whose content is lost. Values are numbered, and each bit of the numbers is written once for each
-        side; then values of any bits must come back. A layout's name says nothing: pages of equal shape lie differently.
-        Raises InvalidParameter where the writer is no permutation: it loses, repeats, overlaps or changes values.
+        side; then values of any bits must come back. A layout's name says nothing: pages of equal shape are differently.
+        Raises InvalidParameter if the writer is no permutation: it loses, repeats, overlaps or changes values.
         """
         if not isinstance(geometry, PageGeometry):
             raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.pages.PageGeometry")

@@ -1,4 +1,4 @@
-"""Whether values of strided memory share bytes, decided from sizes and strides: the tensors of an engine may have any, and many values.
+"""True if values of strided memory share bytes, decided from sizes and strides: the tensors of an engine may have any, and many values.
 
 Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes where the bounded integers a and b bring these
 within an item of each other: a search from the largest stride down, in which what the smaller strides can reach leaves few choices.
@@ -26,7 +26,7 @@ class Strided(NamedTuple):
 
 
 def shares_with_itself(x: Strided) -> bool:
-    """Whether two items of ``x`` share bytes, or that cannot be told within a bounded search."""
+    """Return True if two items of ``x`` share bytes, or that cannot be told within a bounded search."""
     # Of two items one comes first: on the largest axis where they differ, its index is the smaller one.
     axes = sorted(x.axes, key=lambda axis: -axis[1])
     for number, (size, stride) in enumerate(axes):
@@ -37,7 +37,7 @@ def shares_with_itself(x: Strided) -> bool:
 
 
 def share(x: Strided, y: Strided) -> bool:
-    """Whether an item of ``x`` and one of ``y`` share bytes, or that cannot be told within a bounded search."""
+    """Return True if an item of ``x`` and one of ``y`` share bytes, or that cannot be told within a bounded search."""
     if x.end <= y.begin or y.end <= x.begin:
         return False
     ranges: dict[int, tuple[int, int]] = {}
@@ -85,7 +85,7 @@ def _folded(tensors: list[Strided]) -> Strided | None:
 
 
 def _reaches(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
-    """Whether Σ c·stride, c from low to high of each of ``terms`` (low, high, stride), comes within ``item`` of ``target``."""
+    """Return True if Σ c·stride, c from low to high of each of ``terms`` (low, high, stride), comes within ``item`` of ``target``."""
     below = [(0, 0)]
     for low, high, stride in reversed(terms):
         below.append((below[-1][0] + low * stride, below[-1][1] + high * stride))

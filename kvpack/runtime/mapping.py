@@ -46,7 +46,7 @@ class _Mapping:
 
 @functools.cache
 def most_mappings() -> int:
-    """How many files may be mapped at a time: a share of what the system allows the process."""
+    """Return the number of files may be mapped at a time: a share of what the system allows the process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read(32)) // _SHARE
@@ -55,7 +55,7 @@ def most_mappings() -> int:
 
 
 def may_map() -> bool:
-    """Whether another file may be mapped; else it is to be read."""
+    """Return True if another file may be mapped; else it is to be read."""
     return len(_MAPPED) < most_mappings()
 
 
@@ -79,14 +79,14 @@ def map_file(descriptor: int, size: int) -> memoryview:
 def populate(address: int, size: int) -> None:
     """Map ``size`` bytes of a mapping from ``address``, a page's first byte, now, while other threads run.
 
-    A disk is then read faster than page by page. Older kernels map them when they are used. Raises OSError where they cannot be read.
+    A disk is then read faster than page by page. Older kernels map them when they are used. Raises OSError if they cannot be read.
     """
     if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
         raise _error()
 
 
 def is_cold(descriptor: int, begin: int, end: int) -> bool:
-    """Whether less than half of bytes ``[begin, end)`` of an open file is in the page cache; False where the system does not tell.
+    """Return True if less than half of bytes ``[begin, end)`` of an open file is in the page cache; False if the system does not tell.
 
     Linux tells of files that belong to this user, or that it may write.
     """

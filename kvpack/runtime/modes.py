@@ -43,7 +43,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def flushes_subnormals() -> bool:
-    """Whether the calling thread replaces subnormal numbers by 0, as after ``torch.set_flush_denormal(True)``.
+    """Return True if the calling thread replaces subnormal numbers by 0, as after ``torch.set_flush_denormal(True)``.
 
     The setting is of each thread, and of the threads that it starts. PyTorch has no function that returns it.
     """

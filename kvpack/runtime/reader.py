@@ -20,7 +20,7 @@ BLOCK = 4096
 
 
 def open_direct(descriptor: int) -> int | None:
-    """A new descriptor of the same open file whose reads go past the page cache; None where the file system refuses them, as tmpfs does."""
+    """A new descriptor of the same open file whose reads go past the page cache; None if the file system refuses them, as tmpfs does."""
     try:
         # Through the open file, which may have another name by now, or none.
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -54,7 +54,7 @@ class Reader:
     Threads share each in pieces of up to ``piece_bytes``. With ``direct``, of ``open_direct``, which is closed at the end, these read past
     the page cache: reads and pieces begin at multiples of ``BLOCK``, in the file and in memory, which is written in whole blocks. None is
     begun before ``allow``. A context manager: until its end the descriptor is read and ``memory``, which holds the addresses and is kept,
-    written. Raises MemoryError where no thread can be started.
+    written. Raises MemoryError if no thread can be started.
     """
 
     def __init__(

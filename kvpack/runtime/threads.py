@@ -1,4 +1,4 @@
-"""How many threads a call has, threads that are kept from call to call, and concurrent calls in threads whose start nobody waits for.
+"""Number of threads a call has, threads that are kept from call to call, and concurrent calls in threads whose start nobody waits for.
 
 ``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the
 thread runs. Here a call that no thread has begun is made by the thread that asks for its result.

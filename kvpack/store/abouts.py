@@ -31,7 +31,7 @@ def about_chunk(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) ->
 
 
 def about_pieces(pieces: Sequence[memoryview]) -> str | None:
-    """The text of an entry that this process has made of ``pieces``; None where these do not tell, as of an encrypted one."""
+    """The text of an entry that this process has made of ``pieces``; None if these do not tell, as of an encrypted one."""
     if begins_row(bytes(pieces[0][:FRONT_BYTES])):
         return about_kind("pages")
     if len(pieces) < 2:

@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     @property
     def private(self) -> bool:
-        """Whether only this user can have written what is read, so that digests alone are enough."""
+        """True if only this user can have written what is read, so that digests alone are enough."""
 
     @property
     def parts(self) -> Sequence[Backend]:

@@ -60,7 +60,7 @@ class StoredBasis:
         self._whole: set[int] = set()
 
     def present(self) -> bool:
-        """Whether it is at hand or, as far as its first bytes tell, in the store."""
+        """Return True if it is at hand or, as far as its first bytes tell, in the store."""
         return self._basis is not None or any(self._backend.present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
@@ -107,7 +107,7 @@ class StoredBasis:
         return True
 
     def _reads(self, key: bytes, backend: Backend) -> bool:
-        """Whether the entry in one tier is the basis, byte for byte; a damaged one is removed."""
+        """Return True if the entry in one tier is the basis, byte for byte; a damaged one is removed."""
         for found in backend.find([key]):
             try:
                 check_basis(key, in_clear(key, found.data, self._cipher), self._cipher)

@@ -30,7 +30,7 @@ class Breaker:
         self._lock = Lock()
 
     def allows(self) -> bool:
-        """Whether to send a request now. After a pause one caller may, and the others wait for its result."""
+        """Return True if to send a request now. After a pause one caller may, and the others wait for its result."""
         with self._lock:
             if self._in_a_row < self._failures:
                 return True
@@ -84,7 +84,7 @@ class Guard:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a Rust extension panicked, usually out of memory: its error is not an Exception."""
+    """Return True if a Rust extension panicked, usually out of memory: its error is not an Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 

@@ -136,7 +136,7 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def continuable(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
-        """``prefix`` up to its last chunk that states follow, and these; all of it and None where there are none."""
+        """``prefix`` up to its last chunk that states follow, and these; all of it and None if there are none."""
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
                 return Prefix(prefix.entries[:count]), states

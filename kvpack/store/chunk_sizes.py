@@ -16,7 +16,7 @@ log = logging.getLogger("kvpack.store")
 SIZES = sorted({2**power for power in range(14)} | {*range(16, 513, 16)} | {*range(100, 1001, 100)})
 """The chunk sizes that are looked for, in tokens."""
 TRIES = 3
-"""How many lookups that find nothing are followed by one for other chunk sizes; each may cost a request."""
+"""Number of lookups that find nothing are followed by one for other chunk sizes; each may cost a request."""
 
 
 class OtherChunks:

@@ -242,7 +242,7 @@ class Directory(OneTier):
         return entries, size
 
     def described(self) -> Sequence[tuple[str, int, int]] | None:
-        """(text, entries, bytes) of the entries that the index describes; None where there is no index that can be believed."""
+        """(text, entries, bytes) of the entries that the index describes; None if there is no index that can be believed."""
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
         return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
 
@@ -314,7 +314,7 @@ class Directory(OneTier):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
 
     def _expired(self, key: bytes, status: os.stat_result) -> bool:
-        """Whether an entry has expired, and is not pinned. Raises OSError."""
+        """Return True if an entry has expired, and is not pinned. Raises OSError."""
         if not has_expired(status):
             return False
         pinned = self._pins.keys()

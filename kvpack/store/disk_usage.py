@@ -115,7 +115,7 @@ class Usage:
             _write(descriptor, anew)
 
     def copied(self) -> bool:
-        """Whether the folder may be a copy of another, so that the times of its entries are those of copying."""
+        """Return True if the folder may be a copy of another, so that the times of its entries are those of copying."""
         with self._opened() as descriptor:
             known = None if descriptor is None else _read(descriptor, 0, any_run=True)
         return known is None or known.node not in (0, self._node())

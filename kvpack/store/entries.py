@@ -269,7 +269,7 @@ def check_header(file: container.File, start: int | None, model: Mapping[str, st
 
 
 def is_old(file: container.File) -> bool:
-    """Whether a file is an entry whose key covers less of the identity than current keys."""
+    """Return True if a file is an entry whose key covers less of the identity than current keys."""
     ignorable = file.header.ignorable
     return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
 

@@ -2,7 +2,7 @@
 
 A chunk's header differs from the next chunk's in its digests, its start and the feature that names it. A template is made from an
 entry that was read and checked in full. Another entry matches it when every other byte before its payload is the same; then its
-tensors lie where those of the first entry lie.
+tensors are where those of the first entry are.
 """
 
 from __future__ import annotations

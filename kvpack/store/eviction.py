@@ -45,7 +45,7 @@ _MAX_AT_ONCE = 384
 _PAGE = 64
 """Entries that are removed before others may change the index."""
 _LOST = 32
-"""Where more than this part of a budget is counted and not there, what dead writers took is counted anew."""
+"""Where more than this part of a budget is counted and not there, what dead writers took is counted again."""
 
 
 class NoRoom(Exception):
@@ -119,7 +119,7 @@ class Evictor:
                 time.sleep(_POLL_SECONDS)
 
     def _gives_way(self, size: int) -> bool:
-        """Whether a larger budget is in effect than this one, which ``size`` more bytes would exceed: others' entries stay."""
+        """Return True if a larger budget is in effect than this one, which ``size`` more bytes would exceed: others' entries stay."""
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.largest(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
 
@@ -146,7 +146,7 @@ class Evictor:
     def _try_round(self, size: int, kept: set[bytes], *, anew: bool = False) -> Round | None:
         """Sweep, count, and evict until ``size`` more bytes fit; None when another process is evicting.
 
-        Where there is an index, the count is believed, unless it is to be made ``anew`` or has lost touch with what is there.
+        Where there is an index, the count is believed, unless it is to be made ``again`` or has lost touch with what is there.
         """
         with self._locked() as held:
             if not held:
@@ -200,7 +200,7 @@ class Evictor:
         return Round(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
-        """As ``_evict``, by the index and the count ``before``; None where these do not tell what is there."""
+        """As ``_evict``, by the index and the count ``before``; None if these do not tell what is there."""
         if not self._index.refresh():
             return None
         self._index.check_next()

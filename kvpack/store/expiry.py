@@ -40,7 +40,7 @@ def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
 
 
 def has_expired(status: os.stat_result) -> bool:
-    """Whether an entry has an end, and that has passed."""
+    """Return True if an entry has an end, and that has passed."""
     lasts = status.st_atime_ns - status.st_mtime_ns
     # A file system that keeps whole seconds only tells nothing of ends.
     return lasts > 0 and lasts % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()

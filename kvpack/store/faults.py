@@ -9,7 +9,7 @@ DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, N
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether ``error``, raised by a check of a completely read entry, means that no reader can use the entry.
+    """Return True if ``error``, raised by a check of a completely read entry, means that no reader can use the entry.
 
     A failure on the reader's side is not damage: out of memory or descriptors, a disk error, or a missing version, codec, key
     or limit. Another reader may succeed.

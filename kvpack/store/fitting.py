@@ -40,7 +40,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
     compared = bool(digested and identity.weights_of_kind(digested))
     for name, value in cache.model.items():
         if name == "name" and compared:
-            # The same weights may lie in another folder.
+            # The same weights may be in another folder.
             continue
         other = model.get(name, value)
         if name == "weights" and digested:

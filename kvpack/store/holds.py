@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PIN_SECONDS = 86_400
 """How long a pin holds unless its owner says otherwise: what a program forgets to unpin blocks a store for no longer."""
 MAX_OWNER = 256
-"""The most bytes of an owner's name."""
+"""Maximum number of bytes of an owner's name."""
 _MAGIC = b"kvphold1"
 _HEAD = struct.Struct("<8sQH")
 _DIGEST_BYTES = 8
@@ -80,5 +80,5 @@ def split_keys(data: bytes) -> tuple[bytes, ...]:
 
 
 def in_effect(pin: Pin) -> bool:
-    """Whether a pin has not ended."""
+    """Return True if a pin has not ended."""
     return pin.until is None or pin.until > time.time()

@@ -77,7 +77,7 @@ class Index:
             if not is_on_one_host(self._folder.root):
                 return
             with contextlib.suppress(FileExistsError):
-                # As private as the entries, and so are the files that SQLite puts beside it.
+                # As private as the entries, and so are the files that SQLite puts next to it.
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             with self._guarded(), self._transaction(new=True) as connection:
                 if connection is not None and not connection.execute("PRAGMA user_version").fetchone()[0]:
@@ -90,7 +90,7 @@ class Index:
 
     @property
     def there(self) -> bool:
-        """Whether there is an index to ask."""
+        """True if there is an index to ask."""
         found = False
         with self._guarded():
             found = self._opened() is not None
@@ -290,7 +290,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """A transaction of the only writer; None where it is not to be had in time. Raises sqlite3.Error."""
+        """A transaction of the only writer; None if it is not to be had in time. Raises sqlite3.Error."""
         connection = self._opened(new=new)
         if connection is not None:
             try:

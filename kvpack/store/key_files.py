@@ -9,7 +9,7 @@ from kvpack.file.user_files import read_text_and_mode
 from kvpack.formats.errors import InvalidParameter
 
 MAX_BYTES = 2**20
-"""The most bytes of a key file."""
+"""Maximum number of bytes of a key file."""
 
 
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:

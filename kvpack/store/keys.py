@@ -20,7 +20,7 @@ ID_BYTES = 4
 """A token id is stored as an unsigned 32-bit integer, little-endian."""
 
 MAX_INPUT_BYTES = 64
-"""The most bytes of a digest of the inputs besides token ids that a chunk's values depend on."""
+"""Maximum number of bytes of a digest of the inputs besides token ids that a chunk's values depend on."""
 
 _MAX_ID = 2**32 - 1
 

@@ -38,7 +38,7 @@ class Use(NamedTuple):
     ttl: int | None
 
     def expired(self, now_ns: int) -> bool:
-        """Whether the entry has expired."""
+        """Return True if the entry has expired."""
         return self.ttl is not None and self.used_ns + self.ttl * SECOND_NS <= now_ns
 
 
@@ -62,7 +62,7 @@ class Uses:
                 self._noted[key] = None
 
     def due(self) -> bool:
-        """Whether a record should be put."""
+        """Return True if a record should be put."""
         with self._lock:
             waited = time.monotonic() - self._since >= self._interval
             return bool(self._noted) and (waited or len(self._noted) >= _MAX_NOTED)

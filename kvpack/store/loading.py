@@ -128,7 +128,7 @@ class Loader:
         return found
 
     def opens(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
-        """Whether the existing entries of chunks ``numbers`` can be read here. A front is read once; a damaged entry is removed."""
+        """Return True if the existing entries of chunks ``numbers`` can be read here. A front is read once; a damaged entry is removed."""
         found = [key in self._known for key in keys]
         asked = [at for at, key in enumerate(keys) if not found[at] and key not in self._doubted]
         at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE

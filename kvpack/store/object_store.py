@@ -51,7 +51,7 @@ _SLACK = 16
 _MERGE = 32
 """One in this many records of uses, at random, is followed by a merge of all."""
 MAX_RECORDS_BYTES = 256 * 2**20
-"""The most bytes of all records of uses, or all pins, when they are read: 8 million keys."""
+"""Maximum number of bytes of all records of uses, or all pins, when they are read: 8 million keys."""
 _SEEN = 4096
 """The most leases of others whose age is known."""
 _EARLY_SECONDS = 0.25
@@ -224,7 +224,7 @@ class ObjectStore(OneTier):
         return self._pins() or ()
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
-        """The pins in effect, None where the store does not answer; ``sweep`` removes those that have ended."""
+        """The pins in effect, None if the store does not answer; ``sweep`` removes those that have ended."""
         found = []
         for folder in (_PINS, _HOLDS):
             names = self._names("pinned", folder)
@@ -408,7 +408,7 @@ class ObjectStore(OneTier):
         return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """The records listed, empty where there is no answer or no room.
+        """The records listed, empty if there is no answer or no room.
 
         The smallest come first: others may have put records, and a large one must not hide a pin.
         """
@@ -454,7 +454,7 @@ class _ObjectLease:
 
 
 def is_object_store(location: Any) -> bool:
-    """Whether a location is the URL of an object store, or an object of obstore."""
+    """Return True if a location is the URL of an object store, or an object of obstore."""
     if isinstance(location, str):
         return location.startswith(SCHEMES)
     return type(location).__module__.partition(".")[0] in ("obstore", "_obstore")

@@ -25,13 +25,13 @@ class LocationOptions:
     min_free: int | None = None
     """The bytes that stay free on a folder's disk."""
     durable: bool | None = None
-    """Whether an entry is on a folder's disk before its put returns."""
+    """True if an entry is on a folder's disk before its put returns."""
     trusted_group: int | str | None = None
     """The number or the name of a group whose members may write to a folder."""
     ttl: int | None = None
     """The seconds after which an unused entry expires."""
     timeout: float | None = None
-    """The most seconds per request to a server."""
+    """Maximum number of seconds per request to a server."""
     storage_options: Mapping[str, Any] | None = None
     """The settings of obstore by name, for an object store."""
 
@@ -48,13 +48,13 @@ class StoreOptions(LocationOptions):
     """The options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
 
     write_back: bool | None = None
-    """Whether tiers other than the first are written in the background."""
+    """True if tiers other than the first are written in the background."""
     encryption: Mapping[str, bytes] | None = None
     """AES keys by id."""
     check_values: bool | None = None
-    """Whether every load checks the rules of the codecs, and not digests alone."""
+    """True if every load checks the rules of the codecs, and not digests alone."""
     max_entry_bytes: int = MAX_ENTRY_BYTES
-    """The most bytes of one entry."""
+    """Maximum number of bytes of one entry."""
 
     def __post_init__(self) -> None:
         check_count("max_entry_bytes", self.max_entry_bytes, 1)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Pages = PageBuffer | Sequence[PageBuffer]
 
 _LOADED_AT_ONCE = 1024
-"""The most pages that are asked for in one request, whatever their bytes."""
+"""Maximum number of pages that are asked for in one request, whatever their bytes."""
 
 
 
@@ -236,7 +236,7 @@ class PageStore:
         """Remove every page of the identity, of any geometry, and return how many there were.
 
         Every entry's beginning is read. Submitted jobs are waited for; what other threads and processes store meanwhile may stay.
-        Raises WriteFailed where the location keeps some of the pages.
+        Raises WriteFailed if the location keeps some of the pages.
         """
         self._check_open()
         self.drain()
@@ -353,7 +353,7 @@ class PageStore:
 
     @property
     def _largest(self) -> int:
-        """The most bytes of a page's entry."""
+        """Maximum number of bytes of a page's entry."""
         size = self.codec.nbytes if self._cipher is None else sealed_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
         return min(size, self._max_entry_bytes)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _MAX_BYTES = 2**20 * KEY_BYTES
-"""The most bytes of a pin: a million chunks."""
+"""Maximum number of bytes of a pin: a million chunks."""
 
 
 class Pins:

@@ -101,7 +101,7 @@ def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | No
 
 
 def _recipe(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
-    """The recipe of an entry: "" where nobody with these keys can read it, None where that cannot be told."""
+    """The recipe of an entry: "" where nobody with these keys can read it, None if that cannot be told."""
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
         data = _clear(backend, stored, cipher, front=True)

@@ -46,17 +46,17 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
 _BYTES_AT_ONCE = BATCH_BYTES
-"""The most bytes of entries in one request or answer, unless one entry alone has more."""
+"""Maximum number of bytes of entries in one request or answer, unless one entry alone has more."""
 _SCRIPT_BYTES = 8 * 2**20
 """The most bytes of entries that one call of a script stores, unless one entry alone has more: others wait for the server meanwhile."""
 _KEYS_AT_ONCE = 1000
-"""The most keys of one request that asks for something of each."""
+"""Maximum number of keys of one request that asks for something of each."""
 _FRONTS_AT_ONCE = 256
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """What the script that puts an entry says of it; of one that is there already it returns the front and the size."""
 _NO_ANSWER = object()
 _TRIES = 8
-"""How many times a put makes room, which others may take first."""
+"""Number of times a put makes room, which others may take first."""
 _SPARE_BYTES = 2**20
 """What an answer takes besides entries."""
 
@@ -236,7 +236,7 @@ class Redis(OneTier):
         self._client.close()
 
     def _put(self, chain: Sequence[bytes], entries: Mapping[int, bytes]) -> dict[int, bool]:
-        """Whether each entry of one request is stored; ``entries`` are by their place in ``chain``."""
+        """Return True if each entry of one request is stored; ``entries`` are by their place in ``chain``."""
         done = {place: False for place, entry in entries.items() if len(entry) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(done))
         replaced: set[int] = set()
@@ -277,7 +277,7 @@ class Redis(OneTier):
         return {place: done.get(place, False) for place in entries}
 
     def _outcome(self, place: int, result: Any, replaced: set[int]) -> bool | None:
-        """Whether an entry is stored by what the script says of it; None to try again, ``replaced`` to replace what is there."""
+        """Return True if an entry is stored by what the script says of it; None to try again, ``replaced`` to replace what is there."""
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
         kind = self._form.kind(*result)
@@ -335,7 +335,7 @@ class Redis(OneTier):
         self._counters.add("evicted_bytes", freed)
 
     def _takes(self, key: bytes, size: int) -> bool:
-        """Whether there is an entry, within the limit for entries."""
+        """Return True if there is an entry, within the limit for entries."""
         try:
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
         except LimitExceeded as error:
@@ -412,7 +412,7 @@ class _RedisLease:
 
 
 def is_redis(location: str | os.PathLike[str]) -> bool:
-    """Whether a location is the URL of a Redis server."""
+    """Return True if a location is the URL of a Redis server."""
     return isinstance(location, str) and location.startswith(SCHEMES)
 
 

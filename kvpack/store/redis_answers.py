@@ -92,14 +92,14 @@ def page(answer: Any) -> tuple[bytes, int]:
 
 
 def taken(answer: Any) -> bool:
-    """Whether a key was set that there was not."""
+    """Return True if a key was set that there was not."""
     if answer is not None and answer is not True and answer != b"OK":
         raise _wrong(answer, "OK or nothing")
     return answer is not None
 
 
 def score(answer: Any) -> bool:
-    """Whether there is a score."""
+    """Return True if there is a score."""
     return answer is not None
 
 

@@ -23,7 +23,7 @@ NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
 """Names, and sizes, in one page."""
 MAX_PAGES = 2**20
-"""The most pages of a scan: a server of a billion names has no more."""
+"""Maximum number of pages of a scan: a server of a billion names has no more."""
 AGAIN_SECONDS = 60.0
 """How often a put without room counts again: somebody may have changed the sum."""
 
@@ -46,7 +46,7 @@ class Count:
         self._phase, self._cursor = 0, _BEGIN
 
     def ready(self) -> bool:
-        """Whether the sum was counted since this store was opened, or shortly before, which the first put waits for.
+        """Return True if the sum was counted since this store was opened, or shortly before, which the first put waits for.
 
         Later counts go on page by page.
         """

@@ -362,7 +362,7 @@ return {page[1], gone}
 
 # ARGV: 1 to begin to sum the sizes, 2 to begin after a scan of all names, unless others have begun; 0 to go on; how many in a page;
 # 1 to take a sum as it is that was counted in the last minutes, and that nobody but these scripts has changed since.
-# Returns 0 until all are summed, then 1; -1 where nothing can be said of what is stored.
+# Returns 0 until all are summed, then 1; -1 if nothing can be said of what is stored.
 SUM = (
     BEGIN
     + SOUND

@@ -55,7 +55,7 @@ class NamedStates:
 
 
 def is_states(file: container.File) -> bool:
-    """Whether an open entry holds states, by its header."""
+    """Return True if an open entry holds states, by its header."""
     return FEATURE in file.header.ignorable
 
 

@@ -406,7 +406,7 @@ class Store:
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _readable(self, keys: Sequence[bytes]) -> bool:
-        """Whether there is an entry to begin with, and the basis to decode it, which is read from the store if need be."""
+        """Return True if there is an entry to begin with, and the basis to decode it, which is read from the store if need be."""
         if self._stored is None or self._reader.basis is not None:
             return True
         if not self._backend.present(keys[:1]):
@@ -417,7 +417,7 @@ class Store:
         return self._reader.basis is not None
 
     def _determined(self, ids: bytes) -> bool:
-        """Whether ``ids`` and one more token have the same frequencies as every shorter sequence."""
+        """Return True if ``ids`` and one more token have the same frequencies as every shorter sequence."""
         return self._longest is None or len(ids) // ID_BYTES < self._longest
 
     def _moved(self, cache: Cache, device: torch.device | str) -> Cache | None:

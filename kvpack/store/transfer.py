@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CHUNKS_FEATURE = "token-chunks"
 """The prefix of the names used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs, which token ids do not determine."""
 MAX_TOKENS_BYTES = 2**26
-"""The most bytes of a JSON file of token ids."""
+"""Maximum number of bytes of a JSON file of token ids."""
 _CHUNK_BYTES = 4
 """The size of the field before the chunks: the number of tokens per chunk, little-endian."""
 

@@ -84,12 +84,12 @@ class Trust:
 
     @property
     def private(self) -> bool:
-        """Whether this user owns the folder, so that nobody else changes its files."""
+        """True if this user owns the folder, so that nobody else changes its files."""
         return self.owner == self._user and self.trusted is None
 
     @property
     def may_write(self) -> bool:
-        """Whether files that this user writes belong to the folder's owner, for root gives them away, or to the trusted group."""
+        """True if files that this user writes belong to the folder's owner, for root gives them away, or to the trusted group."""
         return self._user in (self.owner, 0) or self._group_writes
 
     @contextlib.contextmanager

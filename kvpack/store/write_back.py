@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Write = Callable[[Sequence[bytes], bytes, int], object]
 
 QUEUE_BYTES = 256 * 2**20
-"""The most bytes that wait; an entry that does not fit is dropped, because the engine must not wait."""
+"""Maximum number of bytes that wait; an entry that does not fit is dropped, because the engine must not wait."""
 FLUSH_SECONDS = 30.0
 """How long ``close`` waits for the queued entries."""
 

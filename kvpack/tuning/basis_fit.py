@@ -33,7 +33,7 @@ MIN_ROW = 2.0**-11
 """The least norm of a row of the matrix, as a part of the largest."""
 
 TRAINED = 1 << 15
-"""The most values that a table is trained by."""
+"""Maximum number of values that a table is trained by."""
 _STEPS = 30
 _UNIFORM_FROM = 6
 _SPREAD = 1.05

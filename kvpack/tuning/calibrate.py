@@ -160,7 +160,7 @@ def run(
 
 
 def _windows_for_widths(text: Text, most_positions: int | None, settings: Settings) -> list[torch.Tensor]:
-    """Windows of the text for ``losses_of_places``. Raises InvalidParameter where the text has no room for so many."""
+    """Windows of the text for ``losses_of_places``. Raises InvalidParameter if the text has no room for so many."""
     tokens = window_tokens(None, WIDTHS_TOKENS, text, most_positions)
     size = window_ids(tokens, text)
     check_size("widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
@@ -202,7 +202,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """How the keys of every layer turn in windows of ``tokens`` tokens; None where that is not known, or differs from shorter ones."""
+    """How the keys of every layer turn in windows of ``tokens`` tokens; None if that is not known, or differs from shorter ones."""
     if longest is not None and tokens > longest:
         return None
     try:
@@ -292,7 +292,7 @@ def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
-    """Raise InvalidParameter where the model in ``folder`` is another than that of ``basis``."""
+    """Raise InvalidParameter if the model in ``folder`` is another than that of ``basis``."""
     basis.check_model(identity_for(_loaded(folder, "auto"), basis))
 
 

@@ -95,7 +95,7 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def attendable(codec: str) -> bool:
-    """Whether attention runs on what ``codec``, in the words of a recipe, packs."""
+    """Return True if attention runs on what ``codec``, in the words of a recipe, packs."""
     return codec.partition(":")[0] not in DECODED
 
 

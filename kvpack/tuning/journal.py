@@ -26,7 +26,7 @@ EVERY = 16
 """Recipes after which the file is written again."""
 
 MAX_JOURNAL_BYTES = 2**26
-"""The most bytes of the file."""
+"""Maximum number of bytes of the file."""
 
 _FORMAT = "kvpack measurements"
 

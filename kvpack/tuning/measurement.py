@@ -80,7 +80,7 @@ class Windows:
         return first
 
     def loss(self, recipe: str) -> Loss:
-        """The cost of the recipe, measured once per recipe text. Raises OutOfRange where a codec cannot hold the values."""
+        """The cost of the recipe, measured once per recipe text. Raises OutOfRange if a codec cannot hold the values."""
         recipe = Recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:

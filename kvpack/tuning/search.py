@@ -52,7 +52,7 @@ class Search:
         return found
 
     def fits(self, allocation: Allocation) -> bool:
-        """Whether one window's file is within the budget."""
+        """Return True if one window's file is within the budget."""
         return self.priced.file_bytes(allocation) <= self.budget
 
     def everywhere(self, side: str) -> list[str]:

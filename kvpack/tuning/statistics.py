@@ -52,7 +52,7 @@ _FORMAT = "kvpack calibration with several beginnings"
 _SUMS = ("counts", "sums", "products", "costs", "shares", "moments")
 
 _MAX_HEADER_BYTES = 2**26
-"""The most bytes of a header: there are samples of every window, layer and side."""
+"""Maximum number of bytes of a header: there are samples of every window, layer and side."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Statistics:
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
-        """Count the keys of a window with ``pairs`` of every layer, and its ``queries``; nothing where a layer has none of these."""
+        """Count the keys of a window with ``pairs`` of every layer, and its ``queries``; nothing if a layer has none of these."""
         of_layers = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
         if any(found is None for found in of_layers):
             return

@@ -47,7 +47,7 @@ DEFAULT_HELD_OUT = 16
 MAX_BITS = 32
 
 MAX_TOKEN_GROUP = 128
-"""The most tokens that a codec encodes together."""
+"""Maximum number of tokens that a codec encodes together."""
 
 
 @dataclass(frozen=True)

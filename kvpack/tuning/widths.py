@@ -26,7 +26,7 @@ CHECKED = 2
 
 
 def steps(layers: int) -> int:
-    """How many recipes the search measures."""
+    """Return the number of recipes the search measures."""
     return 2 * layers + CHECKED
 
 

@@ -129,7 +129,7 @@ def export_slot(
 
     ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``; blocks that came quantized go back as they came, and
     then there is no ``dtype`` to choose. llama.cpp loads the file in a context of the same
-    model whose cache has the same types, ``transposed`` (values lie so without flash attention) and ``streams`` (one, or as many as
+    model whose cache has the same types, ``transposed`` (values are so without flash attention) and ``streams`` (one, or as many as
     sequences where the cache is not unified); without them, those of the imported file are written. ``progress`` counts layers.
     Raises InvalidParameter for a cache that did not come from llama.cpp, and, naming the layer, for what such a file does not hold:
     layers without keys or values, states, batches, windows that lack tokens, and token ids that are not all known; OutOfRange where
@@ -322,7 +322,7 @@ def _ids(cache: Cache) -> bytes:
 
 
 def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
-    """How many of a layer's newest tokens llama.cpp saves."""
+    """Return how many of a layer's newest tokens llama.cpp saves."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         found = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         found = "states" if layer.states else "no keys" if layer.k is None else found
@@ -336,7 +336,7 @@ def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | N
 
 
 def _most(tokens: int, window: int | None) -> int:
-    """The most tokens that llama.cpp saves of a layer."""
+    """Maximum number of tokens that llama.cpp saves of a layer."""
     return tokens if window is None else min(tokens, window)
 
 

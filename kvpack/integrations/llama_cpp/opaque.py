@@ -4,7 +4,7 @@ A block of q4_1 and q5_1 is d * code + m, m being the block's least value in bin
 m + (2^bits - 1) / 2 * d, which needs more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
 
 Every layer then has a state for its keys and one for its values, uint8 ``[1, token, byte]``, of tokens by position, named as
-``k.q4_1`` by their type; types that kvpack otherwise holds are kept so beside them. Layer 0 has the state ``token_ids``, where the ids are
+``k.q4_1`` by their type; types that kvpack otherwise holds are kept so next to them. Layer 0 has the state ``token_ids``, where the ids are
 known. States are of one moment, so such a cache is whole or nothing: no prefix of it can be taken.
 
 Source: ggml-common.h of llama.cpp 0c1e57098, ``block_q4_1``, ``block_q5_1`` and ``block_iq4_nl``.
@@ -34,7 +34,7 @@ IDS = "token_ids"
 
 
 def is_opaque(file: StateFile) -> bool:
-    """Whether a slot has a type that no codec holds."""
+    """Return True if a slot has a type that no codec holds."""
     return any(block.dtype in OPAQUE for section in file.sections for block in (*section.keys, *section.values))
 
 
@@ -60,7 +60,7 @@ def opaque_layer(
 
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
-    """Whether ``cache`` is one of ``opaque_layer``, all of it. Raises InvalidParameter for a part, and for a ``dtype`` of blocks."""
+    """Return True if ``cache`` is one of ``opaque_layer``, all of it. Raises InvalidParameter for a part, and for a ``dtype`` of blocks."""
     found = [_named(layer).keys() >= {"k"} for layer in cache]
     if any(found) and not all(found):
         raise InvalidParameter(

@@ -1,4 +1,4 @@
-"""The layout of llama.cpp's sequence state files: where everything lies, checked against the file's length before anything is read.
+"""The layout of llama.cpp's sequence state files: where everything is, checked against the file's length before anything is read.
 
 All numbers are little-endian::
 
@@ -152,7 +152,7 @@ class Reader:
 
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins like any state that llama.cpp writes. Raises MissingFile."""
+    """Return True if a file begins like any state that llama.cpp writes. Raises MissingFile."""
     with Reader(path_text(path)) as reader:
         return reader.size >= 4 and reader.numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 

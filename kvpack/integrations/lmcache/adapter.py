@@ -181,7 +181,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return list(self._stores.values())
 
     def _there(self, keys: list[Any]) -> list[bool]:
-        """Whether each object is stored, in any layout, or a store could not tell."""
+        """Return True if each object is stored, in any layout, or a store could not tell."""
         found = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
         for store in self._opened():

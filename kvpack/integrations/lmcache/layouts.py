@@ -40,7 +40,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
 
 
 def check_model(recipe: Recipe, key: Any) -> None:
-    """Raise InvalidParameter where the recipe's basis is that of another model than ``key`` names."""
+    """Raise InvalidParameter if the recipe's basis is that of another model than ``key`` names."""
     if recipe.basis is not None:
         recipe.basis.check_model({"name": key.model_name})
 

@@ -1,4 +1,4 @@
-"""KvpackHiCache: HiCache's storage over a PageStore; pages are packed from and to SGLang's host pool, where they lie."""
+"""KvpackHiCache: HiCache's storage over a PageStore; pages are packed from and to SGLang's host pool, where they are."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         _copying()
 
     def get_stats(self) -> Any:
-        """What SGLang's collector of storage metrics takes, pages and GB/s of each call; kvpack's own counters are told beside it."""
+        """What SGLang's collector of storage metrics takes, pages and GB/s of each call; kvpack's own counters are told next to it."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         found = StorageMetrics()
@@ -170,7 +170,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Remove what this rank has stored for every pool: SGLang's endpoint reports success, whatever a backend does.
 
-        Raises WriteFailed where the location keeps some of it.
+        Raises WriteFailed if the location keeps some of it.
         """
         for pool in self._every_pool():
             pool.store.clear()
@@ -298,7 +298,7 @@ def _check_whole(pool: Any, geometry: PageGeometry) -> None:
 
 
 def _settings(pool: Any, name: str) -> list[str]:
-    """What SGLang was started with, for the pages of the pool ``name``. Raises InvalidParameter where that is needed and not known."""
+    """What SGLang was started with, for the pages of the pool ``name``. Raises InvalidParameter if that is needed and not known."""
     from sglang.srt.runtime_context import get_server_args
 
     try:

@@ -83,10 +83,10 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
     token for each sequence, with token ids, positions and a mask of padding on the left at most, after a few that run as they are. Every
-    other pass runs as it does without. The graph is captured anew in each row of steps, and its first replay must give what the model
+    other pass runs as it does without. The graph is captured again in each row of steps, and its first replay must give what the model
     gives without it, bit for bit; where that fails, as for a model whose steps read values on the host, steps run without. Values of
     weights may change in place; where modules, their attributes or code, hooks, modes or the places of weights have changed, the graph is
-    captured anew. By default (None) that is so for a model on a CUDA device whose code is all PyTorch's and transformers' own; False
+    captured again. By default (None) that is so for a model on a CUDA device whose code is all PyTorch's and transformers' own; False
     leaves it out. With True it is so for any other, too, such as one with adapters, and a KvpackWarning says where steps run without: what
     else a forward of the model's own reads on the host, or counts there, must then stay as it is.
 
@@ -389,11 +389,11 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_watched(self) -> bool:
-        """Whether hooks on the model tell the cache of forward passes."""
+        """True if hooks on the model tell the cache of forward passes."""
         return self._hooks is not None
 
     def records(self, model: torch.nn.Module) -> bool:
-        """Whether a call of ``model`` is the pass over the cache that is under way, of which nobody else keeps a record."""
+        """Return True if a call of ``model`` is the pass over the cache that is under way, of which nobody else keeps a record."""
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
     def watched(self, number: int) -> torch.nn.Module | None:
@@ -456,7 +456,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         return packed, offset
 
     def is_masked(self, layer: int) -> bool:
-        """Whether the model's own attention had a causal mask for ``layer``: some models ask for one, and say is_causal=False."""
+        """Return True if the model's own attention had a causal mask for ``layer``: some models ask for one, and say is_causal=False."""
         return self.masked.get(self.layers[layer].is_sliding, False)
 
     @property
@@ -476,7 +476,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def keeps_states(self) -> bool:
-        """Whether layers keep recurrent or convolution states."""
+        """True if layers keep recurrent or convolution states."""
         return self.passes.states
 
     @property
@@ -550,9 +550,9 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self._states = {position: own for position, own in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
-        """The states to go back to after the first ``tokens`` tokens; None where no layer keeps any, or all are as they should be.
+        """The states to go back to after the first ``tokens`` tokens; None if no layer keeps any, or all are as they should be.
 
-        Raises OutOfBounds where they are not known.
+        Raises OutOfBounds if they are not known.
         """
         if not self.keeps_states or (not tokens_to_remove and not (self.passes.has_failed and tokens in self._states)):
             return None
@@ -602,7 +602,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def expand(self, rows: int) -> None:
         """Repeat each sequence so that there are ``rows`` of them, as ``generate`` repeats token ids for beams.
 
-        Raises InvalidParameter where ``rows`` is not a multiple of the cache's sequences.
+        Raises InvalidParameter if ``rows`` is not a multiple of the cache's sequences.
         """
         held = _rows(self.live)
         if held is None or held == rows:

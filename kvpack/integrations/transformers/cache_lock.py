@@ -25,7 +25,7 @@ class Turns:
         return type(self)()
 
     def take(self) -> bool:
-        """Wait for the turn; False where the calling thread has it already."""
+        """Wait for the turn; False if the calling thread has it already."""
         mine = threading.get_ident()
         if self._owner == mine:
             return False

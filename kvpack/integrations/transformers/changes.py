@@ -23,7 +23,7 @@ def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
-    """Whether a call chose among the adapters by its argument ``adapter_names``, for which PEFT puts hooks on their layers."""
+    """Return True if a call chose among the adapters by its argument ``adapter_names``, for which PEFT puts hooks on their layers."""
     return any(hooks for *_, hooks in adapters)
 
 
@@ -42,11 +42,11 @@ class ModelState:
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Whether ``model`` is as it was."""
+        """Return True if ``model`` is as it was."""
         return self._modes == (adapters_in_effect(model), model.training) and not self.has_other_weights()
 
     def has_other_weights(self, few: bool = False) -> bool:
-        """Whether parameters changed; with ``few``, the first ``FEW``."""
+        """Return True if parameters changed; with ``few``, the first ``FEW``."""
         for kept, version in self._versions[:FEW] if few else self._versions:
             if (parameter := kept()) is None or _version(parameter) != version:
                 return True

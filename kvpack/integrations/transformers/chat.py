@@ -115,7 +115,7 @@ class Chat:
 
         If the conversation ends with a message of the user's, a text is appended to that. ``options`` are those of the model's
         ``generate``, such as max_new_tokens (default: 512), do_sample or streamer. Nothing changes if it raises.
-        Raises InvalidParameter where the template refuses the messages, and as KvpackCache does.
+        Raises InvalidParameter if the template refuses the messages, and as KvpackCache does.
         """
         messages = self._with(message)
         _, ids = self._rendered(messages, reply=True)
@@ -233,7 +233,7 @@ class Chat:
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
     """The messages of a chat that ``Chat.save`` kept in a file; None if there are none.
 
-    Raises InvalidParameter where ``tokenizer`` does not decode the file's token ids to them.
+    Raises InvalidParameter if ``tokenizer`` does not decode the file's token ids to them.
     """
     metadata = cache.metadata
     if CHAT_MESSAGES not in metadata:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.cache.states import States
 
 _VALUES_AT_ONCE = 1 << 22
-"""The most values of equal layers that are summed together."""
+"""Maximum number of values of equal layers that are summed together."""
 
 
 @dataclass
@@ -68,12 +68,12 @@ class Computed:
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
-        """Whether ``past`` has the tensors that it had when tokens were last noted, if not what they held."""
+        """Return True if ``past`` has the tensors that it had when tokens were last noted, if not what they held."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
     def rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
-        """For each row of ``past`` the noted row whose first ``tokens`` tokens it has; None where there is none for one."""
+        """For each row of ``past`` the noted row whose first ``tokens`` tokens it has; None if there is none for one."""
         noted: list[list[bytes]] = []
         found: list[list[bytes]] = []
         for place, first, x in _sides(past):

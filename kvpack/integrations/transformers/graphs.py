@@ -228,7 +228,7 @@ class _Graph:
 
     @property
     def is_of_the_model_as_it_is(self) -> bool:
-        """Whether the model is as it was captured, but for values in place."""
+        """True if the model is as it was captured, except for values in place."""
         makeup = self._makeup()
         return makeup is not None and makeup.unchanged()
 
@@ -300,7 +300,7 @@ class _Forward:
 
     @property
     def is_of_its_class(self) -> bool:
-        """Whether the forward is that of the model's class."""
+        """True if the forward is that of the model's class."""
         return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -335,7 +335,7 @@ def may_replay(model: torch.nn.Module) -> bool:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether steps on ``device`` can be captured."""
+    """Return True if steps on ``device`` can be captured."""
     return device.type == "cuda"
 
 
@@ -400,7 +400,7 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _is_watched() -> bool:
-    """Whether a mode of PyTorch's sees each operation: replays have none. One that only says where new tensors are sees nothing."""
+    """Return True if a mode of PyTorch's sees each operation: replays have none. One that only says where new tensors are sees nothing."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     functions = (mode for mode in modes if not isinstance(mode, DeviceContext))
     return any(functions) or bool(_get_current_dispatch_mode_stack())
@@ -418,7 +418,7 @@ def _check_model(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two outputs have the same values, bit for bit."""
+    """Return True if two outputs have the same values, bit for bit."""
     if type(one) is not type(other) or one.keys() != other.keys():
         return False
     for name, x in one.items():

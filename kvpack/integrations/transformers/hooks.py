@@ -119,7 +119,7 @@ class Passes:
     def __init__(self) -> None:
         self.current: Pass | None = None
         self.has_encoder = False
-        """Whether the call is over a cache of two parts."""
+        """True if the call is over a cache of two parts."""
         self._inside: list[torch.nn.Module] = []
 
     def __deepcopy__(self, memo: object) -> Passes:
@@ -127,16 +127,16 @@ class Passes:
 
     @property
     def outermost(self) -> bool:
-        """Whether no call is inside another."""
+        """True if no call is inside another."""
         return len(self._inside) == 1
 
     @property
     def idle(self) -> bool:
-        """Whether no call is under way."""
+        """True if no call is under way."""
         return not self._inside
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether the one call under way is that of ``module``."""
+        """Return True if the one call under way is that of ``module``."""
         return len(self._inside) == 1 and self._inside[0] is module
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
@@ -206,8 +206,8 @@ class Recording:
     def inputs(self, past_key_values: TransformersCache) -> Inputs:
         """The inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
 
-        They are those of the keys and values that passes computed: of a cache that was changed since, but for its newest tokens dropped or
-        its rows selected, they determine nothing. Raises InvalidParameter for a cache that no recorded pass was over.
+        They are those of the keys and values that passes computed: of a cache that was changed since, except for its newest tokens dropped
+        or its rows selected, they determine nothing. Raises InvalidParameter for a cache that no recorded pass was over.
         """
         record, computed = self._known(past_key_values)
         inputs = record.inputs
@@ -286,7 +286,7 @@ def _parts(past: Any) -> list[TransformersCache]:
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
-    """The calls of the one KvpackCache that a pass in compiled code is over; None where what is compiled breaks off for the pass."""
+    """The calls of the one KvpackCache that a pass in compiled code is over; None if what is compiled breaks off for the pass."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None

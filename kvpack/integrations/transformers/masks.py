@@ -24,7 +24,7 @@ QUERIES_AT_A_TIME = 128
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
-    Of packed keys, None where attention applies the mask by itself, and with padding on the left the first token that each sequence
+    Of packed keys, None if attention applies the mask by itself, and with padding on the left the first token that each sequence
     sees, int32 ``[batch, 1, 1, 1]``: models that keep some rows of masks (Gemma-4) leave that as it is. Else the mask of
     the model's own attention, for which the keys are decoded: for any other padding, and for any pattern but causal and sliding-window.
     In compiled code an operator finds those first tokens.
@@ -59,7 +59,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
 def _has_mask(
     name: str, kv_length: int, padded: bool, *, q_length: int, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
 ) -> bool:
-    """Whether attention ``name`` is given a causal mask of these keys, and does not go by its module's ``is_causal``."""
+    """Return True if attention ``name`` is given a causal mask of these keys, and does not go by its module's ``is_causal``."""
     if name != "sdpa":
         return not name.startswith("flash")
     within = local_size is None or kv_length < local_size
@@ -71,7 +71,7 @@ def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Padding(NamedTuple):
-    """Whether a mask hides only the first tokens of sequences; ``starts`` int32 ``[batch]`` are those after, None if it hides none."""
+    """True if a mask hides only the first tokens of sequences; ``starts`` int32 ``[batch]`` are those after, None if it hides none."""
 
     on_the_left: bool
     starts: torch.Tensor | None = None
@@ -103,7 +103,7 @@ def _is_named(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> bool:
-    """Whether transformers' arguments alone tell that the mask, but for padding, is causal, within the model's window if it has one."""
+    """Whether transformers' arguments alone tell that the mask, except for padding, is causal, within the model's window if it has one."""
     if _is_causal(mask_function, use_vmap):
         return True
     # Of masks with a local size, those of chunks and in both directions are told apart by these; all that adds to a window allows no skip.
@@ -124,7 +124,7 @@ def _is_causal(mask_function: Callable[..., Any] = causal_mask_function, use_vma
 
 
 def _is_causal_or_sliding(config: Any, mask_function: Callable[..., Any] = causal_mask_function, use_vmap: bool = False, **_: Any) -> bool:
-    """Whether a mask is transformers' own for causal attention, or for the model's sliding window."""
+    """Return True if a mask is transformers' own for causal attention, or for the model's sliding window."""
     window = getattr(config, "sliding_window", None)
     if use_vmap or _is_causal(mask_function):
         return not use_vmap
@@ -132,7 +132,7 @@ def _is_causal_or_sliding(config: Any, mask_function: Callable[..., Any] = causa
 
 
 def _same_function(one: Any, other: Any) -> bool:
-    """Whether two functions, or what they were made with, are the same."""
+    """Return True if two functions, or what they were made with, are the same."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same_function, one, other))
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
@@ -154,7 +154,7 @@ def _applied_by_attention(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> bool:
-    """Whether the mask, but for padding, is causal, within the model's sliding window if it has one, and hides nothing else."""
+    """Return True if the mask, except for padding, is causal, within the model's sliding window if it has one, and hides nothing else."""
     if _is_causal_or_sliding(config, mask_function, use_vmap):
         return True
     if use_vmap:

@@ -45,7 +45,7 @@ class Makeup:
         self._found = self._now()
 
     def unchanged(self) -> bool:
-        """Whether nothing of it has changed but values in place."""
+        """Return True if nothing of it has changed but values in place."""
         try:
             return self._now() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
@@ -152,7 +152,7 @@ def global_hooks() -> int:
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks but kvpack's, and transformers', which collect outputs that a step does not ask for."""
+    """Return True if a module has hooks but kvpack's, and transformers', which collect outputs that a step does not ask for."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
     return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)

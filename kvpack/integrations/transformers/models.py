@@ -175,7 +175,7 @@ class Model(Expected):
 
     @cached_property
     def takes_packed_layers(self) -> bool:
-        """Whether the model's attention is given keys and values as the cache hands them out, with the window of its layer."""
+        """True if the model's attention is given keys and values as the cache hands them out, with the window of its layer."""
         return self._may_take_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
 
     @property
@@ -185,7 +185,7 @@ class Model(Expected):
 
     @property
     def runs_packed_layers(self) -> bool:
-        """Whether attention "kvpack" is set."""
+        """True if attention "kvpack" is set."""
         return self.attention in NAMES
 
     def check(self, cache: Cache) -> None:
@@ -214,7 +214,7 @@ def _check_takes_given_cache(model: Any) -> None:
 
 
 class Named:
-    """What a cache says of a model: ``fields`` is ``Identity.header_model``, empty where the model cannot be named.
+    """What a cache says of a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named.
 
     The digest of its weights is computed meanwhile, from their values when this was made: nobody may change them before ``hold``.
     """
@@ -290,9 +290,9 @@ def weights_now(model: Any) -> str:
 def check_identity(cache: Cache, model: Any) -> Named:
     """Raise InvalidParameter, naming what differs, when the cache names a model by ``Identity.of`` and this is another.
 
-    Where both know digests of the weights, these are compared, and the name is not: the same model may lie in another folder. A
+    Where both know digests of the weights, these are compared, and the name is not: the same model may be in another folder. A
     KvpackWarning tells of weights that are compared in part, or cannot be read.
-    Returns ``named(model)``, empty where the cache names none.
+    Returns ``named(model)``, empty if the cache names none.
     """
     if not cache.model.get("config"):
         return Named()
@@ -339,7 +339,7 @@ def _parts(model: Any) -> list[ModelPart]:
 
 
 def _takes_cache(module: torch.nn.Module) -> bool:
-    """Whether a call takes a transformers cache. XLM calls a dict of its own ``cache``."""
+    """Return True if a call takes a transformers cache. XLM calls a dict of its own ``cache``."""
     given = inspect.signature(module.forward).parameters
     return any(name in given and not (name == "cache" and "dict[" in str(given[name].annotation)) for name in cache_names.NAMES)
 
@@ -362,7 +362,7 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
-    """Whether an attention module is seen to be of a model that splits rotary positions into sections, as Qwen2-VL does."""
+    """Return True if an attention module is seen to be of a model that splits rotary positions into sections, as Qwen2-VL does."""
     return _names_sections(getattr(attention, "config", None)) or _file_sets_sections(type(attention).__module__)
 
 
@@ -373,7 +373,7 @@ def _names_sections(config: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
-    """Whether a class in the module of that name sets what ``Model`` looks for: a configuration need not spell out sections."""
+    """Return True if a class in the module of that name sets what ``Model`` looks for: a configuration need not spell out sections."""
     own = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [made.__code__ for one in own if isinstance(made := vars(one).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)

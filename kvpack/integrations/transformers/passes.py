@@ -113,12 +113,12 @@ class Pass:
 
     @property
     def hides(self) -> bool:
-        """Whether ``visible`` lacks a token."""
+        """True if ``visible`` lacks a token."""
         return self._all_visible is not None and not bool(self._all_visible)
 
     @property
     def counts_visible(self) -> bool:
-        """Whether the pass was given positions, and they count the visible tokens, as ``generate`` counts them."""
+        """True if the pass was given positions, and they count the visible tokens, as ``generate`` counts them."""
         return bool(self._positions) and all(self._counts_visible(positions) for _, positions in self._positions)
 
     def _counts_visible(self, positions: torch.Tensor) -> bool:

@@ -72,7 +72,7 @@ class RotaryPositions:
         return cls(deltas, tokens, model)
 
     def offsets(self, rows: int, tokens: int) -> tuple[int, ...] | None:
-        """The delta of each of ``rows`` sequences after ``tokens`` tokens; None where it is not known."""
+        """The delta of each of ``rows`` sequences after ``tokens`` tokens; None if it is not known."""
         if not tokens or self._cut is not None:
             return None
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
@@ -80,7 +80,7 @@ class RotaryPositions:
     def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
         """A forward pass begins, or ``generate`` is about to compute the positions of one: where the model does, it uses these deltas.
 
-        Raises InvalidParameter where they are not known.
+        Raises InvalidParameter if they are not known.
         """
         self._given = False
         if not start:

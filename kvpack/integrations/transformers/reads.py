@@ -1,4 +1,4 @@
-"""Whether a model's code needs dense keys and values: packed ones can only be passed on to attention, with options that it supports."""
+"""True if a model's code needs dense keys and values: packed ones can only be passed on to attention, with options that it supports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ATTENTION = "attention_interface"
 
 
 def reads_states(model: torch.nn.Module) -> bool:
-    """Whether a module of ``model`` passes what ``Cache.update`` returns to anything but the attention that is set.
+    """Return True if a module of ``model`` passes what ``Cache.update`` returns to anything but the attention that is set.
 
     So does one that gives that attention an option of ``WITHOUT_COUNTERPART``.
     """
@@ -42,12 +42,12 @@ def reads_states(model: torch.nn.Module) -> bool:
 
 
 def tells_no_window(model: torch.nn.Module) -> bool:
-    """Whether a module of ``model`` calls the attention that is set without the option ``sliding_window``: only its mask has one."""
+    """Return True if a module of ``model`` calls the attention that is set without the option ``sliding_window``: only its mask has one."""
     return any(found.no_window for found in _found(model))
 
 
 class _Reading(NamedTuple):
-    """Whether one function reads ``states``, and whether it gives attention ``no_window``."""
+    """True if one function reads ``states``, and whether it gives attention ``no_window``."""
 
     states: bool
     no_window: bool
@@ -94,7 +94,7 @@ def _reading(function: Any) -> _Reading:
 
 
 def _is_update(node: ast.Assign) -> bool:
-    """Whether a statement is ``keys, values = cache.update(keys, values, layer)``."""
+    """Return True if a statement is ``keys, values = cache.update(keys, values, layer)``."""
     return (
         isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.value, ast.Call)
@@ -105,7 +105,7 @@ def _is_update(node: ast.Assign) -> bool:
 
 
 def _passes_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
-    """Whether a name within these nodes, the innermost first, is passed to attention or kept, and not read."""
+    """Return True if a name within these nodes, the innermost first, is passed to attention or kept, and not read."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
         return True

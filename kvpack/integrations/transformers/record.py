@@ -19,7 +19,7 @@ _PENDING = 64
 """The number of passes collected before they are read: reading waits for the device."""
 
 _PENDING_BYTES = 1 << 24
-"""The most bytes of masks that such passes keep."""
+"""Maximum number of bytes of masks that such passes keep."""
 
 _SHOWN = 4
 """The most stretches of hidden tokens that a message lists."""
@@ -47,7 +47,7 @@ class Record:
     """What the tokens of a cache came from: ``inputs`` for those there already, then one pass after the other.
 
     Ids are kept for each row of the batch, which has ``batch`` of them: rows differ while beams are searched. ``adapters`` is
-    ``adapters_in_effect`` on the model of the tokens that are there already, None where it is not known.
+    ``adapters_in_effect`` on the model of the tokens that are there already, None if it is not known.
     """
 
     def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:
@@ -121,7 +121,7 @@ class Record:
 
     @property
     def hides(self) -> bool:
-        """Whether a token was hidden when it was computed, or may have been."""
+        """True if a token was hidden when it was computed, or may have been."""
         self._settle()
         told = [*(text for text, _ in self._older), *(found.what for found in self._findings)]
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in told)
@@ -269,7 +269,7 @@ def ids_of(inputs: Inputs) -> torch.Tensor:
 
 
 def visible_of(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Which of the ``tokens`` from position 0 on are not hidden, bool ``[batch, token]``; None where none is."""
+    """Which of the ``tokens`` from position 0 on are not hidden, bool ``[batch, token]``; None if none is."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

@@ -142,7 +142,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
 
 
 def keep_states(layers: Sequence[Any], cache: Cache) -> None:
-    """Let cache layers go on from the states of ``cache``. Raises InvalidParameter where one lacks those of the other."""
+    """Let cache layers go on from the states of ``cache``. Raises InvalidParameter if one lacks those of the other."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (own, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(own, StateLayer)
@@ -159,7 +159,7 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
 
 
 def check_kept(layers: Sequence[Any]) -> None:
-    """Raise InvalidParameter where a model keeps a layer's states in its modules: after tokens, the layer has none."""
+    """Raise InvalidParameter if a model keeps a layer's states in its modules: after tokens, the layer has none."""
     for number, own in enumerate(layers):
         if isinstance(own, StateLayer) and not any(own.has_previous_state.values()):
             raise InvalidParameter(

@@ -86,7 +86,7 @@ class CapturedLength(PackedLength):
 
 
 class CompiledLength:
-    """What tells the length of a mask in compiled code, which is not compiled anew for each one, as it would be for an integer.
+    """What tells the length of a mask in compiled code, which is not compiled again for each one, as it would be for an integer.
 
     ``sizes`` tells it and the first key, and ``starts`` the first token that each sequence sees, int32 ``[batch]``, from the columns of a
     mask for padding.

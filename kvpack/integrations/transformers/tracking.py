@@ -60,7 +60,7 @@ class Tracking:
         self._watched = None if watched is None else weakref.ref(watched)
         self._first, self._state = first, None if watched is None else ModelState(outermost(watched))
         self._is_new, self._latest, self._held = first is None, first, True
-        """Whether ``first`` is what the cache is named, what the model was named last, and whether no pass can change that."""
+        """True if ``first`` is what the cache is named, what the model was named last, and whether no pass can change that."""
         self._verified = record.tokens
         """The tokens of which no one is after a change of weights that nobody noticed."""
         self._changed = ""
@@ -183,7 +183,7 @@ class Tracking:
             )
 
     def name(self) -> dict[str, str] | None:
-        """What the cache says of its model; None where that is what it was continued from.
+        """What the cache says of its model; None if that is what it was continued from.
 
         Weights that changed without a trace since the last call are noted of the tokens since then.
         """
@@ -250,20 +250,20 @@ class Tracking:
             self._left = failed.start, self.record.tokens
 
     def _check_visible(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter where the pass would see tokens that were hidden when they were computed."""
+        """Raise InvalidParameter if the pass would see tokens that were hidden when they were computed."""
         if not self.record.tokens or self._passes.has_encoder:
             return
         given = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
         self.check_mask(0 if given is None else given.shape[1], arguments.get("attention_mask"))
 
     def check_mask(self, tokens: int, mask: Any) -> None:
-        """Raise InvalidParameter where a pass of ``tokens`` tokens with this attention mask would see tokens that were hidden."""
+        """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would see tokens that were hidden."""
         shown = self.record.shown(mask, tokens)
         if shown is not None:
             raise InvalidParameter(shown)
 
     def _check_left(self) -> None:
-        """Raise InvalidParameter where a pass failed after it added tokens, and nobody has said what becomes of them."""
+        """Raise InvalidParameter if a pass failed after it added tokens, and nobody has said what becomes of them."""
         if self._left is not None:
             start, stop = self._left
             raise InvalidParameter(
@@ -289,7 +289,7 @@ class Tracking:
         return offsets if inputs is None or inputs.undetermined or inputs.tokens != self.record.tokens else None
 
     def is_running(self, module: torch.nn.Module) -> bool:
-        """Whether the pass under way is a call of ``module``, and of nothing inside it yet."""
+        """Return True if the pass under way is a call of ``module``, and of nothing inside it yet."""
         return self._running and self._passes.is_of(module)
 
     @property
@@ -307,7 +307,7 @@ class Tracking:
             self._muted = False
 
     def check_states(self, *, ended: bool = False) -> None:
-        """Raise InvalidParameter where a pass failed that may have changed states; with ``ended``, also where one has not ended."""
+        """Raise InvalidParameter if a pass failed that may have changed states; with ``ended``, also where one has not ended."""
         if self.states and (self._failed or (ended and self._running)):
             raise InvalidParameter(
                 "a forward pass over the cache failed, and states cannot go back before it: call reset(), or continue with "
@@ -326,7 +326,7 @@ class Tracking:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a pass failed, or has not ended, since states were last those after the cache's last token."""
+        """True if a pass failed, or has not ended, since states were last those after the cache's last token."""
         return self._failed or self._running
 
     def restored(self) -> None:
@@ -442,7 +442,7 @@ class Tracking:
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter where ``generate`` gives the model all ``ids`` after the cache's, and may have been given these again.
+        """Raise InvalidParameter if ``generate`` gives the model all ``ids`` after the cache's, and may have been given these again.
 
         It tells by the length of an attention mask whether they are all, and makes none for a forward that names no such argument.
         """

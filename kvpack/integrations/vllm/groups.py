@@ -79,7 +79,7 @@ def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
 
 
 def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
-    """Raise InvalidParameter unless the blocks of the layers' tensors lie as ``layout`` says.
+    """Raise InvalidParameter unless the blocks of the layers' tensors are as ``layout`` says.
 
     ``kv_caches`` are vLLM's, by the names of layers: ``[block, head, token, K and V]``, or ``[block, K or V, token, head, channel]``.
     Attention may have smaller blocks than the cache's, and the strides of its tensor are those of its own blocks.

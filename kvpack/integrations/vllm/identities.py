@@ -42,7 +42,7 @@ _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
 def settings_of(vllm_config: Any) -> str:
     """What keys, values and states depend on as vLLM runs the model: its configuration with all overrides, dtype, quantization, weights
     that are not those of its folder (the load format dummy), how images become values, and the draft model, whose layers may be among
-    the cache's. Raises InvalidParameter where this vLLM has no such field.
+    the cache's. Raises InvalidParameter if this vLLM has no such field.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_SETTINGS}
@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
 def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
     """The identity of pages whose arrangement ``shape`` tells, of vLLM's OffloadingConfig.
 
-    Raises InvalidParameter where nothing names the weights.
+    Raises InvalidParameter if nothing names the weights.
     """
     shape = {
         **shape, "tokens_per_hash": config.cache.tokens_per_hash, "blocks_per_chunk": config.cache.blocks_per_chunk,

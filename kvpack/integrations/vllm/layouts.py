@@ -31,7 +31,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
     row, head = 2 * dim, 2 * tokens * dim
     match name:
         case "adjacent":
-            # [head, token, K and V]: FlashAttention, Triton, FlashInfer but for nvfp4, in vLLM's layout LBHNC.
+            # [head, token, K and V]: FlashAttention, Triton, FlashInfer except for nvfp4, in vLLM's layout LBHNC.
             return Arrangement((0, (head, row, 1)), (dim, (head, row, 1)))
         case "adjacent-tokens-first":
             return Arrangement((0, (row, heads * row, 1)), (dim, (row, heads * row, 1)))

@@ -85,7 +85,7 @@ class TierMetrics:
         self._sizing.shutdown()
 
     def take(self) -> Any:
-        """vLLM's stats; None where nothing happened."""
+        """vLLM's stats; None if nothing happened."""
         stats = _empty_stats()
         for labels, added in self._changes.take().items():
             stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))
@@ -110,7 +110,7 @@ class TierMetrics:
 
 
 def worker_stats(worker: PackedWorker) -> Any:
-    """What a worker has packed and unpacked since the last call, as vLLM's stats; None where that is nothing."""
+    """What a worker has packed and unpacked since the last call, as vLLM's stats; None if that is nothing."""
     stats = _empty_stats()
     for labels, added in worker.take_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])

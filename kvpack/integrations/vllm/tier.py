@@ -105,7 +105,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether a chunk is stored: RETRY until the thread that asks has an answer."""
+        """Return True if a chunk is stored: RETRY until the thread that asks has an answer."""
         found = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
@@ -184,7 +184,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _results(job: Job) -> list[bool]:
-    """Whether each chunk was stored or loaded; none of them where the job failed."""
+    """Return True if each chunk was stored or loaded; none of them where the job failed."""
     try:
         return job.results or [False] * len(job.keys)
     except Exception:

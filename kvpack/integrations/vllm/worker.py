@@ -51,7 +51,7 @@ class _Transfer:
         self._event: Any = None
 
     def done(self, wait: bool = False) -> bool:
-        """Whether it is over; ``wait`` until it is."""
+        """Return True if it is over; ``wait`` until it is."""
         if not self._landed:
             if not wait and not all(job.done for _, _, job in self._parts):
                 return False

@@ -293,6 +293,37 @@ def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callabl
     adapter.close()
 
 
+def test_states_are_kept_byte_for_byte_beside_packed_keys_and_values(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Those of a hybrid model, with bits that are no numbers; values of another dtype of as many bytes are missing."""
+    states = [types.SimpleNamespace(tensor=torch.randn(3, 50)) for _ in range(2)]
+    states[0].tensor[0, 0] = float("nan")
+    keys = [ObjectKey(b"a", object_group_id=1), ObjectKey(b"a"), ObjectKey(b"b", object_group_id=1), ObjectKey(b"b")]
+    given = [states[0], *objects(1), states[1], *objects(1, seed=1)]
+    adapter = opened(recipe="octopus-4", others="raw")
+    number = adapter.submit_store_task(keys, given)
+    assert waited(adapter.pop_completed_store_tasks)[number] > 0
+    adapter.close()
+    layouts = {**LAYOUTS, 1: types.SimpleNamespace(shapes=[torch.Size([3, 50])], dtypes=[torch.float32])}
+    adapter = opened(recipe="octopus-4", others="raw")
+    number = adapter.submit_lookup_and_lock_task(keys, layouts)
+    assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [True] * 4
+    found = [types.SimpleNamespace(tensor=torch.zeros_like(one.tensor)) for one in given]
+    number = adapter.submit_load_task(keys, found)
+    assert waited(lambda: adapter.query_load_result(number)).bits == [True] * 4
+    for one, own in zip(found[::2], states, strict=True):
+        assert torch.equal(one.tensor.view(torch.int32), own.tensor.view(torch.int32))
+    other = [types.SimpleNamespace(tensor=torch.zeros(6, 50, dtype=torch.bfloat16))]
+    number = adapter.submit_load_task(keys[:1], other)
+    assert waited(lambda: adapter.query_load_result(number)).bits == [False]
+    adapter.close()
+    # A process that has met no object yet finds both kinds.
+    adapter = opened(recipe="octopus-4", others="raw")
+    adapter.delete(keys)
+    number = adapter.submit_lookup_and_lock_task(keys, layouts)
+    assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False] * 4
+    adapter.close()
+
+
 def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[..., Any]) -> None:
     """Its quotas evict by them: what never falls would have it delete every object."""
     adapter = opened()

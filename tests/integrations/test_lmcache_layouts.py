@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpack.errors import InvalidParameter
-from kvpack.integrations.lmcache.layouts import geometry_of, is_fused, pages_of, recipe_of
+from kvpack.integrations.lmcache.layouts import bytes_of, geometry_of, is_fused, others_of, pages_of, recipe_of
 from kvpack.pages.codec import PageCodec
 from kvpack.pages.geometry import PageGeometry
 
@@ -27,7 +27,7 @@ def test_fused_objects_are_pages_of_keys_and_values(planes: tuple[int, ...]) -> 
     assert torch.equal(*rows)
     with pytest.raises(InvalidParameter, match=r"or with fused \[1, layer, token, head \* 128\], which engines have"):
         geometry_of(fused.shape, BF16, 64, "", False)
-    with pytest.raises(InvalidParameter, match="latents, recurrent states and other objects are not packed"):
+    with pytest.raises(InvalidParameter, match="with others, latents, recurrent states and other objects are kept byte for byte"):
         geometry_of((*planes, 3, 32, 576), BF16, 64, "", True)
 
 
@@ -41,6 +41,15 @@ def test_options_are_checked() -> None:
     assert is_fused({"fused": True})
     with pytest.raises(InvalidParameter, match="fused is 'yes', expected true or false"):
         is_fused({"fused": "yes"})
+    assert others_of({"others": "raw"})
+    assert not others_of({})
+    with pytest.raises(InvalidParameter, match="others is 'packed', expected 'raw'"):
+        others_of({"others": "packed"})
+    with pytest.raises(InvalidParameter, match=r"the object is torch.int64 \[3\], expected one of bf16, "):
+        bytes_of((3,), torch.int64)
+    geometry, _ = bytes_of((4, 6), torch.float32)
+    with pytest.raises(InvalidParameter, match="expected a contiguous one"):
+        pages_of(geometry, torch.zeros(6, 4).T)
     with pytest.raises(InvalidParameter, match="give kv_dtype, such as fp8_e4m3"):
         geometry_of((2, 3, 32, 128), torch.uint8, 64, "", False)
     with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not tell which layers"):

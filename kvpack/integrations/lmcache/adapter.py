@@ -17,6 +17,7 @@ from lmcache.v1.platform import create_event_notifier
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 from kvpack.pages.codec import key_digest
+from kvpack.pages.geometry import DTYPES
 from kvpack.store.catalog import descriptions_of
 from kvpack.store.counters import Counters
 from kvpack.store.key_files import read_key_file
@@ -27,7 +28,7 @@ from kvpack.store.page_keys import page_key
 from kvpack.store.page_store import PageStore
 
 from .accounts import LOOKED_AT, Accounts
-from .layouts import check_model, geometry_of, is_fused, key_bytes, pages_of, recipe_of
+from .layouts import bytes_of, check_model, geometry_of, is_fused, key_bytes, others_of, pages_of, recipe_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
-OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused"}
+OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused", "others"}
 LOOK_SECONDS = 600.0
 """How often a delete looks at all entries for layouts that this process has not met."""
 _ADAPTERS = count()
@@ -48,8 +49,9 @@ _ADAPTERS = count()
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """Objects of LMCache as rows in ``location``, for ``{"type": "plugin", ...}``; ``params`` are the plugin's ``adapter_params``.
 
-    ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` say how objects are packed; ``threads`` tasks run at a
-    time; ``max_bytes`` and ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
+    ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` say how objects are packed, and ``others`` that objects
+    that are not keys and values, such as recurrent states, are kept byte for byte; ``threads`` tasks run at a time; ``max_bytes`` and
+    ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
@@ -64,6 +66,11 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._recipe = recipe_of(str(params["recipe"]), params.get("basis"), self._head_dim, self._kv_dtype)
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
         basis = self._recipe.basis
+        # Identities of objects by dtype: of those of as many bytes, values of another dtype are no hits.
+        self._others = {
+            dtype: Identity("lmcache", "raw", weights=str(params["revision"]), dtype=dtype, extra="others")
+            for dtype in (DTYPES if others_of(params) else ())
+        }
         self._identity = Identity(
             # LMCache's keys name the model, and a basis is one of a single model.
             "lmcache" if basis is None else basis.model.get("name", "lmcache"),
@@ -74,7 +81,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         )
         self._check_location()
         self._stores: dict[Any, PageStore] = {}
-        self._descriptions: set[bytes] = set()
+        self._descriptions: set[tuple[bytes, bytes]] = set()
         self._looked: float | None = None
         self._accounts = Accounts(self, self._there)
         self._refused = Counters(tell=lambda operation, error: None)
@@ -132,10 +139,12 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         try:
             with self._lock:
                 if self._looked is None or time.monotonic() - self._looked > LOOK_SECONDS:
-                    self._descriptions, self._looked = descriptions_of(backend, self._identity.digest, cipher), time.monotonic()
+                    digests = [self._identity.digest, *(other.digest for other in self._others.values())]
+                    self._descriptions = {(digest, one) for digest in digests for one in descriptions_of(backend, digest, cipher)}
+                    self._looked = time.monotonic()
                 descriptions = [*self._descriptions]
-            for description in descriptions:
-                backend.delete([page_key(self._identity.digest, key_digest(name), description) for name in names])
+            for digest, description in descriptions:
+                backend.delete([page_key(digest, key_digest(name), description) for name in names])
         finally:
             backend.close()
 
@@ -199,21 +208,28 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
         """The store of objects of one layout. Raises InvalidParameter."""
-        geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
+        identity = self._identity
+        try:
+            geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
+        except InvalidParameter:
+            if not self._others:
+                raise
+            geometry, name = bytes_of(shape, dtype)
+            identity = self._others[name]
         with self._lock:
-            if geometry not in self._stores:
+            if (identity, geometry) not in self._stores:
                 store = PageStore(
                     self._location,
-                    self._identity,
+                    identity,
                     geometry,
                     max_bytes=self._max_bytes,
                     encryption=self._encryption,
                 )
-                self._stores[geometry] = store
+                self._stores[identity, geometry] = store
                 if (collector := shared_collector()) is not None:
                     shape_text = f"{geometry.dtype} {'x'.join(map(str, shape))}"
                     collector.add(store, {"adapter": str(self._number), "shape": shape_text})
-            return self._stores[geometry]
+            return self._stores[identity, geometry]
 
     def _stored(self, keys: list[Any], objects: list[Any]) -> Any:
         new: dict[Any, int] = {}

@@ -6,6 +6,7 @@ that keep a head's key and value next to each other, as vLLM 0.28 does. Latents 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
@@ -54,7 +55,7 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
-    """The geometry of one object. Raises InvalidParameter for one that is not keys and values, and InvalidParameter.
+    """The geometry of one object. Raises InvalidParameter for one that is not keys and values.
 
     ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same; ``fused`` says that
     objects of one plane hold keys and values.
@@ -65,8 +66,8 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
     if not (split or (fused and one_plane)) or shape[-1] % row or dtype not in _NAMES:
         raise InvalidParameter(
             f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {head_dim}], or with fused [1, layer, token, "
-            f"head * {2 * head_dim}], which engines have that keep keys and values next to each other: latents, recurrent states and "
-            "other objects are not packed"
+            f"head * {2 * head_dim}], which engines have that keep keys and values next to each other: with others, latents, recurrent "
+            "states and other objects are kept byte for byte"
         )
     if dtype == DTYPES["u8"] and not kv_dtype:
         raise InvalidParameter(
@@ -76,8 +77,28 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
     return PageGeometry(layers, width // row, tokens, head_dim, head_dim, _NAMES[dtype])
 
 
+def others_of(options: Mapping[str, Any]) -> bool:
+    """Whether objects that are not keys and values are kept: the option ``others``. Raises InvalidParameter unless it is "raw"."""
+    others = options.get("others")
+    if others not in (None, "raw"):
+        raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps other objects than keys and values byte for byte")
+    return others is not None
+
+
+def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
+    """The geometry of an object that is kept byte for byte, and kvpack's name of its dtype. Raises InvalidParameter."""
+    if dtype not in _NAMES:
+        raise InvalidParameter(f"the object is {dtype} {list(shape)}, expected one of {', '.join(DTYPES)}")
+    return PageGeometry.of_bytes(math.prod(shape) * dtype.itemsize), _NAMES[dtype]
+
+
 def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
     """An object as a buffer of one slot."""
+    if geometry.dim_v is None:
+        # Of an engine's own memory, which a copy is not: what is loaded is written there.
+        if not x.is_contiguous():
+            raise InvalidParameter(f"the object {list(x.shape)} has the strides {list(x.stride())}, expected a contiguous one")
+        return PageBuffer(geometry, [x.view(-1).view(geometry.torch_dtype).view(1, geometry.heads, geometry.tokens, geometry.dim_k)])
     if x.dim() == 4 and x.shape[0] == 2:
         heads = x.view(*x.shape[:3], geometry.heads, geometry.dim_k).transpose(2, 3)[:, None]
     else:

@@ -53,7 +53,7 @@ def test_every_codec_has_a_class() -> None:
         (lambda: Group(b=2, g=32, group=64), "Group has the option g twice"),
         (lambda: Group(b="2;k=raw"), "Group(b=...) is '2;k=raw', expected a word, a number or a tuple of integers"),
         (lambda: Group(b=True), "Group(b=...) is True, expected a word"),
-        (lambda: Recipe(), "a recipe is text, such as 'octopus-3'; found a NoneType"),
+        (lambda: Recipe(), "a recipe is text, such as 'kvpack-3'; found a NoneType"),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:

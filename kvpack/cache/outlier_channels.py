@@ -36,8 +36,7 @@ def outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel
     A channel's size is the median magnitude of some tokens, so that no single token makes it large. Codecs without a rotation, and
     with side-cars that map values first, have no such range.
     """
-    maps = isinstance(codec, WithSideCars) and codec.value_maps
-    if codec.rotation.kind == "none" or maps or not x.shape[2]:
+    if not spreads_channels(codec) or not x.shape[2]:
         return None
     sample = x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)]
     size = sample.to(torch.float32).abs().median(2).values
@@ -50,6 +49,11 @@ def outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel
     return OutlierChannel(layer, head, channel, largest)
 
 
+def spreads_channels(codec: Codec) -> bool:
+    """Whether ``codec`` rotates keys as they are, so that channels that are far larger than the others cost all of them precision."""
+    return codec.rotation.kind != "none" and not (isinstance(codec, WithSideCars) and codec.value_maps)
+
+
 def warn(found: Sequence[OutlierChannel], layers: int) -> None:
     """Issue one KvpackWarning for the caller of ``pack``, which names the largest of the channels ``found`` in ``layers`` layers."""
     if found:
@@ -57,7 +61,7 @@ def warn(found: Sequence[OutlierChannel], layers: int) -> None:
         warnings.warn(
             f"layers[{worst.layer}].k: channel {worst.channel} of head {worst.head} is {worst.ratio:.0f} times as large as the median "
             f"channel, and keys of {len(found)} of {layers} layers have such channels: the codec's rotation spreads them over all others, "
-            "which lose precision: add channel_scale=fp16 to the codec of keys, as presets that end in -scaled have it",
+            "which lose precision: pack with kvpack-4, kvpack-3 or kvpack-2, or add channel_scale=fp16 to the codec of keys",
             KvpackWarning,
             stacklevel=3,
         )

@@ -13,7 +13,7 @@ The codecs raw and lossless store the dtype of their input, or round to their op
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
 "transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=1,0.6,4".
 Keys of other codecs in balanced frames need one too: "k=scalar:b=2,frame=balanced".
-For example "octopus-3", "octopus-3;boundary-1;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32".
+For example "kvpack-3", "octopus-3;layers=0,-1:k=raw;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32".
 Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
 """
@@ -164,7 +164,7 @@ class Recipe:
     def _parse(self, named: Mapping[str, str]) -> None:
         """Set everything except the text; ``named`` are presets and additions."""
         if not isinstance(self.text, str):
-            raise InvalidType(f"a recipe is text, such as 'octopus-3'; found a {type(self.text).__name__}")
+            raise InvalidType(f"a recipe is text, such as 'kvpack-3'; found a {type(self.text).__name__}")
         object.__setattr__(self, "_named", named)
         object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
@@ -471,7 +471,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
-        raise InvalidType(f"a recipe is text, such as 'octopus-3'; found a {type(recipe).__name__}")
+        raise InvalidType(f"a recipe is text, such as 'kvpack-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)
     if named is None:
         return _parsed(str(recipe), registered())

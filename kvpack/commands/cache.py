@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--model", metavar="MODEL", required=True, help="a causal language model, by its folder or its name on the hub")
     parser.add_argument("--prompt-file", metavar="FILE", required=True, help="the text, in UTF-8; - reads it from standard input")
     parser.add_argument("--out", dest="output", metavar="FILE", required=True, help="the kvpack file to write")
-    parser.add_argument("--recipe", metavar="RECIPE", help=f"{RECIPE_HELP} (default: octopus-4)")
+    parser.add_argument("--recipe", metavar="RECIPE", help=f"{RECIPE_HELP} (default: kvpack-4)")
     parser.add_argument("--basis", metavar="FILE", help="the basis of a recipe of the codecs klt and transform")
     parser.add_argument(
         "--role",

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     """Add ``calibrate`` to the command line."""
     parser = commands.add_parser(
         "calibrate",
-        help="make the basis of a model, for recipes such as klt-1.75 and transform-0.6",
+        help="make the basis of a model, for recipes such as kvpack-2, klt-1.75 and transform-0.6",
         description="Read a text with a model, find what its keys and values are best described in, and write that as a basis file. "
         "An interrupted calibration resumes where it stopped.",
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
@@ -28,7 +30,8 @@ def add(commands: Any) -> None:
     """Add ``recipes`` to the command line."""
     what = (
         "List the presets, or the given recipes, with two counts of bits per value: nominal bits as the papers count them, "
-        "and bits in the file, which are all bytes of a cache of the given shape."
+        "and bits in the file, which are all bytes of a cache of the given shape. KL is the loss that was measured on a real model of "
+        "head dim 64, for presets of kvpack's published measurement, and the next column says what keys a recipe is not for."
     )
     parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=what)
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: all presets)")
@@ -74,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     of_model = f" of {arguments.model}: {model.words}" if model is not None else f" of {shape['heads']} heads"
     print_table(
         f"files of {shape['tokens']:,} tokens{of_model}",
-        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "bytes", "lossless for"],
+        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "bytes", "KL", "breaks on", "lossless for"],
         (
             [
                 row["name"],
@@ -84,12 +87,16 @@ def run(arguments: argparse.Namespace) -> int:
                 _bits(row["nominal_bits"]),
                 _bits(row["bits_per_value"]),
                 "-" if row["bytes"] is None else bytes_text(row["bytes"]),
+                "-" if row["kl_divergence"] is None else f"{row['kl_divergence']:.4f}",
+                ", ".join(row["breaks_on"]) or "-",
                 ", ".join(row["lossless"]) or "-",
             ]
             for row in rows
         ),
         left=2,
     )
+    if any(row["kl_divergence"] is not None for row in rows):
+        print("KL: SmolLM2-135M-Instruct, head dim 64, 768 tokens packed and 256 scored (kvpack bench quality)")
     if additions:
         print_table(
             "additions: write them after a recipe, as in octopus-3;boundary-1",
@@ -177,8 +184,28 @@ def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | 
         "nominal_bits": nominal,
         "bits_per_value": stored,
         "bytes": size,
+        "kl_divergence": _measured().get(name),
+        "breaks_on": _breaks_on(recipe, shape),
         "lossless": [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"])),
     }
+
+
+def _measured() -> dict[str, float]:
+    """The KL divergence of the recipes of the published measurement."""
+    report = json.loads((files("kvpack.bench") / "measured" / "quality.json").read_text(encoding="utf-8"))
+    return {row["recipe"]: row["kl_divergence"] for row in report["recipes"]}
+
+
+def _breaks_on(recipe: Recipe, shape: dict[str, int]) -> list[str]:
+    """The keys that the recipe is not for, in words."""
+    from kvpack.cache.outlier_channels import spreads_channels
+    from kvpack.formats.errors import MissingBasis
+
+    try:
+        codecs = {recipe.codec(layer, shape["layers"], "k", shape["dim"]) for layer in range(shape["layers"])}
+    except (InvalidParameter, MissingBasis):
+        return []
+    return ["outlier channels"] if any(map(spreads_channels, codecs)) else []
 
 
 class _Priced(NamedTuple):

@@ -112,7 +112,12 @@ def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[s
         "nominal_bits": pytest.approx(2.0),
         "bits_per_value": pytest.approx(3.017, abs=0.001),
         "bytes": 101_240_704,
+        "kl_divergence": pytest.approx(0.0872, abs=0.00005),
+        "breaks_on": [],
         "lossless": [],
+    }
+    assert {name for name in rows if name.startswith(("kvpack", "octopus")) and rows[name]["breaks_on"]} == {
+        name for name in PRESETS if name.startswith("octopus") and not name.endswith("-scaled")
     }
     lossless = {name: row["lossless"] for name, row in rows.items() if row["lossless"]}
     every = ["bf16", "fp16", "fp32"]

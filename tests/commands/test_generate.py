@@ -52,7 +52,7 @@ def test_an_answer_goes_on_from_the_file(file: Path, capsys: pytest.CaptureFixtu
     assert output.out == f"{ANSWER}\n"
     assert "2,001 of 2,017 tokens of the prompt came from" in output.err
     cache = kvpack.load(file)
-    assert (cache.tokens, cache.model["name"], cache.recipe) == (2001, NAME, kvpack.Recipe("octopus-4").text)
+    assert (cache.tokens, cache.model["name"], cache.recipe) == (2001, NAME, kvpack.Recipe("kvpack-4").text)
 
 
 def test_the_longer_cache_is_saved_on_request(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvpack.file.metadata import Value
     from kvpack.store import Store
 
-RECIPE = "octopus-4"
+RECIPE = "kvpack-4"
 """The recipe of a chat that is given none."""
 MAX_REPLY_TOKENS = 512
 
@@ -50,7 +50,7 @@ class Chat:
     ``messages`` are those of the conversation so far, dicts with a role and a content, as ``apply_chat_template`` takes them, and
     ``template`` are other arguments of its. With ``store``, a ``kvpack.Store`` of the model, the beginning of the conversation comes from
     there if this object has no cache yet, and every reply is saved there; what the store does not have is computed. ``recipe`` is the
-    store's, or octopus-4. Raises InvalidParameter, and InvalidType for messages that are none.
+    store's, or kvpack-4. Raises InvalidParameter, and InvalidType for messages that are none.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ class Angle(CodecFamily):
 
 
 def _unbiased(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """What norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token by, ``[..., 1]``."""
+    """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token, ``[..., 1]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_SMALLEST_NORMAL)
     product, squares, length = (
         (one / largest).mul_(other / largest).sum(-1, keepdim=True)

@@ -79,7 +79,9 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """What a recipe takes from a basis for keys of a ``layer``: frames of a kind, or the mean squares of ``queries``, and the SHA-256."""
+    """The calibrated input of a recipe for the keys of a ``layer``: frames of a kind, or mean squared ``queries``, and the basis'
+    SHA-256.
+    """
 
     digest: bytes
     layer: int

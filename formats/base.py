@@ -122,12 +122,14 @@ class Codec(ABC):
 
     @property
     def shared_scales(self) -> frozenset[str]:
-        """What shares scales that are in proportion to norms, so that the largest decides them (``head_norms.HEADS``, ``TOKENS``)."""
+        """Kinds of scales proportional to norms that several heads or tokens share, so that the largest decides (``head_norms.HEADS``,
+        ``TOKENS``).
+        """
         return frozenset()
 
     @property
     def changes_norms(self) -> bool:
-        """Whether the values that are encoded have other norms than those that it is given."""
+        """True if encoding changes the norms of the given values first."""
         return False
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:

@@ -28,7 +28,7 @@ TABLE_VALUES = (2 << MAX_WIDTH) - 2
 """Values of the tables of one run: 2 of one bit, then 4 of two bits, and so on."""
 
 MEAN_UNIT = 256.0
-"""What 1 stands for in the row of the mean: columns that hardly vary have a mean of many times their size."""
+"""Unit of the row of the mean: columns that hardly vary have a mean that is many times their size."""
 
 DIGEST_BYTES = 32
 """Bytes of the SHA-256 of a basis file, which names it."""
@@ -94,12 +94,12 @@ class BasisRows:
 
     @cached_property
     def matrix(self) -> torch.Tensor:
-        """What each column of the coded frame is in the original one, float32 ``[batch, kv_head, column, channel]``."""
+        """The coded frame's columns in the original frame, float32 ``[batch, kv_head, column, channel]``."""
         return self.rows[:, :, 1 : 1 + self.dim].to(torch.float32)
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """What an error of each column costs, the same unit for all columns of a basis: float32 ``[batch, kv_head, 1, column]``."""
+        """Cost of an error in each column, in the same unit for all columns of a basis: float32 ``[batch, kv_head, 1, column]``."""
         return self.rows[:, :, 1 + self.dim, None].to(torch.float32)
 
     @cached_property
@@ -141,7 +141,7 @@ class BasisRows:
 
 
 class Calibrated(NamedTuple):
-    """What a recipe's codec takes from a basis: its ``rows`` for a layer and side, the basis' SHA-256, and what the bits ask for.
+    """The calibrated input of a codec: the ``rows`` of a layer and side, the SHA-256 of the basis, and the values derived from the bits.
 
     That is the ``widths`` of the runs for the codec klt, and for transform the ``frames`` and the ``step``.
     """

@@ -34,7 +34,7 @@ BALANCED = "balanced"
 """The value of the option that asks for factors by keys and queries."""
 
 _LEAST = 2.0**-10
-"""What a channel counts for at least, relative to the average one, and the most that a balanced factor makes of it is the inverse."""
+"""Minimum weight of a channel, relative to the average; its inverse is the maximum balanced factor."""
 
 _SPAN = 16
 """Tokens whose root mean square counts once."""

@@ -246,7 +246,9 @@ class Columns:
                 self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
 
     def word_rules(self) -> list[WordRule | None] | None:
-        """What ``check`` asks of the words of each plane, None for nothing; None where it asks more than words can tell one by one."""
+        """Return the rules that ``check`` applies to the words of each plane, None for no rule; None if single words cannot show all
+        errors.
+        """
         if self.binary and self.alphabets == self.bases:
             return [
                 WordRule(tuple(self._spare_bits[number].tolist()), (0xFFFF,) * words) if number in self._spare_bits else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Numbers = numpy.ndarray[Any, Any]
 
 PAIRINGS = ("halves", "neighbours")
-"""Which channels a frequency of RoPE turns: i and i + pairs, or 2i and 2i + 1."""
+"""Channels that a RoPE frequency rotates: i and i + pairs, or 2i and 2i + 1."""
 
 MAX_TABLES = 64
 MAX_ALPHABET = 256
@@ -40,7 +40,7 @@ _TURNED_TOKENS = 1 << 12
 
 
 class Rope(NamedTuple):
-    """How RoPE turns keys: ``frequencies`` in radians per position, binary32, of pairs of channels that ``pairing`` names.
+    """The RoPE of keys: ``frequencies`` in radians per position, float32, of the channel pairs that ``pairing`` names.
 
     Sequences of more than ``longest`` tokens are turned by others.
     """
@@ -106,7 +106,7 @@ class Tables:
 
     @cached_property
     def by_symbol(self) -> torch.Tensor:
-        """What every symbol decodes to in steps, the escape to 0: float32 ``[table · symbol]``."""
+        """Decoded value of every symbol in steps; 0 for the escape: float32 ``[table · symbol]``."""
         return torch.nn.functional.pad(self.values, (1, 0)).flatten()
 
     @cached_property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 AXES = ("token", "channel")
 SIZES = (4, 8, 16, 32, 64, 128)
 PER_HEAD = "-per-head"
-"""What names of token scales end with that heads do not share."""
+"""Suffix of the names of token scales that each head has for itself."""
 
 TOKEN_SCALE_DTYPES = {"fp16": "F16", "fp32": "F32", f"fp16{PER_HEAD}": "F16", f"fp32{PER_HEAD}": "F32"}
 TOKEN_SCALES = ("none", *TOKEN_SCALE_DTYPES)
@@ -236,7 +236,7 @@ class Group(CodecFamily):
         return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        """What ``codes`` decode to with these scales and centres, before the token scale."""
+        """Return the values of ``codes`` with these scales and centers, before the token scale."""
         dim = self._members
         grouped = self._grouped(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))

@@ -15,7 +15,7 @@ PAGE = 128
 that of as many tokens up to them."""
 
 HEADS, TOKENS = "heads", "tokens"
-"""What may share a scale: the heads of a token, or the tokens of a group."""
+"""Kinds of sharing: a scale may serve the heads of a token, or the tokens of a group."""
 
 SHARED_RATIO = 1.5
 """A scale that heads share costs a head precision where it is more than this many times what the head's own norm asks for."""
@@ -48,7 +48,7 @@ def usual(norms: torch.Tensor) -> torch.Tensor:
 
 
 def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
-    """Which tokens have a norm above ``ratio`` times the usual one in one head: bool ``[batch, token]`` of norms in each head.
+    """Return a mask, bool ``[batch, token]``, of tokens whose norm is above ``ratio`` times the usual norm in one head.
 
     A head whose usual norm is 0 has none: among tokens of zeros, such as padding, any other is far from the median. None: no token has.
     """
@@ -59,7 +59,7 @@ def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
 
 def misfit(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """How badly the scales of each token fit what shares them, float32 ``[batch, token]``: above 1 is too badly.
+    """Return the misfit of each token with the scales that it shares, float32 ``[batch, token]``; above 1, it is too large.
 
     ``norms`` ``[batch, kv_head, token]`` are those of the values that scales are measured from, and ``shared`` says what shares a scale:
     ``HEADS``, ``TOKENS`` or both.
@@ -69,7 +69,7 @@ def misfit(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
 
 
 def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """How many times the usual range of a group a token has in the head where it is largest: float32 ``[batch, token]``.
+    """Return the factor by which each token widens the usual range of its group, in its largest head: float32 ``[batch, token]``.
 
     A scale that heads share is taken out of the values before. 0 stands for tokens that no head finds larger than ``GROUP_RATIO``.
     """
@@ -123,7 +123,9 @@ def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _has_large(norms: torch.Tensor, ratio: float) -> bool:
-    """Whether any of ``norms`` is above ``ratio`` times the median of its page: medians of all pages would take most of a choice's time."""
+    """Return True if any of ``norms`` is above ``ratio`` times the median of its page. Medians of all pages would dominate the time of a
+    choice.
+    """
     for pages, count in _pages(norms):
         largest = pages[..., -count:].amax(-1)
         wide = largest > ratio * pages.amin(-1)

@@ -1,4 +1,4 @@
-"""What an encoder needs of a basis: inverses of its matrices, and bounds of what its codes decode to (spec/basis.md)."""
+"""The encoder's needs from a basis: inverses of its matrices, and bounds of decoded values (spec/basis.md)."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ class Klt(CodecFamily):
         return values.transpose(2, 3).flatten(3)[..., : self.dim]
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """As ``Codec.check``; of the codes of all heads, refuse bits of columns that there are not."""
+        """As ``Codec.check``; for the codes of all heads, also refuse bits of columns that do not exist."""
         super().check(arrays, where)
         spare = ~numpy.array(self.code_bits, numpy.uint8)
         if not spare.any():

@@ -85,7 +85,7 @@ class Lossless(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Those of normally distributed values; the sizes of others depend on the values."""
+        """Nominal bits for normally distributed values; actual sizes depend on the values."""
         return 1 + FORMS[self.dtype].fraction_bits + _USUAL_BITS
 
     @property

@@ -46,7 +46,7 @@ class Element(NamedTuple):
         return self.value(self.finite - 1)
 
     def value(self, code: int) -> float:
-        """What a code without NaN and infinity stands for."""
+        """Return the value of a code without NaN and infinity."""
         exponent, fraction = divmod(code & (1 << self.bits - 1) - 1, 1 << self.fraction_bits)
         significand = fraction + (1 << self.fraction_bits if exponent else 0)
         magnitude = significand * 2.0 ** (max(exponent, 1) - self.bias - self.fraction_bits)

@@ -115,7 +115,7 @@ class Outliers(FramePart):
         return chunks.flatten(3)
 
     def flags(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Which chunks are outliers, bool ``[batch, kv_head, token, chunk]``."""
+        """Return the outlier chunks, bool ``[batch, kv_head, token, chunk]``."""
         (flags,) = self.packing.unpack([streams[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))])
         return flags != 0
 

@@ -30,7 +30,9 @@ def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def is_reduced(device_type: str) -> bool:
-    """Whether products of float32 on devices of a type may round their factors: ``torch.set_float32_matmul_precision`` and its kin."""
+    """Return True if float32 products on devices of a type may round their factors (``torch.set_float32_matmul_precision`` and related
+    settings).
+    """
     backends: Any = torch.backends
     backend = backends.cuda if device_type == "cuda" else backends.mkldnn
     # PyTorch 2.9 and newer have a setting for each backend, and refuse to name the old one if both were used.

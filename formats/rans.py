@@ -47,7 +47,7 @@ class Decoded(NamedTuple):
     states: Numbers
 
     def faulty(self, counts: Numbers) -> Numbers:
-        """Which chunks do not end as an encoder began them: ``counts`` words are read, and every state is ``MIN_STATE``."""
+        """Return the chunks that do not end as an encoder began them: ``counts`` words are read, and every state is ``MIN_STATE``."""
         found: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
         return found
 

@@ -1,4 +1,4 @@
-"""What readers of codecs refuse of chunks of rANS (spec/rans.md): first states, and how chunks end."""
+"""Checks of rANS chunks that readers make (spec/rans.md): first states, and ends of chunks."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ class RawPositions(KeptTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
-        """Which tokens of a run to keep raw, bool ``[batch, token]``, by the ``norms`` of their keys, ``[batch, kv_head, token]``.
+        """Return the tokens of a run to keep raw, bool ``[batch, token]``, by the norms of their keys, ``norms`` ``[batch, kv_head,
+        token]``.
 
         ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence. Those that make
         shared scales too large are not among them (``with_misfits``).

@@ -78,7 +78,7 @@ class RawTokens(KeptTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
-        """Which tokens of a run to keep raw, bool ``[batch, token]``: none if it ``continues`` another."""
+        """Return the tokens of a run to keep raw, bool ``[batch, token]``; none if it ``continues`` another."""
         batch, _, tokens, _ = run.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=run.device)
         if continues:

@@ -142,7 +142,7 @@ class Scalar(CodecFamily):
         return self._unit(digits).view(*norm.shape[:-1], self.dim).mul_(norm)
 
     def _unit(self, digits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What ``digits`` decode to at norm 1, float32 ``[row, dim]``."""
+        """Return the values of ``digits`` at norm 1, float32 ``[row, dim]``."""
         # Rows of a matrix: torch selects their channels ten times as fast as those of a four-axis tensor.
         values = []
         for codes, table in zip(digits, self._tables, strict=True):

@@ -119,11 +119,11 @@ class SideCar(ABC):
         return {}
 
     def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Those streams, with tokens that are counted from ``tokens`` before the first one; entries that are not in use are left out."""
+        """Return the streams with tokens counted from ``tokens`` before the first one; entries not in use are dropped."""
         return {}
 
     def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Those streams, of the sequences ``indices``, int64 ``[row]``."""
+        """Return the streams of the sequences ``indices``, int64 ``[row]``."""
         return {}
 
 
@@ -207,7 +207,9 @@ class PageVector(SideCar):
 
     @abstractmethod
     def rest(self, x: torch.Tensor) -> torch.Tensor:
-        """What about is left of ``x`` ``[batch, kv_head, token, dim]``, whose first token begins a page, in the original frame."""
+        """Return an approximation of the remainder of ``x`` ``[batch, kv_head, token, dim]``, whose first token begins a page, in the
+        original frame.
+        """
 
     @abstractmethod
     def vectors(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -192,7 +192,9 @@ class WithSideCars(Codec):
         return {**encoder.streams, **encoder.encode(x, 0)}
 
     def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None) -> RunEncoder:
-        """As ``Codec.begin``; ``kernel(codec, block)`` gives the streams of the codec alone, or None where that is to encode a block."""
+        """As ``Codec.begin``; ``kernel(codec, block)`` returns the streams of the codec, or None if the codec must encode the block
+        itself.
+        """
         steps, own = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)
 

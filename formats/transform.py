@@ -39,7 +39,7 @@ CHUNKS = (16, 32, 64, 128, 256)
 MAX_STEP = 255
 
 DEAD_ZONE = 0.06
-"""What an encoder adds to the half of a step by which a column must be nearer to the next level: fewer bits for a little error."""
+"""Distance, beyond half a step, by which a column must be nearer to the next level: it saves bits for a small error."""
 
 _COUNTS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
@@ -94,7 +94,7 @@ class Transform(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Those that the basis expects; without it, those of an ordinary recipe."""
+        """Bits that the basis predicts; without a basis, those of an ordinary recipe."""
         return _USUAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
@@ -103,7 +103,7 @@ class Transform(CodecFamily):
 
     @property
     def step_size(self) -> float:
-        """What a level of 1 stands for."""
+        """Value of level 1."""
         return float(2.0 ** (-self.step / SCALES_PER_OCTAVE))
 
     @property
@@ -150,7 +150,7 @@ class Transform(CodecFamily):
             raise InvalidParameter(f"the {self.place}: {error}") from None
 
     def rope_of(self, source: Frames) -> Rope | None:
-        """How the side turns by its positions."""
+        """Return the RoPE of the side at its positions."""
         return source.rope if self.side == "k" else None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -160,7 +160,7 @@ class Transform(CodecFamily):
         return RunEncoder({}, lambda block, start: self._encode(block, first + start))
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As if the first token had position 0.
+        """Encode as if the first token had position 0.
 
         Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences whose RoPE the basis does not know.
         """
@@ -246,7 +246,7 @@ class Transform(CodecFamily):
         return out
 
     def _values(self, found: Symbols, source: Frames) -> list[torch.Tensor]:
-        """What the symbols of every chunk stand for, float32 ``[column, token]``."""
+        """Return the values of the symbols of every chunk, float32 ``[column, token]``."""
         tables = source.tables
         by_symbol = (tables.by_symbol * self.step_size).numpy()
         places = numpy.multiply(found.table, tables.alphabet, dtype=numpy.intp)

@@ -43,7 +43,7 @@ _launched: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = We
 """The prepared calls of a layer that were made once, by all that their checks depend on."""
 
 _on_cpu: WeakKeyDictionary[Layer, Prepared | None] = WeakKeyDictionary()
-"""What the C kernels have prepared for a layer; None if they do not take it."""
+"""Prepared C kernel calls by layer; None if the C kernels do not support the layer."""
 
 
 def attend(

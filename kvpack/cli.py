@@ -31,7 +31,7 @@ EXIT_CODES = {
     130: "interrupted",
     141: "the reader of a pipe left",
 }
-"""What the exit codes of all commands mean; of several files the worst counts (``kvpack.errors.WORST_FIRST``)."""
+"""Meaning of each exit code. A command with several files exits with the worst one (``kvpack.errors.WORST_FIRST``)."""
 SYSTEM_REFUSED = 3
 INTERRUPTED = 130
 BROKEN_PIPE = 141

@@ -74,7 +74,7 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _every_core_busy() -> Iterator[None]:
-    """As many processes that only count as there are cores."""
+    """Keep every core busy with processes that only count."""
     others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a user has without kvpack on a CPU: files of dense bf16 values, and attention over them."""
+"""The baseline without kvpack on a CPU: files of dense bfloat16 values, and attention over them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PART = 128
 
 @dataclass(frozen=True)
 class Along:
-    """What one recipe does to a generated text: the divergence by parts, the share of changed tokens, and the first that changed.
+    """The effect of one recipe on a generated text: the divergence by parts, the share of changed tokens, and the first changed token.
 
     ``first`` counts the tokens before it; None if none changed.
     """

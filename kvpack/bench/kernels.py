@@ -211,7 +211,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
 
 
 def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
-    """What follows the rotation of the query in a call over ``layer``: the split kernels and the merge."""
+    """Return the launches after the query rotation in a call over ``layer``: the split kernels and the merge."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 

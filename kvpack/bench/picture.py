@@ -146,7 +146,7 @@ def _drawn(row: dict[str, Any]) -> float:
 
 
 def _bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[float]] | None:
-    """How far the interval of a row reaches below and above its divergence, within the axis from ``lowest`` to ``highest``."""
+    """Return the distances from a row's divergence to the ends of its interval, clipped to the axis from ``lowest`` to ``highest``."""
     if row["kl_divergence_interval"] is None:
         return None
     middle, (low, high) = _drawn(row), row["kl_divergence_interval"]

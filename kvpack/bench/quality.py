@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES", "Settings", "run", "show"]
 
 RECIPES = ("fp8", "kivi-4", "nvfp4", "octopus-3", "oscar-2-u8", "kivi-2")
-"""What engines keep, and some of the papers' configurations: as many as two cores measure in 15 minutes, with CALIBRATED."""
+"""Recipes that engines use, and published configurations: as many as two cores can measure in 15 minutes, with CALIBRATED."""
 
 CALIBRATED = ("klt-2.5", "klt-1.75", "klt-1.25", "transform-1", "transform-0.6")
-"""What is measured by default where there is a basis."""
+"""Recipes that are measured by default if a basis is given."""
 
 DEFAULT_TOKENS = 1024
 DEFAULT_SCORE = 256
@@ -65,7 +65,7 @@ DEFAULT_NEEDLES = 8
 LONG_TOKENS = 4096
 """Tokens of the one window of the long text."""
 REFERENCE = "fp8"
-"""What engines keep: the divergence of every recipe is also told as a multiple of this one's."""
+"""The reference, which engines use: every recipe's divergence is also reported as a multiple of its divergence."""
 
 TEXT, LONG_TEXT = "prose", "long"
 OTHERS = ("code", LONG_TEXT)
@@ -199,7 +199,7 @@ def _token_id(text: Text, token: str) -> int:
 
 
 def _precision(model: Any) -> str:
-    """What the model computes in, and where: results of both kinds are not to be compared."""
+    """Return the dtype and the device of the model; results on different ones are not comparable."""
     if model.device.type == "cuda":
         return f"bf16 on one {torch.cuda.get_device_name(model.device)}"
     return "fp32 on a CPU"

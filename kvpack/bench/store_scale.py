@@ -234,7 +234,7 @@ class _Scale:
         return statistics.median(taken)
 
     def _budget(self) -> int:
-        """What the location takes now, or the larger budget that is in effect there: a smaller one would evict nothing."""
+        """Return the size of the location, or the larger budget in effect there, because a smaller one would evict nothing."""
         with closing(open_backend(self._location, Counters(), PLAIN, LocationOptions())) as backend:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 

@@ -102,7 +102,7 @@ def _short_row(name: str, measured: Sequence[Measured | PeerMeasured], exact_los
 
 
 def along_summary(names: Sequence[str], written: Sequence[Along]) -> dict[str, dict[str, Any]]:
-    """What each recipe does to a generated text, as JSON values."""
+    """Return the effect of each recipe on a generated text, as JSON values."""
     return {name: asdict(along) for name, along in zip(names, written, strict=True)}
 
 
@@ -144,7 +144,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
 
 
 def _predicted(windows: Sequence[Forgotten | Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
-    """What the predictions in ``windows`` come to."""
+    """Return the results of the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
     return {

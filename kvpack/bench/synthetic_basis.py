@@ -57,7 +57,9 @@ def check(recipe: str) -> None:
 
 
 def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
-    """What kvpack packs by for ``recipe``, of KV ``heads`` of these ``dims`` of keys and values: a recipe and its basis, if it has one."""
+    """Return the recipe and, if it needs one, the basis to pack with for ``recipe``, given KV ``heads`` and the ``dims`` of keys and
+    values.
+    """
     if recipe.startswith(TRANSFORM):
         rate, scope = _rate(recipe)
         return f"kv=transform:bits={rate}", _framed(scope, heads, dims)

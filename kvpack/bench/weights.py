@@ -1,4 +1,4 @@
-"""What it costs to name a model by all of its weights, where a file or an identity meets it, and what a checkpoint's first start costs."""
+"""Time to name a model by all of its weights, for files and identities, and at a checkpoint's first start."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _of_layers(past: Any) -> list[DenseLayer]:
 
 
 def _layer(layer: Any, where: str) -> DenseLayer:
-    """What a cache layer holds: the filled part of a static layer, the newest tokens of a sliding one."""
+    """Return the keys and values in a cache layer: the filled part of a static layer, or the newest tokens of a sliding one."""
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_more(layer, where, _LAYERS, _LAYER_COUNTS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
@@ -130,7 +130,7 @@ def _layer(layer: Any, where: str) -> DenseLayer:
 
 
 def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
-    """What a recurrent or convolution layer keeps; nothing before its first token."""
+    """Return the states of a recurrent or convolution layer; empty before its first token."""
     found = {}
     for name, attribute in _STATES.items():
         for number, state in getattr(layer, attribute).items():

@@ -135,7 +135,9 @@ def pack(
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
-    """Those of ``states_at`` before the end of ``cache``. Raises InvalidParameter unless each has what the cache's own states have."""
+    """Return the ``states_at`` before the end of ``cache``. Raises InvalidParameter unless each has the same layers, names and shapes as
+    the cache's own states.
+    """
     check_mapping(states_at, "states_at", "recording(model).states_at(past_key_values)")
     expected = [{name: state.shape for name, state in layer.states.items()} for layer in cache]
     for position, states in states_at.items():
@@ -169,7 +171,7 @@ def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 
 
 def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tensor | None]:
-    """What computes the norms of a layer's keys once for both sides."""
+    """Return a function that computes the norms of a layer's keys, once for both sides."""
     return cache(lambda: dispatch.norms(k) if isinstance(k, torch.Tensor) else None)
 
 

@@ -58,7 +58,7 @@ class Copy:
     side: SidePlaces
 
     def reads(self, nbytes: int) -> list[tuple[int, int]]:
-        """What threads read, as places in the group's memory: of at most ``nbytes`` bytes, or all."""
+        """Return the reads of threads as places in the group's memory, each of at most ``nbytes`` bytes, or all of them."""
         if self.span is None:
             return [(self.begin, self.end)]
         end = min(self.end, self.span.end - self.span.begin)

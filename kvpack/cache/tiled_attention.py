@@ -108,7 +108,7 @@ def _merged(parts: Sequence[_Part], shape: tuple[int, ...], device: torch.device
 
 
 def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
-    """What scores are shifted by: 0 for a row that has seen no token yet, whose maximum is -inf, so that exp gives 0 and not NaN."""
+    """Return the shift of the scores: 0 for a row that has seen no token, whose maximum is -inf, so that exp returns 0 and not NaN."""
     return torch.where(torch.isinf(largest), 0.0, largest)
 
 

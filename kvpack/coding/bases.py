@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 LOSSES = "losses.{side}"
-"""Of the model: what each layer costs the model at one width of one side, from the first layer on, as numbers with commas between."""
+"""Metadata name of the loss that each layer causes at one width of one side: numbers with commas between them, first layer first."""
 
 LONGEST = "rope_same_up_to"
-"""Of the model: the tokens of the longest sequences whose keys RoPE turns by the frequencies of the basis."""
+"""Metadata name of the longest sequence, in tokens, for which RoPE uses the frequencies of the basis."""
 
 MAX_FILE_BYTES = 1 << 32
 """Maximum number of bytes of a basis file."""
@@ -68,7 +68,7 @@ DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
 
 GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
-"""What each bit of a column takes from its error."""
+"""Error reduction by each further bit of a column."""
 
 _STEPS = 100
 _MAX_DIGITS = 18
@@ -188,7 +188,7 @@ class Basis:
 
     @cached_property
     def losses(self) -> Mapping[tuple[int, str], float]:
-        """What layers and sides cost the model at one width, of "k" and "v"; none where it was not measured. Raises InvalidHeader."""
+        """Loss that each layer and side causes at one width, by (layer, "k" or "v"); empty if it was not measured. Raises InvalidHeader."""
         return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
 
     def _of_keys(self, found: Mapping[int, torch.Tensor], layer: int, what: str) -> torch.Tensor:
@@ -201,7 +201,7 @@ class Basis:
         return sorted(self._frames)
 
     def transformed(self, layer: int, side: str, bits: float) -> Calibrated:
-        """What the codec transform takes from the basis for ``bits`` bits per value on average over all layers and sides.
+        """Return the calibrated part of the codec transform, for ``bits`` bits per value on average over all layers and sides.
 
         Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
@@ -246,7 +246,8 @@ class Basis:
         return bits / values if values else 0.0
 
     def calibrated(self, layer: int, side: str, bits: float, gain: str | None = None, own: bool = False) -> Calibrated:
-        """What the codec klt takes from the basis for ``bits`` bits per value on average over all layers and sides, as ``widths`` says.
+        """Return the calibrated part of the codec klt, for ``bits`` bits per value on average over all layers and sides; ``widths`` are as
+        in recipes.
 
         Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
@@ -350,7 +351,7 @@ def _check_bits(bits: float, least: float) -> None:
 
 
 class BalancedKeys(NamedTuple):
-    """What a calibration found of the keys of a layer for a basis, float32 ``[kv_head, dim, dim]``.
+    """Calibrated statistics of the keys of one layer, float32 ``[kv_head, dim, dim]``.
 
     ``balanced`` and ``centered`` are frames as in ``BalancedFrames``, ``queries`` E[q q^T] of the queries of a head, after RoPE, and
     ``mean`` ``[kv_head, dim]`` that of keys before ``rope`` turns them; None if it is not known how they turn.

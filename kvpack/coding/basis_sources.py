@@ -1,4 +1,4 @@
-"""How a cache gets the basis that it names: from its caller, as an object, a path, or a folder in which the digest is looked for.
+"""Sources of the basis that a cache names: the caller gives an object, a path, or a folder that is searched for the digest.
 
 No file is opened because another file names it.
 """
@@ -166,7 +166,7 @@ def _with_rows(number: int, given: Codec, codec: Klt | Transform, basis: Basis) 
 
 
 def located(where: str, header: Header, source: Any) -> Header:
-    """As ``bound``, with ``where`` in front of messages."""
+    """Call ``bound``, and prefix its error messages with ``where``."""
     try:
         return bound(header, source)
     except KvpackError as error:

@@ -1,4 +1,4 @@
-"""What a recipe's text says of an encoder and no header holds: options such as norm_rule, for a cache that is loaded and goes on.
+"""Encoder options in a recipe's text that no header stores, such as norm_rule; a loaded cache needs them to encode more tokens.
 
 The text comes from a file. It is searched, and not parsed as a recipe: that would build every codec that it names.
 """

@@ -16,7 +16,7 @@ Tokens of low norm are attention sinks. One of high norm would raise scales that
 """
 
 CALIBRATED_RAW_CLAUSE = "raw=1,0.6,4"
-"""Those of klt and transform: few bits per value are few for a raw token, and later sinks among the first tokens have a low norm."""
+"""Raw tokens of klt and transform. At few bits per value even a few raw tokens count, and late attention sinks have a low norm."""
 
 EXACT = ("raw", "bf16", "fp16", "fp32", "lossless")
 """The presets without a lossy codec, which have no raw tokens."""

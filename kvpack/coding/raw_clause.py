@@ -31,7 +31,7 @@ def words_of(clause: str) -> dict[str, str]:
 
 
 def choice_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
-    """What chooses raw tokens by the options among ``words``; None if they keep none. Raises InvalidParameter."""
+    """Return the rule that chooses raw tokens by the options in ``words``; None if no tokens stay raw. Raises InvalidParameter."""
     return RawPositions.of_words(dim, "k", Options("raw", words))
 
 

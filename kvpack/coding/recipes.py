@@ -67,11 +67,11 @@ SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
 
 _ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f";{CALIBRATED_RAW_CLAUSE}"}
-"""What ``klt-<bits>`` has besides its bits: a clause written out keeps its meaning, which stores name their entries by."""
+"""Options that ``klt-<bits>`` adds to the bits. Written out, a clause keeps its meaning, so store keys do not change."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _WINDOW = ("window=", "tail=")
-"""How a clause of the window begins: the canonical text, which names entries of stores, has the second."""
+"""Prefixes of a window clause. The canonical text, and so every store key, uses the second."""
 
 
 class InvalidClause(InvalidParameter):

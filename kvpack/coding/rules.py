@@ -35,7 +35,7 @@ _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 
 _BALANCED_SCALE = ("channel_scale", BALANCED)
 WORDS_OF_BASES = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
-"""How options begin that need a basis, of codecs that need none."""
+"""Prefixes of options that need a basis in codecs that otherwise need none."""
 
 CALIBRATED = {"klt": ("2", MIN_BITS), "transform": ("0.6", MIN_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""

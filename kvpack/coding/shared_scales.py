@@ -45,7 +45,7 @@ _EFFECTS = {
     HEADS: ("other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
     TOKENS: ("other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
 }
-"""Who loses precision, and what of the worst token is said, by what shares scales."""
+"""Tokens that lose precision, and the sentence about the worst token, by the kind of sharing."""
 
 _collected: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None)
 
@@ -53,7 +53,7 @@ _collected: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None
 def misfit_of(
     norms: torch.Tensor, shared: Collection[str], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False
 ) -> Misfit | None:
-    """What ``shared`` scales cost the tokens that are not ``kept``, bool ``[batch, token]``; None if they fit all others.
+    """Return the error that ``shared`` scales cause in tokens that are not ``kept``, bool ``[batch, token]``; None if they fit all others.
 
     ``norms`` ``[batch, kv_head, token]`` are those of the coded values. ``keeps_large``: tokens of high norm are among the ``kept`` ones.
     A page with many large tokens in one head is not warned of before they are ``MANY_RATIO`` times as large as usual.
@@ -88,7 +88,7 @@ def report(found: Misfit) -> None:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Misfit]]:
-    """What is reported in the block, for ``warn``."""
+    """Collect the misfits reported inside the block, for ``warn``."""
     found: list[Misfit] = []
     before = _collected.set(found)
     try:

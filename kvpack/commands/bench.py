@@ -17,7 +17,7 @@ MODEL_HELP = (
     "(default: the demo's model)"
 )
 DEMO = "demo"
-"""What bench quality calls the demo's model."""
+"""Name of the demo's model in bench quality."""
 
 TEXT_HELP = "the text that the model reads (default: the demo's text)"
 

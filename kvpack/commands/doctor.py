@@ -98,7 +98,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _checked(callback: Callable[[int, int], None] | None) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """What computes on each kind of device, and the results of all checks."""
+    """Return the backend of each kind of device, and the results of all checks."""
     try:
         import torch
 
@@ -227,7 +227,7 @@ def _model() -> str:
 
 
 def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: list[dict[str, Any]]) -> list[str]:
-    """What to do about what is missing, the most important first."""
+    """Return advice on missing packages and features, the most important first."""
     advice = [f"{check['name']} failed: report it with the output of kvpack doctor --json" for check in checks if not check["ok"]]
     if "not built" in kernels.get("cpu", ""):
         advice.append(

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Model(NamedTuple):
-    """What is priced of a model: its layers, the shape that most have, and both in words."""
+    """A model to be priced: its layers, the most common layer shape, and a text for each."""
 
     layers: list[LayerShape | None]
     shape: dict[str, int]

@@ -42,7 +42,7 @@ def window_ids(tokens: int, text: Text) -> int:
 
 
 def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Where ``count`` windows of ``size`` ids begin: one at a random place in each of as many equal parts of the text."""
+    """Return the start of each of ``count`` windows of ``size`` ids: a random position in each of ``count`` equal parts of the text."""
     generator = torch.Generator().manual_seed(seed)
     part = ids // count
     return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]

@@ -27,7 +27,7 @@ LOCKED_SUFFIX = "-locked.tmp"
 """The suffix of an unfinished file on which its writer holds an exclusive ``flock``: without a lock, the writer is dead."""
 
 _ATTEMPTS = 100
-"""How often a writer creates a file again after it was swept before the writer held the lock."""
+"""Maximum number of times that a writer creates a file again because a sweep removed it before the writer had the lock."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 _RESERVED_BYTES = 2**20

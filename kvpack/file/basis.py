@@ -39,7 +39,7 @@ ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
 
 
 class BasisSide(Protocol):
-    """What a basis limits of a side in a header."""
+    """The fields of a side that the rules of basis files limit."""
 
     @property
     def codec(self) -> int: ...

@@ -214,7 +214,7 @@ class File:
                     yield number
 
     def _extent(self, number: int) -> tuple[int, int]:
-        """Where the first tensor of a layer begins in the file, and the last one ends."""
+        """Return the offset of a layer's first tensor in the file, and the end of its last one."""
         names = [f"{number}.{side}.{stream}" for side, entry in self.header.layers[number].sides() for stream in self.header.streams[entry]]
         places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_of(number)))]
         start = len(self.front.text)
@@ -237,7 +237,7 @@ class File:
             read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
 
     def side_places(self, layer: int, side: str) -> SidePlaces:
-        """Where ``read_side_into`` puts the tensors of a side. Raises OutOfBounds when the file does not have the side."""
+        """Return the places to which ``read_side_into`` reads the tensors of a side. Raises OutOfBounds for a side that the file lacks."""
         entry = self.side(layer, side)
         if entry not in self._places:
             places, end = {}, 0

@@ -229,7 +229,7 @@ class Contents:
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
-        """What is added to the number of a token after the range to give its position, for each sequence; None if the file does not say."""
+        """Difference between position and token index after the range, for each sequence; None if the file does not record it."""
         return position_offsets.position_offsets(self.layers, self.starts, self.states, self.start, self.required, self.ignorable)
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:

@@ -118,7 +118,9 @@ def _parsed(data: bytes) -> Header:
 
 
 def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
-    """Whether ``data`` is how ``top``, a valid header except for its codecs, is stored: to make it again of the Header takes longer."""
+    """Return True if ``data`` is the canonical encoding of ``top``, a header that is valid except for its codecs. Faster than encoding the
+    Header again.
+    """
     if any([*top[name]] != sorted(top[name]) for name in ("ignorable", "model")):
         return False
     if any(side is not None and side.get("entries") == {} for layer in top["layers"] for side in layer.values()):

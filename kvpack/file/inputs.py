@@ -28,13 +28,13 @@ ID_BYTES = 4
 """The bytes of a token id: unsigned, little-endian."""
 
 ROWS_DIFFER = "differ from row to row of the batch"
-"""How what is said of tokens whose ids are not the same in all rows ends."""
+"""End of the clause about tokens whose ids differ between rows."""
 IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room for them"
-"""How what is said of tokens ends whose ids a file does not hold."""
+"""End of the clause about tokens whose ids are not in the file."""
 MASKED = "were computed with an attention mask that hides tokens"
-"""How what is said of tokens ends that were computed with a mask of which it is not known what it hides."""
+"""End of the clause about tokens computed with a mask that is not known."""
 PADDED = "were computed with an attention mask that hides padding"
-"""How what is said of tokens ends whose mask hides no more than ``hidden``, and whose positions count the tokens that it does not hide."""
+"""End of the clause about tokens whose mask hides only ``hidden``, and whose positions count only visible tokens."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Inputs:
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **ignorable}
 
     def _without_ids_after(self, count: int) -> Inputs:
-        """What a file that has no room for more than ``count`` ids of each row says of the others."""
+        """Return the clauses of a file that has room for only ``count`` ids of each row, about all other ids."""
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
@@ -267,7 +267,7 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
 
 
 def rows_differ(start: int, stop: int) -> str:
-    """What is said of tokens ``[start, stop)`` whose ids are not the same in all rows."""
+    """Return the clause about tokens ``[start, stop)`` whose ids differ between rows."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
 

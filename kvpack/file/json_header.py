@@ -193,7 +193,7 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
 
 
 def other_format(first: bytes) -> str:
-    """What a file is that begins with ``first``, as far as it is a known format; empty if it is not."""
+    """Return the name of a known format that begins with ``first``; empty for any other."""
     return next((name for magic, name in _OTHERS.items() if first.startswith(magic)), "")
 
 

@@ -24,9 +24,9 @@ ALIGNMENT = 64
 """The description, every stream and the end of a row are at multiples of it."""
 NAMESPACE_BYTES = KEY_BYTES = 32
 NAMESPACE_AT, KEY_AT = 32, 64
-"""Where the namespace and the key begin in a frame."""
+"""Offsets of the namespace and the key in a frame."""
 MULTIPLIER = 0x9E3779B97F4A7C15
-"""Of the checksum: 5 modulo 8, so that its powers repeat after 2^62 words."""
+"""Multiplier of the checksum: it is 5 modulo 8, so its powers repeat only after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
 """The checksum finds any two flipped bits in so many bytes."""
 
@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Where everything of a row is: its bytes, the description, and the place ``[begin, end)`` of every stream by its tensor's name."""
+    """The layout of a row: its bytes, its description, and the range ``[begin, end)`` of every stream by tensor name."""
 
     nbytes: int
     description: bytes
@@ -58,7 +58,7 @@ class RowLayout(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Where the streams begin."""
+        """Offset of the first stream."""
         return _aligned(FRAME_BYTES + len(self.description))
 
     @property

@@ -61,7 +61,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file"
 
 
 def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> tuple[str, int]:
-    """As ``read_text``, with the permission bits of the file that was read."""
+    """Return the text as ``read_text`` does, and the permission bits of the file."""
     data, mode = _read(path, max_bytes, what)
     try:
         return data.decode("utf-8-sig"), mode

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 SCALARS = frozenset({type(None), bool, int, float, str})
 """The classes of values that are JSON values as they are."""
 ALL, SAMPLE, FILES = "sha256", "sample-sha256", "files-xxh3"
-"""How the text of ``Identity.weights`` begins, before a colon, if it is a digest of all weights in memory, of a sample of them, or of the
-files of a checkpoint; any other text is a revision. No two kinds are compared."""
+"""Prefixes, before a colon, of ``Identity.weights`` texts: a digest of all weights in memory, of a sample of them, or of the files of a
+checkpoint. Any other text is a revision. Different kinds are never compared.
+"""
 BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and values depend on"
 """The advice for a caller whose model cannot be digested."""
 

@@ -81,7 +81,7 @@ def digest_of_bytes(path: str, size: int) -> str:
 
 
 def _status(path: str) -> dict[str, int]:
-    """What tells whether a file is the one of its digest."""
+    """Return the file attributes that change when its contents may have changed."""
     found = os.stat(path)
     names = {"device": "st_dev", "inode": "st_ino", "size": "st_size", "modified_ns": "st_mtime_ns", "changed_ns": "st_ctime_ns"}
     return {name: getattr(found, attribute) for name, attribute in names.items()}
@@ -124,7 +124,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def _kept(path: str) -> Iterator[_Kept]:
-    """What is kept of a file. One process at a time reads it: the others wait, and find its digest."""
+    """Return the cached digest of a file. One process at a time reads the file; others wait and find its digest."""
     folder = _folder()
     if folder is None:
         yield _Kept(path, None)

@@ -1,4 +1,4 @@
-"""What names a serving engine's model and pages, from the model's folder: nothing is loaded."""
+"""Identities of a serving engine's model and pages, from the model's folder; nothing is loaded."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _NOTED_LENGTH = "max_seq_len_cached"
 _NOTED_POSITIONS = "rope_deltas"
 """The attribute in which a model notes where the last prompt's text goes on after its images; None before the first."""
 _HUB_FOLDER = "models--"
-"""How the folder of a model begins in the hub's cache folder."""
+"""Prefix of a model's folder in the hub's cache folder."""
 _FREQUENCIES = "inv_freq"
 """The ending of buffers with the frequencies of a rotary embedding."""
 
@@ -69,7 +69,8 @@ def weights_of(found: Iterable[ModelPart]) -> Weights:
 
 
 def weights_sample(found: Iterable[ModelPart]) -> str:
-    """What tells models of the same modules apart without reading all weights: ``SAMPLE`` and a digest of some values of each.
+    """Return ``SAMPLE`` and a digest of some values of each weight, which tells models with the same modules apart without reading all
+    weights.
 
     Files of earlier versions name it. They are those of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
     """
@@ -166,7 +167,7 @@ def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Ten
 
 
 def _own_state(part: ModelPart) -> dict[str, Any]:
-    """What a module of another class gives as its own part of the state dict."""
+    """Return the entries of the state dict that belong to the module itself, for classes with their own state."""
     import torch
 
     module, prefix = part.module, f"{part.name}."

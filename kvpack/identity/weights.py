@@ -113,7 +113,7 @@ class _OnDevice:
 
 
 def _memory_of(value: Any) -> Hashable:
-    """What two tensors have in common if their bytes are the same memory; None for anything else."""
+    """Return a key that is equal for tensors whose bytes are the same memory; None for anything that cannot be compared."""
     import torch
 
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:

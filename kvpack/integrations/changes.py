@@ -1,4 +1,4 @@
-"""What a store has counted since an engine asked last: engines' counters take what is added."""
+"""The counts that a store has added since an engine last asked for them; engines' counters take differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Changes:
         self._before: Counter[tuple[str, ...]] = Counter()
 
     def take(self) -> Counter[tuple[str, ...]]:
-        """What was added, by (name,), and by ("faults", operation, reason)."""
+        """Return the differences, by (name,), and by ("faults", operation, reason)."""
         now: Counter[tuple[str, ...]] = Counter()
         for name, count in self._store.counters().items():
             if isinstance(count, dict):

@@ -1,4 +1,4 @@
-"""What all writers of other libraries' caches ask of a cache: its values in a dtype, and the sliding windows of its layers."""
+"""Conversions that all writers of other libraries' caches need: values in a dtype, and the sliding windows of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What adapters of serving engines ask of a recipe, and of the basis that it may need."""
+"""Checks that the adapters of serving engines make of a recipe and its basis."""
 
 from __future__ import annotations
 

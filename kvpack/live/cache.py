@@ -327,7 +327,7 @@ class LiveCache:
             layer.raw_tokens += tokens
 
     def save_tail(self) -> Callable[[], None]:
-        """What puts the newest token of every layer's raw tail back as it is now, where another was written over it."""
+        """Return a function that restores the newest token of every layer's raw tail after another was written over it."""
         places = []
         for layer in self._chosen(None):
             for side in layer.sides.values():

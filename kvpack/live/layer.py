@@ -272,7 +272,7 @@ class LiveLayer:
         return streams, packed, x[:, :, packed:]
 
     def _whole(self, tokens: int) -> int:
-        """How many of ``tokens`` raw tokens are encoded together: whole windows, or as many as let both sides finish their groups."""
+        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or as many as complete the groups of both sides."""
         if self.is_uneven:
             rests = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
             period = math.lcm(*(unit for _, unit in rests))

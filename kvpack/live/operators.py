@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 
 
 class Live(Protocol):
-    """What operators call: a ``LiveCache``."""
+    """The part of a ``LiveCache`` that the operators call."""
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None: ...
     def attend(

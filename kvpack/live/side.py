@@ -206,7 +206,7 @@ class LiveSide:
 
     @property
     def state(self) -> SideState:
-        """What ``restore`` goes back to, except for values that are written into the tail."""
+        """State for ``restore``, without the values written into the tail."""
         filled = tuple(page.filled for page in self._open)
         return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 

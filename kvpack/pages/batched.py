@@ -39,7 +39,7 @@ MAX_BYTES = 64 << 20
 
 
 def supports(codec: Codec) -> bool:
-    """Whether no stored bits make decoding on a device read outside of a table: digits of all words are codes, and nothing is permuted."""
+    """Return True if no stored bits can make decoding on a device read outside a table: every digit is a code, and nothing is permuted."""
     side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
     if isinstance(codec, Opaque):
         return False

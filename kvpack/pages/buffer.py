@@ -59,7 +59,7 @@ class PageBuffer:
 
     @cached_property
     def _shared(self) -> str:
-        """Which values are in the same place, as those of an expanded tensor do; empty if none does."""
+        """Groups of values that share memory, as in an expanded tensor; empty if there are none."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         found = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None

@@ -131,7 +131,7 @@ class PageCodec:
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
-        """What ``decode_into`` would find wrong with ``rows``, in host memory. Raises InvalidParameter."""
+        """Return the errors that ``decode_into`` would report for ``rows`` in host memory. Raises InvalidParameter."""
         check_flag(values, "values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():
             rows = items(rows, "rows", "rows, which are bytes")
@@ -139,7 +139,7 @@ class PageCodec:
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _device_of(self, pages: PageBuffer) -> DevicePages | None:
-        """What works on the device of ``pages``; None for the host's C kernels and torch."""
+        """Return the codec for the device of ``pages``; None for host memory, which C kernels and PyTorch code."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:
@@ -160,7 +160,7 @@ class PageCodec:
         return slots, _digests(keys, len(slots), "slots")
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
-        """What ``_views`` checks, of rows that may be in a device's memory."""
+        """Check ``rows`` as ``_views`` does; they may be in device memory."""
         if not isinstance(rows, torch.Tensor) or rows.device == CPU:
             self._views(rows, count, writable=writable)
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:

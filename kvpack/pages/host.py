@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from .left_out import LeftOut
 
 Outcome = KvpackError | None
-"""What became of a page: None, or the error for which it was left out."""
+"""Result for one page: None, or the error for which it was skipped."""
 
 CPU = torch.device("cpu")
 
 
 class RowPlan(NamedTuple):
-    """What all rows of a codec share."""
+    """The plan that all rows of a codec share."""
 
     geometry: PageGeometry
     contents: Contents
@@ -96,7 +96,7 @@ class HostPages:
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
-        """What is wrong with each row."""
+        """Return the fault of each row, None for a valid one."""
         return self._each(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
 
     def decode(

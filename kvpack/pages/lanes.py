@@ -55,17 +55,19 @@ class Lane:
 
     @property
     def raw(self) -> RawPositions | None:
-        """What chooses the raw tokens of a page, if there are any."""
+        """Rule that chooses the raw tokens of a page, if there are any."""
         return self.codec.side_car(RawPositions)
 
     @property
     def watched(self) -> RawPositions | None:
-        """What finds raw tokens, and tokens that cost others precision although no page has room for one."""
+        """Rule that finds raw tokens, and tokens that cost others precision although the page has no room for them."""
         return self.raw or (RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO) if self.plain.shared_scales else None)
 
     @property
     def shared(self) -> frozenset[str]:
-        """What shares scales. Pages without room for raw tokens are short: by their median, ordinary tokens would seem large."""
+        """Kinds of shared scales. Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem
+        large.
+        """
         return self.plain.shared_scales - (frozenset() if self.slots else {TOKENS})
 
     @property
@@ -99,7 +101,9 @@ class Lane:
         return encoders, decoders
 
     def _choosers(self, keys: Sequence[torch.Tensor]) -> Any:
-        """What chooses the raw tokens of one layer, and of all of them together, in C; None if C does not, or there are none."""
+        """Return the C functions that choose the raw tokens of one layer, and of all layers together; None if C does not choose, or there
+        are none.
+        """
         from kvpack.kernels.cpu import raw_slots
 
         geometry = self.geometry
@@ -342,7 +346,7 @@ def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
 
 
 def address_of(row: memoryview) -> int:
-    """Where a row begins in memory."""
+    """Return the address of a row in memory."""
     return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)
 
 

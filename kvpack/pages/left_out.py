@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LeftOut:
-    """What the pages of one codec leave out: ``count`` tokens so far, which threads add.
+    """Counts, in ``count``, the tokens that the pages of one codec had no room for. Threads add to it.
 
     A token of low norm that is left out has its own error alone. One of high norm, or one that a shared scale does not fit, is ``costly``:
     tokens or heads that share scales with it lose precision.

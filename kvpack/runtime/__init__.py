@@ -1,1 +1,1 @@
-"""What kvpack takes of the process that it is a guest in: threads, memory, reads of files, locks and modes of floats."""
+"""Shared resources of the host process: threads, memory, file reads, locks and floating-point modes."""

@@ -167,7 +167,7 @@ class OwnThreads:
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """Those of this process: of the parent's threads none runs in a child, which would wait for them forever."""
+        """Threads of this process. After a fork, the parent's threads do not run in the child, which would wait for them forever."""
         found = self._pools.get(os.getpid())
         # An executor that two threads make at once, and one keeps, has begun no thread.
         return found or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))

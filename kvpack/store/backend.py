@@ -41,7 +41,7 @@ class Found:
 
 
 class Hold(NamedTuple):
-    """Who pins, and up to when, in seconds since 1970."""
+    """The owner of a pin, and its end in seconds since 1970."""
 
     owner: str
     until: int
@@ -79,7 +79,7 @@ class Backend(Protocol):
         """The number of leading ``keys`` that are present as entries of the store's form."""
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """As ``present``, for each of ``keys``, which need not follow one another."""
+        """As ``present``, for each of ``keys``, which need not be a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """The bytes of the entries of ``keys``, up to the first missing one."""
@@ -91,7 +91,7 @@ class Backend(Protocol):
         """
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
-        """As ``get``, with the tier of each entry; the first of ``keys`` from a tier slower than ``beyond``."""
+        """As ``get``, with the tier of each entry. The first of ``keys`` comes from a tier slower than ``beyond``."""
 
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
         """Note the use of a chain whose last entries were found and then checked, and copy these to tiers faster than their own."""
@@ -158,7 +158,7 @@ class Backend(Protocol):
 
 
 class OneTier:
-    """What a backend with a single tier has in common with all others; those that ask a server override what is done one by one."""
+    """Common methods of backends with a single tier. Backends that query a server override those that work entry by entry."""
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:

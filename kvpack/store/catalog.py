@@ -205,7 +205,7 @@ def read_catalog(
 
 
 def restored_times(catalog: Catalog) -> dict[bytes, int]:
-    """When entries are to have been last used, so that none was before what needs it: by key, of those that were.
+    """Return corrected last-use times by key, such that no entry was used before one that needs it; only changed ones are listed.
 
     A chunk is needed by what follows it and by its states, a basis by the entries whose recipes name it.
     """

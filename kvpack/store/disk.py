@@ -1,4 +1,4 @@
-"""What files and folders take on a disk: whole blocks, and those of the folders too."""
+"""Disk usage of files and folders, in whole blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST_BLOCK = 65_536
 
 
 def block_bytes(path: str) -> int:
-    """What the bytes of a file below ``path``, which need not be there yet, are rounded up to.
+    """Return the block size of the disk of a file below ``path``, which need not exist yet.
 
     Machines that share a folder over a network count alike, whatever each of them mounts.
     """

@@ -31,11 +31,11 @@ _MAX_RUNS = 32
 _MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
-"""How long a writer waits for a writer that is stopped while it holds the lock."""
+"""Seconds that a writer waits for a suspended writer that has the lock."""
 _POLL_SECONDS = 0.0005
 
 LIMIT_SECONDS = 7 * 86_400
-"""How long a budget holds after the last put of a writer who has it."""
+"""Seconds that a budget stays in effect after the last put of its writer."""
 
 
 class Count(NamedTuple):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .pins import Pins
 
 WAIT_SECONDS = 1.0
-"""How long a writer waits for others that are making room or writing before it gives up its entry."""
+"""Seconds that a writer waits for others that evict or write before it gives up its entry."""
 _POLL_SECONDS = 0.001
 
 STALE_SECONDS = 3600
@@ -45,7 +45,7 @@ _MAX_AT_ONCE = 384
 _PAGE = 64
 """Entries that are removed before others may change the index."""
 _LOST = 32
-"""Where more than this part of a budget is counted and not there, what dead writers took is counted again."""
+"""If more than this share of a budget is counted but missing, the usage of dead writers is counted again."""
 
 
 class NoRoom(Exception):
@@ -200,7 +200,7 @@ class Evictor:
         return Round(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
-        """As ``_evict``, by the index and the count ``before``; None if these do not tell what is there."""
+        """Evict as ``_evict`` does, with the index and the count ``before``; return None if they do not match the folder."""
         if not self._index.refresh():
             return None
         self._index.check_next()
@@ -225,7 +225,7 @@ class Evictor:
         return Round(not freed, len(pending))
 
     def _pending(self) -> list[int]:
-        """What each unfinished file will take on the disk."""
+        """Return the disk space that each unfinished file will need."""
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
     def _excess(self, total: int, size: int, budget: int | None) -> int:

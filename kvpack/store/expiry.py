@@ -23,14 +23,14 @@ SECOND_NS = 10**9
 MAX_TTL = 10**9
 """The longest ``ttl`` in seconds, 31 years: times after it are beyond what some file systems keep."""
 _STEP_SECONDS = 0.005
-"""How long a put looks for expired entries."""
+"""Seconds that one put searches for expired entries."""
 _SHARE = 64
 """A store spends at most one part in so many of its time on that."""
 _SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
 
 
 def pass_seconds(ttl: int) -> float:
-    """How often everything is looked through for expired entries."""
+    """Return the interval, in seconds, of complete searches for expired entries."""
     return min(max(ttl / 8, _SHORTEST_PASS), _LONGEST_PASS)
 
 

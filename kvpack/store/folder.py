@@ -52,7 +52,7 @@ class Folder:
 
     @cached_property
     def block(self) -> int:
-        """What the bytes of a file are rounded up to."""
+        """Block size to which file sizes are rounded up."""
         return disk.block_bytes(self.root)
 
     def cost(self, size: int) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PIN_SECONDS = 86_400
-"""How long a pin holds unless its owner says otherwise: what a program forgets to unpin blocks a store for no longer."""
+"""Seconds that a pin lasts by default, so that a forgotten pin does not block a store for longer."""
 MAX_OWNER = 256
 """Maximum number of bytes of an owner's name."""
 _MAGIC = b"kvphold1"

@@ -29,7 +29,7 @@ ENTRIES = 4096
 """A folder of fewer entries has no index: it is listed as fast."""
 _VERSION = 1
 _WAIT_MS = 50
-"""How long a writer waits for another; without the index it goes on as one who knows none."""
+"""Milliseconds that a writer waits for another; without the index, it continues as if there were none."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
 _FIRST_BYTES = 8
@@ -168,7 +168,7 @@ class Index:
                 self._list(connection, folder)
 
     def totals(self) -> Totals | None:
-        """What the folder holds, by the index as it is."""
+        """Return the totals of the folder according to the index."""
         with self._guarded():
             connection = self._opened()
             if connection is not None:

@@ -32,7 +32,7 @@ _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10})
 
 
 class Use(NamedTuple):
-    """When an entry was last used, in nanoseconds since 1970, and the seconds after which it expires then, if it does."""
+    """The last use of an entry, in nanoseconds since 1970, and the seconds after which it then expires, if it does."""
 
     used_ns: int
     ttl: int | None

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Lease(Protocol):
-    """What a backend gives to one holder at a time."""
+    """A lease, which a backend grants to one holder at a time."""
 
     def release(self) -> None:
         """End the lease, if it has not ended by itself. Raises nothing."""

@@ -45,7 +45,7 @@ class Leases:
         self._lock = Lock()
 
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
-        """What ``load`` finds of ``keys``, once nobody else computes the next of them; then this store holds the lease of that key."""
+        """Return the result of ``load`` for ``keys`` once nobody else computes the next key; this store then has that key's lease."""
         deadline = time.monotonic() + self._seconds
         waited = False
         cache = load()

@@ -19,7 +19,7 @@ class Measured(Protocol):
 
 
 class Collector:
-    """What prometheus_client asks for metrics at each scrape: those of every store that was added, with its labels."""
+    """The collector that prometheus_client calls at each scrape: it returns the metrics of every added store, with its labels."""
 
     def __init__(self) -> None:
         self._stores: list[tuple[Measured, dict[str, str]]] = []

@@ -95,7 +95,7 @@ class Objects:
         return None if found is None else found[0]
 
     def read_front(self, name: str) -> Data | None:
-        """As ``read``, but the bytes after the header of a kvpack file are zeros."""
+        """As ``read``, but with zeros for all bytes after the header of a kvpack file."""
         found = self._beginning(name, _FRONT_BYTES)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""What a store of chunks and one of pages open alike: a backend, the cipher of its entries, and how far their values are trusted."""
+"""Opening of chunk stores and page stores: the backend, the cipher of its entries, and how far their values are trusted."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Job:
 
 
 class BufferSlot(NamedTuple):
-    """Where a page is: a slot of an engine's memory."""
+    """The place of a page: a slot of an engine's memory."""
 
     pages: PageBuffer
     slot: int
@@ -137,7 +137,7 @@ class PageStore:
         self._backend.close()
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether there is an entry for each of ``keys``, which need not follow one another. No entry is read. Raises InvalidParameter."""
+        """Return, for each of ``keys``, True if it has an entry. Keys need not be a chain; no entry is read. Raises InvalidParameter."""
         return self._backend.present_each(self._names(keys))
 
     def put(
@@ -362,7 +362,7 @@ class PageStore:
         return max(1, min(most, BATCH_BYTES // (self._largest + 1)))
 
     def _parts(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
-        """Where each page is. Raises what ``PageCodec.checked`` raises, and InvalidParameter."""
+        """Return the place of each page. Raises the errors of ``PageCodec.checked``, and InvalidParameter."""
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
                 raise InvalidParameter(f"{len(pages)} memories of pages were given for {count} keys")
@@ -393,7 +393,7 @@ class PageStore:
     def _counted(
         self, kind: str, work: Callable[[Sequence[bytes], Sequence[int]], list[bool]], keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[bool]:
-        """What ``work`` returns; what it raises is counted, as an engine may take it for misses."""
+        """Return the result of ``work``; errors are counted and raised, because an engine may treat them as misses."""
         try:
             return work(keys, slots)
         except Exception as error:

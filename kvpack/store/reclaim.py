@@ -27,7 +27,7 @@ _FRONT_BYTES = 2**16
 """The first bytes of an entry are searched for the name of its feature, which is nearly always there, without parsing its header."""
 
 GRACE_NS = 3600 * 10**9
-"""How long a basis that no entry needs stays after its last use: its writer may be about to put the first chunk."""
+"""Nanoseconds that a basis without entries stays after its last use, because its writer may be about to put the first chunk."""
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
@@ -61,7 +61,7 @@ def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
 
 
 def _kind(backend: Backend, stored: Stored, cipher: Cipher | None) -> str:
-    """What an entry is, if it is one to look at: "old" or "basis"."""
+    """Return the kind of an entry to look at, "old" or "basis"; None for any other."""
     try:
         data = _clear(backend, stored, cipher, front=True)
         if data is None or FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
@@ -73,7 +73,7 @@ def _kind(backend: Backend, stored: Stored, cipher: Cipher | None) -> str:
 
 
 def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, max_entry_bytes: int) -> list[Stored]:
-    """Those of ``bases`` that no entry needs and nobody has used for an hour; none if an entry is there that cannot be told."""
+    """Return the ``bases`` that no entry needs and nobody has used for an hour; none if an entry is unreadable."""
     limit = time.time_ns() - GRACE_NS
     idle = {
         stored.key: digest for stored in bases if 0 < stored.used_ns < limit and (digest := _digest(backend, stored, cipher)) is not None

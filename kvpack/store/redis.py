@@ -53,12 +53,12 @@ _KEYS_AT_ONCE = 1000
 """Maximum number of keys of one request that asks for something of each."""
 _FRONTS_AT_ONCE = 256
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
-"""What the script that puts an entry says of it; of one that is there already it returns the front and the size."""
+"""Replies of the put script for an entry that it refuses. For an entry that exists already, it returns the front and the size."""
 _NO_ANSWER = object()
 _TRIES = 8
 """Number of times a put makes room, which others may take first."""
 _SPARE_BYTES = 2**20
-"""What an answer takes besides entries."""
+"""Bytes of a reply in addition to its entries."""
 
 
 class Redis(OneTier):

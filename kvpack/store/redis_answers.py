@@ -104,7 +104,7 @@ def score(answer: Any) -> bool:
 
 
 def stored(front_bytes: int) -> Callable[[Any], list[Any]]:
-    """What the script that puts entries returns: -1 alone, or evicted entries and bytes, a message, and a result of each entry."""
+    """Return the reply of the script that puts entries: -1 only, or evicted entries and bytes, a message, and a result for each entry."""
 
     def result(one: Any) -> Any:
         if type(one) is list:

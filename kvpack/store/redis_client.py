@@ -40,7 +40,7 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
 }
 """The check of each script's answer; that of "put" depends on what is put."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
-"""What redis-py says of an answer that begins as those of HTTP, TLS, SSH and memcached do, and none of Redis."""
+"""Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
 _CALLER = 8
 """The calls between the warning and whoever opens a store."""
 _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
@@ -103,7 +103,7 @@ class Client:
     def call_all(
         self, operation: str, script: str, calls: Sequence[Sequence[Any]], check: Callable[[Any], Any] | None = None
     ) -> Sequence[Any]:
-        """As ``ask_all``, for several calls of one script in one request, or two where the server does not have the script yet."""
+        """As ``ask_all``, for several calls of one script in one request, or two if the server does not have the script yet."""
         checked = check or _ANSWERS[script]
         commands: list[Command] = [(checked, "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for arguments in calls]
         answers = list(self._answers(operation, commands))

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 SUM_SECONDS = 600.0
 """The age at which the sum of the sizes is counted again to keep the budget: any user of the server may have changed it."""
 WAIT_SECONDS = 10.0
-"""How long one put waits for a count; the next put continues it."""
+"""Seconds that one put waits for a count; the next put continues it."""
 NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
 """Names, and sizes, in one page."""
 MAX_PAGES = 2**20
 """Maximum number of pages of a scan: a server of a billion names has no more."""
 AGAIN_SECONDS = 60.0
-"""How often a put without room counts again: somebody may have changed the sum."""
+"""Seconds after which a put without room counts again, because another writer may have changed the sum."""
 
 _PHASES = ("sizes", "used", "names")
-"""What is scanned when the count is lost: keys that are counted or noted and gone are forgotten, and all entries are counted."""
+"""Phases of a scan after the count was lost: forget keys that are counted or noted but missing, then count all entries."""
 _BEGIN = b"0"
 """The cursor of the first page, and after the last."""
 _DONE, _UNSOUND = 1, -1
-"""What the script that sums sizes says at the last page, and where nothing can be said of what is stored."""
+"""Result of the script that sums sizes for the last page, and for a store whose contents cannot be determined."""
 
 
 class Count:

@@ -43,7 +43,7 @@ class _Exchange:
         self._socket.settimeout(self._seconds)
 
     def sendall(self, data: Any, *flags: Any) -> None:
-        """As a socket's, which would take the timeout for each part of a request. Raises TimeoutError."""
+        """As for a socket, which would apply the timeout to each part of a request. Raises TimeoutError."""
         view = memoryview(data).cast("B")
         while len(view):
             self._limit(f"a request, of which {self._sent} bytes are sent,")
@@ -52,7 +52,7 @@ class _Exchange:
             view = view[count:]
 
     def recv(self, count: int, *flags: Any) -> bytes:
-        """As a socket's. Raises TimeoutError, and OSError for too many bytes."""
+        """As for a socket. Raises TimeoutError, and OSError for too many bytes."""
         # Without a timeout the client looks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
             self._limit(f"an answer of {self._taken} bytes so far")
@@ -71,7 +71,7 @@ class _Exchange:
             self._socket.settimeout(min(left, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
-        """As a socket's. Raises as ``recv``."""
+        """As for a socket. Raises as ``recv`` does."""
         room = memoryview(buffer).cast("B")
         data = self.recv(min(len(room), args[0]) if args and args[0] else len(room), *args[1:])
         room[: len(data)] = data

@@ -35,7 +35,7 @@ class NamedStates:
 
     @classmethod
     def of(cls, file: container.File) -> NamedStates:
-        """Those of an open file. Raises InvalidHeader unless it holds states, of one sequence and without sides, under its own key."""
+        """Return the states in an open file. Raises InvalidHeader unless it has the states of one sequence, no sides, and its own key."""
         header, where = file.header, file.where
         feature = header.ignorable.get(FEATURE, b"")
         if len(feature) != 2 * KEY_BYTES + DIGEST_BYTES:

@@ -1,4 +1,4 @@
-"""What a location holds in numbers, by model and recipe: of a folder with an index, only the headers of new entries are read."""
+"""Totals of a location by model and recipe. In a folder with an index, only the headers of new entries are read."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _describe(backend: Directory, progress: Progress | None) -> Catalog:
 
 
 def _abouts(catalog: Catalog) -> list[tuple[str, bytes, int]]:
-    """What each readable entry is, with its key and bytes."""
+    """Return the kind of each readable entry, with its key and size."""
     found: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
         found.append((about_chunk(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TierStats = list[dict[str, Any]]
 
 NOTE_SECONDS = 60.0
-"""How often a tier that was not asked is told that a prefix is in use; that may cost a request."""
+"""Seconds between notes to a tier that was not queried that a prefix is in use; a note may cost a request."""
 _NOTED = 4096
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 QUEUE_BYTES = 256 * 2**20
 """Maximum number of bytes that wait; an entry that does not fit is dropped, because the engine must not wait."""
 FLUSH_SECONDS = 30.0
-"""How long ``close`` waits for the queued entries."""
+"""Seconds that ``close`` waits for the queued entries."""
 
 
 class WriteBack:

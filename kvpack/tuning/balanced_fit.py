@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .statistics import KeyMoments
 
 RIDGE = 1e-3
-"""What is added to each channel's second moment, as a part of their mean: a calibration sees only some of what keys and queries do."""
+"""Share of the mean second moment that is added to each channel's, because a calibration sees only part of the keys and queries."""
 
 
 def balanced_of_all(
@@ -53,7 +53,7 @@ def frames_of(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 
 def cost_of(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """What an error that is equal in all directions of the frames costs scores ``[kv_head]``, relative to one without frames.
+    """Return the cost of an error that is equal in all directions of the frames ``[kv_head]``, relative to one without frames.
 
     The error is in proportion to the size of keys in the frame, and each unit of it to that of queries.
     """
@@ -63,7 +63,7 @@ def cost_of(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> 
 
 
 def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
-    """What frames made of half of the text cost on that half (``own``) and on the other one (``other``); None without two halves.
+    """Return the cost of frames made from half of the text, on that half (``own``) and on the other (``other``); None without two halves.
 
     Costs are as ``cost_of`` says, averaged over layers and heads. The frames of a basis are made of both halves.
     """

@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 RIDGE = 1e-2
-"""What is added to the cost of every channel, as a part of its own: a calibration sees only some of what errors do."""
+"""Share of a channel's cost that is added to it, because a calibration sees only part of the errors."""
 
 MIN_CHANNEL = 1e-3
-"""What an error in a channel counts for at least, as a part of the mean over channels, where costs are added channel by channel."""
+"""Minimum weight of an error in a channel, as a share of the mean over channels, if costs are added channel by channel."""
 
 MIN_COST = 0.1
-"""What an error of any layer costs at least, as a part of what one as large beside the keys (or the values) costs on average over layers:
-few tokens of a calibration, or none, tell of a layer that the model needs for a single token afar. Chosen on a fifth of a calibration's
-text that the calibration had not read (spec/codecs/klt.md, Encoder notes)."""
+"""Minimum cost of an error in any layer, relative to the average cost over layers of an equally large error. A calibration may see few
+tokens, or none, for which a layer matters. Chosen on a fifth of a calibration's text that the calibration had not read (spec/codecs/klt.md,
+Encoder notes).
+"""
 
 LARGEST_MEAN = 2.0**23
 """Columns that vary less than this part of their mean have a larger scale, so that binary16 holds the mean."""
@@ -61,7 +62,9 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
 
 
 def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str, torch.Tensor]:
-    """What errors cost, float64 ``[part, dim, dim]`` by ``names`` of statistics, of heads or frames; ``least`` as ``MIN_COST``."""
+    """Return the cost of errors, float64 ``[part, dim, dim]`` by the ``names`` of statistics, for heads or frames; ``least`` is as
+    ``MIN_COST``.
+    """
     # Every temperature has the same share, and layers and sides keep their proportions.
     shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     costs = {name: (found.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
@@ -70,7 +73,7 @@ def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str,
 
 
 def channel_costs(cost: torch.Tensor) -> torch.Tensor:
-    """What an error in a channel alone costs ``[..., channel]``, by costs ``[..., dim, dim]``; every channel costs a little.
+    """Return the cost of an error in a single channel ``[..., channel]``, from costs ``[..., dim, dim]``; every channel costs a little.
 
     Costs are added in proportion to these. So a model whose keys are larger in a channel, and its queries smaller, is coded the same.
     """
@@ -80,7 +83,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
 
 def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> dict[str, torch.Tensor]:
-    """What is added to the cost of every channel ``[part, channel]``, by layer and side."""
+    """Return the term that is added to the cost of every channel ``[part, channel]``, by layer and side."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = found.sums[name] / found.counts[name]

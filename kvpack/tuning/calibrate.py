@@ -175,7 +175,7 @@ def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments
 
 
 def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
-    """What frames are to be of in windows of ``tokens`` tokens, or None and why there are none.
+    """Return the scope of the frames in windows of ``tokens`` tokens, or None and the reason for having none.
 
     Frequencies of RoPE are those of at most ``longest`` tokens. Raises InvalidParameter for keys that turn in an unknown way, if ``scope``
     asks for frames, and InvalidParameter for layers without keys.
@@ -202,7 +202,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """How the keys of every layer turn in windows of ``tokens`` tokens; None if that is not known, or differs from shorter ones."""
+    """Return the RoPE of every layer's keys in windows of ``tokens`` tokens; None if it is not known, or differs from shorter windows."""
     if longest is not None and tokens > longest:
         return None
     try:
@@ -228,7 +228,7 @@ def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def rate(basis: Basis, bits: float) -> dict[str, float]:
-    """What the codec transform takes at ``bits`` bits per value, as far as the basis foresees: bits, and products per decoded value."""
+    """Return the expected size and speed of the codec transform at ``bits`` bits per value: bits, and products per decoded value."""
     step = basis.step(bits)
     coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in basis.framed()]
     return {"bits": bits, "expected_bits": basis.transform_bits(step), "products": sum(coded) / len(coded)}

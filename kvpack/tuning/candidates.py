@@ -58,7 +58,7 @@ BY_WIDTHS = tuple(f"scalar:b={bits},{_RAW_WORDS}" for bits in BITS)
 """The candidates of the search by widths, of both sides."""
 
 BALANCED = tuple(f"k=scalar:b={bits},mean=64,frame=centered,{_RAW_WORDS}" for bits in BITS)
-"""Those of keys where a basis has balanced frames."""
+"""Key candidates if the basis has balanced frames."""
 
 CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
 """The candidates that a basis adds, of both sides: each place then has what so many bits per value on average would give it."""

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 SUFFIX = "frames"
-"""What names the statistics of frames: layer, side and this."""
+"""Suffix of the names of frame statistics, after layer and side."""
 
 MIN_COST = 0.03
-"""What an error of any layer costs at least, as basis_fit.py has it for the rows of a basis; chosen on the same text, for this codec."""
+"""Minimum cost of an error in any layer, as in basis_fit.py; chosen on the same text, for this codec."""
 
 LARGEST_DEVIATION = 2.0**-4
 """The unit: the largest standard deviation of a column, over all layers and sides."""
@@ -37,7 +37,7 @@ _TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 
 _MIN_BITS, _MAX_BITS = 0.1, 3.0
 """Average bits per value of a side, between which a step counts for the tables."""
 LARGEST_SCALE = 1.25
-"""What the values of a table are multiplied by at most: most columns of small tables are 0, and their energy is not to be made up for."""
+"""Maximum factor of a table's values. Most columns of small tables are 0, and their energy should not be compensated."""
 _SMOOTHED = 8.0
 """Levels of a Laplace distribution that are added to those of a table."""
 _MIN_PART = 1e-5

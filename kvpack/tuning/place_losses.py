@@ -1,4 +1,4 @@
-"""What each layer and side costs a model at one width, for the widths of kvpack's own presets by a basis."""
+"""Loss of a model by layer and side at one width, from which kvpack's own presets derive widths."""
 
 from __future__ import annotations
 

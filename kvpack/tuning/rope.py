@@ -1,4 +1,4 @@
-"""How RoPE turns the keys of each layer of a model: found by reading single tokens at several positions."""
+"""The RoPE of each layer of a model, found by reading single tokens at several positions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]
 
 
 def _candidates(model: Any) -> list[Rope]:
-    """What the rotary modules of ``model`` may do, each once."""
+    """Return the RoPE variants that the rotary modules of ``model`` may apply, without duplicates."""
     found = [buffer.float() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
     # Older modules hold sines of positions in place of frequencies.
     if dims := getattr(model.config.get_text_config(), "rotary_dim", None):

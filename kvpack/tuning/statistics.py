@@ -1,4 +1,4 @@
-"""What a calibration gathers from windows of text: means, covariances and samples of keys and values, and what errors in them cost.
+"""Statistics of a calibration, from windows of text: means, covariances and samples of keys and values, and the cost of errors in them.
 
 The cost is the Fisher information: of a next token that is drawn from the model's own prediction, the gradient of its
 log-probability by every key and value (Martens 2020, Sec. 5). Predictions at higher temperatures are drawn from, too: where the
@@ -34,7 +34,7 @@ TEMPERATURES = (1.0, 3.0, 10.0)
 """Temperatures of the predictions that next tokens are drawn from; each has the same share in the cost."""
 
 RAW = RawPositions(1, "bf16", 4, 0.6, 4.0)
-"""Which tokens lossy presets keep raw (``presets.RAW_CLAUSE``): attention sinks, whose values need not tell anything.
+"""Raw tokens of lossy presets (``presets.RAW_CLAUSE``): attention sinks, whose values need not be representative.
 
 Unlike all others, they are not counted. Of the first four, recipes such as klt-1.75 keep the first alone.
 """
@@ -57,7 +57,7 @@ _MAX_HEADER_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Framing:
-    """What frames are of: the channels of a ``scope``, "head" or "layer", and keys before the RoPE of their layer."""
+    """The input of frames: the channels of a ``scope``, "head" or "layer", and keys before the RoPE of their layer."""
 
     scope: str
     ropes: Sequence[Rope | None]
@@ -91,7 +91,9 @@ class KeyMoments:
 
     @classmethod
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
-        """Those of keys ``[1, kv_head, token, dim]`` from position 0 on that caches do not keep raw, and of ``queries`` already summed."""
+        """Return the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens, and of ``queries`` already
+        summed.
+        """
         counted = _counted(k)
         x = k[0].to(torch.float64)[:, counted]
         before = x if rope is None else rope.turned(k[0].to(torch.float32), 0, back=True).to(torch.float64)[:, counted]
@@ -224,7 +226,7 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
-        """Those of the file ``path``; none where there is no file. Raises InvalidParameter for a file of something else."""
+        """Return the statistics in the file ``path``; empty if there is no file. Raises InvalidParameter for another kind of file."""
         found = cls(of)
         if not os.path.lexists(path):
             return found
@@ -270,7 +272,7 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
 
 
 def _counted(k: torch.Tensor) -> torch.Tensor:
-    """Which tokens of keys ``[1, kv_head, token, dim]`` are counted, bool ``[token]``: those that caches do not keep raw."""
+    """Return a mask, bool ``[token]``, of the tokens of keys ``[1, kv_head, token, dim]`` that count: those that caches do not keep raw."""
     raw = RAW.choose(norms_of(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
 

@@ -30,7 +30,7 @@ from kvpack.file.user_files import could_not_open, open_regular, path_text
 from kvpack.formats.errors import InvalidParameter
 
 CONFIG = "llama.cpp sequence state 3"
-"""What the map ``model`` of a cache says of its configuration when the cache came from such a file."""
+"""Configuration in the map ``model`` of a cache that came from such a file."""
 LIST, SERVER = "list", "server"
 """Forms of the token ids: a plain list, and llama-server's, which could hold media as well."""
 TYPES = {"fp32": (0, 4), "fp16": (1, 2), "bf16": (30, 2)}
@@ -122,7 +122,7 @@ class Reader:
         return self.size - self.at
 
     def skip(self, count: int, what: str) -> int:
-        """Where the next ``count`` bytes begin. Raises InvalidParameter if the file does not have them."""
+        """Return the offset of the next ``count`` bytes. Raises InvalidParameter if the file does not have them."""
         if count > self.left:
             raise InvalidParameter(f"{self.where}: is truncated: {what} take {count} bytes from byte {self.at} on, and it has {self.left}")
         begin, self.at = self.at, self.at + count
@@ -158,7 +158,8 @@ def is_state_file(path: str | os.PathLike[str]) -> bool:
 
 
 def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
-    """What the file holds, and where. Raises InvalidParameter for anything but so many sections of keys and values to its end.
+    """Return the contents and offsets of the file. Raises InvalidParameter unless it consists of ``sections`` sections of keys and
+    values.
 
     Sections of latents have keys alone.
     """

@@ -1,4 +1,4 @@
-"""What LMCache was told is stored: its quotas delete by these bytes, and the store evicts without asking it."""
+"""The sizes that LMCache was told: its quotas delete by these bytes, and the store evicts without asking it."""
 
 from __future__ import annotations
 

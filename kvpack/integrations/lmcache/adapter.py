@@ -41,7 +41,7 @@ log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused", "others"}
 LOOK_SECONDS = 600.0
-"""How often a delete looks at all entries for layouts that this process has not met."""
+"""Seconds between searches of all entries, by deletes, for layouts that this process has not seen."""
 _ADAPTERS = count()
 """The numbers of the adapters of this process, which are labels of their metrics."""
 
@@ -281,7 +281,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         page_of: Callable[[int], tuple[PageStore, Any] | None],
         work: Callable[[PageStore, list[int], list[Any]], list[bool]],
     ) -> list[bool]:
-        """What ``work`` answers for each object, all of a store in one call, in which those before an object are what it continues.
+        """Return the result of ``work`` for each object. All objects of a store are in one call, each continuing those before it.
 
         ``page_of`` gives an object's store and page by its number. An object for which it gives nothing is missing; one that raises is
         refused alone, for LMCache has objects of several layouts in a task.

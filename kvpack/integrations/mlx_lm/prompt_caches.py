@@ -42,7 +42,7 @@ _COUNT = re.compile(r"[0-9]{1,10}")
 
 
 class _File(NamedTuple):
-    """What the metadata says: the classes of all layers, the texts of each that hold its counts, and the caller's own texts."""
+    """The metadata: the classes of all layers, the texts with their counts, and the caller's own texts."""
 
     classes: list[str]
     counts: list[dict[int, str]]

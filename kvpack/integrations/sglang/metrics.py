@@ -1,4 +1,4 @@
-"""What SGLang's own /metrics shows of kvpack: its server gathers the metrics that prometheus_client counts in each of its processes."""
+"""kvpack's metrics at SGLang's /metrics: the server gathers the metrics that prometheus_client counts in each process."""
 
 from __future__ import annotations
 

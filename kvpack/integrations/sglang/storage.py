@@ -44,12 +44,12 @@ _SETTINGS = (
 )  # fmt: skip
 """Arguments of SGLang's server on which keys, values and states depend, besides the model's folder."""
 _DRAFT = "draft"
-"""What the names of the pools of a draft model begin with."""
+"""Prefix of the pool names of a draft model."""
 _DRAFT_SETTINGS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_model_quantization",
     "speculative_draft_load_format", "speculative_draft_kv_cache_dtype",
 )  # fmt: skip
-"""Those on which the pages of a draft model depend as well."""
+"""Settings on which the pages of a draft model depend as well."""
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -153,7 +153,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         _copying()
 
     def get_stats(self) -> Any:
-        """What SGLang's collector of storage metrics takes, pages and GB/s of each call; kvpack's own counters are told next to it."""
+        """Return the pages and GB/s of each call, for SGLang's collector of storage metrics; kvpack's own counters are reported too."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         found = StorageMetrics()
@@ -298,7 +298,9 @@ def _check_whole(pool: Any, geometry: PageGeometry) -> None:
 
 
 def _settings(pool: Any, name: str) -> list[str]:
-    """What SGLang was started with, for the pages of the pool ``name``. Raises InvalidParameter if that is needed and not known."""
+    """Return the settings of SGLang that affect the pages of the pool ``name``. Raises InvalidParameter if a needed setting is not
+    known.
+    """
     from sglang.srt.runtime_context import get_server_args
 
     try:
@@ -335,8 +337,8 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
 
 
 def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
-    """What pages depend on besides tokens and salt. Every arrangement of a pool of values has the same rows, so that its layout is no part
-    of it; ``arranged`` pages are the bytes of flat ones, whose order is the layout's.
+    """Return the identity of pages: everything besides tokens and salt. All arrangements of a pool of values have the same rows, so the
+    layout is not part of it; ``arranged`` pages are the bytes of flat ones, in the layout's order.
     """
     model, tag, revision = str(config.model_name or ""), getattr(pool, "storage_format_tag", None), options.get("revision")
     if tag is not None:

@@ -210,7 +210,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
         self.masked: dict[bool, bool] = {}
-        """Of layers with and without a sliding window, whether the model's own attention had a causal mask in this pass."""
+        """For layers with and without a sliding window, True if the model's own attention had a causal mask in this pass."""
         self.compiled = CompiledCalls(self, len(self.layers))
         number = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
         # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
@@ -699,7 +699,7 @@ def _check_flags(*, keep_all: bool, **options: bool | None) -> None:
 
 
 def _known(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
-    """What caches need to know of ``model``, and the transformers models in it."""
+    """Return the description of ``model`` that caches need, and the transformers models in it."""
     inside = models_in(model) if model is not None and hasattr(model, "modules") else []
     return (None if model is None else Model(model, inside)), inside
 

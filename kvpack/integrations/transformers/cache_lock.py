@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SECONDS = 1.0
-"""How long a thread waits before it looks whether the one that has the turn is alive."""
+"""Seconds after which a waiting thread checks that the thread with the lock is alive."""
 
 
 class Turns:

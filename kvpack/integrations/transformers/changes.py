@@ -1,4 +1,4 @@
-"""What a model's keys and values depend on and may change while it is in use: its adapters, its weights, its mode."""
+"""Changes of a model in use that affect its keys and values: adapters, weights, and mode."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def checkpointed(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 
 
 class ModelState:
-    """What differs after a model's adapters, weights, dtype or mode changed, in place or not; values are not read, nor weights kept."""
+    """A summary that differs after a model's adapters, weights, dtype or mode changed, in place or not. It reads no values and keeps no
+    weights.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modes = adapters_in_effect(model), model.training

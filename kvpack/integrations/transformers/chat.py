@@ -34,7 +34,7 @@ RECIPE = "kvpack-4"
 MAX_REPLY_TOKENS = 512
 
 _DIGEST = f"{CHAT}sha256"
-"""Of the messages as JSON."""
+"""Name of the digest of the messages as JSON."""
 _SPANS = "of_token_ids"
 
 Message = dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a KvpackCache does in code that torch.compile compiles: operators, which run its own methods."""
+"""KvpackCache in code that torch.compile compiles: operators that call its own methods."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class CompiledCalls:
         return type(self)(memo[id(self._cache())], len(self._tickets))
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """What the operator does."""
+        """Run the operator."""
         assert k is not None
         assert v is not None
         self.cache.take(k, v, layer)
 
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """What the operator does."""
+        """Run the operator."""
         if starts is not None:
             given = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
             if given is None and any(mask.columns is not None for mask in self._masks.values()):
@@ -134,7 +134,7 @@ class CompiledCalls:
 
 
 class _Mask(NamedTuple):
-    """What ``CompiledCalls.starts`` returned for a mask over ``tokens`` tokens.
+    """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
     ``hides``: whether it hides any of them; ``columns``, bool ``[batch, token]`` of not more of them, if others than the first.
     """

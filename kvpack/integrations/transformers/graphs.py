@@ -71,13 +71,13 @@ class StepGraphs:
         self.refused: str | None = None
         """Why there are no graphs; None while there may be."""
         self.captured: CapturedStep | None = None
-        """What the step that is being captured is told; None while none is."""
+        """The step that is being captured; None if there is none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(memo[id(self._cache())], self._number, self._asked)
 
     def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, makeup: _KeptMakeup, arguments: dict[str, Any]) -> Any:
-        """What ``forward(**arguments)`` returns, where ``forward`` is that of ``model``, which is as ``makeup`` knows it."""
+        """Return the result of ``forward(**arguments)``, the forward of ``model``, which is unchanged since ``makeup`` was taken."""
         cache = self._cache()
         assert cache is not None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -233,7 +233,7 @@ class _Graph:
         return makeup is not None and makeup.unchanged()
 
     def replayed(self, cache: Any, step: _Step, number: int) -> Any:
-        """What the step returns, from a replay of the graph."""
+        """Return the result of the step from a replay of the graph."""
         before = cache.live.seen(number)
         self._ids.copy_(step.ids)
         if step.positions is None:
@@ -329,7 +329,7 @@ def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
 
 
 def may_replay(model: torch.nn.Module) -> bool:
-    """Whether steps of ``model``, as it is, may be replayed where nobody asked for that; its code is read before the first capture."""
+    """Return True if steps of ``model`` may be replayed by default; its code is read before the first capture."""
     own, parameter = vars(outermost(model)).get("forward"), next(model.parameters(), None)
     return parameter is not None and can_capture(parameter.device) and (own is None or getattr(own, "is_of_its_class", False))
 
@@ -340,7 +340,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """What replays ``call``, and its result, whose tensors each replay writes. Raises what PyTorch raises."""
+    """Return a function that replays ``call``, and the call's result, whose tensors each replay writes. Raises the errors of PyTorch."""
     graph, stream, before = torch.cuda.CUDAGraph(), _stream_of(device), torch.cuda.current_stream(device)
     pool: Any = torch.cuda.graph_pool_handle()
     with _CAPTURES, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):

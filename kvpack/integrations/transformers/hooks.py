@@ -274,7 +274,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def passes_over(past: Any) -> list[Any]:
-    """What the KvpackCaches of ``past`` are told of the passes over them."""
+    """Report forward passes over the KvpackCaches of ``past`` to them."""
     return [cache.passes for cache in _kvpack_caches(past)]
 
 

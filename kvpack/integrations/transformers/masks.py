@@ -78,7 +78,7 @@ class Padding(NamedTuple):
 
 
 def padding_of(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> Padding:
-    """What a mask of two dimensions hides of ``kv_length`` keys from token ``kv_offset`` on. It is read."""
+    """Return the tokens that a two-dimensional mask hides among ``kv_length`` keys from token ``kv_offset`` on. The mask is read."""
     if attention_mask is None:
         return Padding(True)
     end = kv_offset + kv_length
@@ -103,7 +103,9 @@ def _is_named(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> bool:
-    """Whether transformers' arguments alone tell that the mask, except for padding, is causal, within the model's window if it has one."""
+    """Return True if transformers' arguments alone show that the mask, apart from padding, is causal, within the model's window if it has
+    one.
+    """
     if _is_causal(mask_function, use_vmap):
         return True
     # Of masks with a local size, those of chunks and in both directions are told apart by these; all that adds to a window allows no skip.

@@ -1,4 +1,4 @@
-"""What a replayed step of a model leaves as it was captured: modules, weights, hooks, attributes and code; and whose code that is."""
+"""Everything of a model that a replayed step depends on: modules, weights, hooks, attributes and code, and who wrote that code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 class Makeup:
-    """What ``model`` is made of, without the values of its weights, which may change in place. It keeps modules and weights alive."""
+    """The parts of ``model``, without the values of its weights, which may change in place. It keeps modules and weights alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._modules = model, list(modules_of(model))
@@ -54,7 +54,9 @@ class Makeup:
 
     @cached_property
     def foreign(self) -> str | None:
-        """What of the model is not PyTorch's or transformers' own, so that a replay may leave out what it does; None if nothing is."""
+        """The first part of the model that is not from PyTorch or transformers, whose effects a replay might omit; None if there is
+        none.
+        """
         for name, module in self._model.named_modules():
             forward = vars(module).get("forward")
             if forward is not None and not getattr(forward, "is_of_its_class", False):
@@ -103,12 +105,12 @@ class _Code:
         self._seen.clear()
 
     def objects(self) -> Iterator[Iterable[Any]]:
-        """What classes and modules hold under the names that are read."""
+        """Return the objects of classes and modules under the names that are read."""
         yield from (one.values() for one in self.classes)
         yield (get(name) for get, name in self._names)
 
     def _read(self, value: Any) -> Iterable[Any]:
-        """What ``value`` leads to."""
+        """Follow the references of ``value``."""
         if isinstance(value, (staticmethod, classmethod, MethodType)):
             return (value.__func__,)
         if isinstance(value, partial):

@@ -59,7 +59,7 @@ _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 
 
 class Expected:
-    """What the cache of a model with the configuration ``config`` consists of.
+    """The expected layers of the cache of a model with the configuration ``config``.
 
     Raises InvalidParameter for anything but the configuration of a transformers model.
     """
@@ -131,7 +131,7 @@ class Expected:
 
     @cached_property
     def _layers(self) -> list[Any]:
-        """Those of the cache that transformers makes for the model, as many as its decoder has."""
+        """Layers of the cache that transformers makes for the model, as many as its decoder has."""
         try:
             layers = cache_layers(self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -143,7 +143,7 @@ class Expected:
 
 
 class Model(Expected):
-    """What is known of a transformers model, or of a wrapper of one, as far as its caches are concerned; it refers to no weights.
+    """The properties of a transformers model, or of a wrapper of one, that its caches depend on. It references no weights.
 
     ``inside`` is ``models_in(model)``, where the caller has walked it.
     Raises InvalidParameter for anything but a model.
@@ -214,7 +214,7 @@ def _check_takes_given_cache(model: Any) -> None:
 
 
 class Named:
-    """What a cache says of a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named.
+    """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named.
 
     The digest of its weights is computed meanwhile, from their values when this was made: nobody may change them before ``hold``.
     """
@@ -245,7 +245,7 @@ class Named:
 
 
 def named(model: Any) -> Named:
-    """What a cache says of ``model``, as it is now.
+    """Return the fields by which caches name ``model`` as it is now.
 
     Nothing in training mode, nor with buffers that are not in memory.
     """

@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = {
 
 _POSITIONS = ("position_ids", "cache_position")
 OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"
-"""How what is found of tokens begins, where the length of their sequence decided the frequencies of RoPE."""
+"""Beginning of the clause about tokens whose sequence length decided the RoPE frequencies."""
 
 _READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 """The arguments that a Pass reads."""
@@ -64,7 +64,7 @@ class Pass:
         self._longest = None if config is None else same_up_to(config.get_text_config(decoder=True))
         self._found: list[str] = []
         self.visible: torch.Tensor | None = None
-        """Which tokens, those of the cache first, a mask of two dimensions lets queries see, bool ``[batch, token]``; None without one."""
+        """Tokens, those of the cache first, that a two-dimensional mask lets queries see, bool ``[batch, token]``; None without one."""
         self._all_visible: torch.Tensor | None = None
         self._positions: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None

@@ -41,7 +41,7 @@ class RotaryPositions:
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
-        """Those after ``cache``, None for an empty one; None for a model whose positions have one dimension.
+        """Return the positions after ``cache``, None for an empty one; None for a model with one-dimensional positions.
 
         Raises InvalidParameter when they are not known: a file may not record them, and the model may have others of another prompt.
         """

@@ -99,7 +99,7 @@ def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: i
 
 
 def _ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
-    """Where the passes end that compute the tokens from ``start`` to ``stop``."""
+    """Return the ends of the passes that compute the tokens from ``start`` to ``stop``."""
     ends = {*range((start // every + 1) * every, stop, every), stop}
     if chunk is not None and stop // chunk * chunk > start:
         ends.add(stop // chunk * chunk)

@@ -1,4 +1,4 @@
-"""How much of a cache a prompt can reuse: the tokens whose ids begin both."""
+"""The part of a cache that a prompt can reuse: the tokens whose ids begin both."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
 
 
 def _others(inputs: Inputs) -> dict[int, str]:
-    """What token ids and a mask do not determine, by the position of its first token.
+    """Return the inputs that token ids and a mask do not determine, by the position of their first token.
 
     The ids of each row are compared, as far as they are known, and the mask that hid padding is demanded of the next pass.
     """
@@ -76,7 +76,9 @@ def check_rows_known(cache: Cache) -> None:
 
 
 def changed_since(cache: Cache) -> str:
-    """What is said of a cache whose values are not those that passes computed: no prompt begins with its tokens. Or nothing."""
+    """Return the clause about a cache whose values differ from those that passes computed, so that no prompt begins with it; empty if none
+    do.
+    """
     texts = cache.inputs.undetermined if cache.inputs is not None else ()
     return next((text for text in texts if text.endswith(CHANGED)), "")
 

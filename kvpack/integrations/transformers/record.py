@@ -44,7 +44,7 @@ class _Finding:
 
 
 class Record:
-    """What the tokens of a cache came from: ``inputs`` for those there already, then one pass after the other.
+    """The inputs of a cache's tokens: ``inputs`` for the tokens already there, then pass by pass.
 
     Ids are kept for each row of the batch, which has ``batch`` of them: rows differ while beams are searched. ``adapters`` is
     ``adapters_in_effect`` on the model of the tokens that are there already, None if it is not known.
@@ -113,7 +113,7 @@ class Record:
         self._findings = [_Finding(found.start, min(found.stop, tokens), found.what) for found in self._findings if found.start < tokens]
 
     def forget(self, tokens: int) -> None:
-        """Of a cache that now has ``tokens`` tokens, whose values are others than those that passes computed, nothing is known."""
+        """Forget everything about a cache that now has ``tokens`` tokens with values that no pass computed."""
         masked = self.hides
         self.crop(0)
         self.tokens, self._known = tokens, True
@@ -165,7 +165,8 @@ class Record:
         return Inputs(token_ids, told, starts, tuple(rows), tuple(self._hidden()), first=0, count=self.tokens)
 
     def shown(self, mask: Any, tokens: int) -> str | None:
-        """What a pass of ``tokens`` tokens with this attention mask would see of hidden tokens, and what to do; None if it sees none.
+        """Return the hidden tokens that a pass of ``tokens`` tokens with this attention mask would see, and what to do; None if it sees
+        none.
 
         What masks of single tokens hide is known once they are read.
         """
@@ -214,7 +215,7 @@ class Record:
         ]
 
     def _forget_visible(self) -> None:
-        """Where no token is hidden any more, a mask that hid padding is as none."""
+        """Treat a mask that hid padding as no mask once no token is hidden."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
             self._findings = [found for found in self._findings if found.what != PADDED]
@@ -269,7 +270,7 @@ def ids_of(inputs: Inputs) -> torch.Tensor:
 
 
 def visible_of(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Which of the ``tokens`` from position 0 on are not hidden, bool ``[batch, token]``; None if none is."""
+    """Return the visible tokens among the ``tokens`` from position 0 on, bool ``[batch, token]``; None if there are none."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

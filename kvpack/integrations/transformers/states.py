@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 class CapturedStep(NamedTuple):
-    """What a decode step that a CUDA graph captures is told: the first token that each sequence sees, int32 ``[batch]``, None where it
-    sees all, and a number of tokens that no replay may depend on."""
+    """The inputs of a decode step that a CUDA graph captures: the first token that each sequence sees, int32 ``[batch]``, None if it sees
+    all, and a number of tokens that no replay may depend on.
+    """
 
     starts: torch.Tensor | None
     tokens: int
@@ -86,7 +87,7 @@ class CapturedLength(PackedLength):
 
 
 class CompiledLength:
-    """What tells the length of a mask in compiled code, which is not compiled again for each one, as it would be for an integer.
+    """The length of a mask in compiled code, which an integer would recompile for each length.
 
     ``sizes`` tells it and the first key, and ``starts`` the first token that each sequence sees, int32 ``[batch]``, from the columns of a
     mask for padding.

@@ -30,7 +30,7 @@ _ROWS = ("decoder_input_ids", "input_ids", "decoder_inputs_embeds", "inputs_embe
 """The arguments that have a row for each sequence, those of a decoder first."""
 
 _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
-"""What ``identity_of`` may tell apart in one model, what a user changed before the digests that change with it."""
+"""Fields of ``identity_of`` that may differ in one model: the user's changes, before the digests that change with them."""
 
 
 _SHARED = (
@@ -65,7 +65,7 @@ class Tracking:
         """The tokens of which no one is after a change of weights that nobody noticed."""
         self._changed = ""
         self.changes = 0
-        """How often the model's weights were found changed after the first token."""
+        """Number of times that the model's weights were found changed after the first token."""
         self._passes, self.turns = Passes(), Turns()
         self.assisted = self.states = self._chunked = False
         self.rows: Callable[[], int | None] = lambda: None
@@ -183,7 +183,7 @@ class Tracking:
             )
 
     def name(self) -> dict[str, str] | None:
-        """What the cache says of its model; None if that is what it was continued from.
+        """Return the fields by which the cache names its model; None if they are those of the cache that it continues.
 
         Weights that changed without a trace since the last call are noted of the tokens since then.
         """
@@ -238,7 +238,7 @@ class Tracking:
         self._verified = self.record.tokens
 
     def _differing(self) -> str:
-        """What the model is named differently in than at the first token; empty if in nothing."""
+        """Return the fields in which the model's name differs from that at the first token; empty if none do."""
         assert self._first is not None
         assert self._latest is not None
         first, latest = self._first.fields, self._latest.fields

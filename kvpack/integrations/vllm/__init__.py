@@ -19,7 +19,7 @@ from contextlib import suppress
 VERSIONS = ("0.32", "0.33")
 """The versions of vLLM that kvpack was run in."""
 PLACEMENTS = ("primary", "store")
-"""Where rows are: in vLLM's own memory of the host, or in a store of kvpack's own below it."""
+"""Places for rows: vLLM's own host memory, or a kvpack store below it."""
 STORE_OPTIONS = (
     "location", "max_bytes", "encryption_key_file", "recipe", "basis", "layout", "threads", "revision", "adapter", "tenant", "any_version",
 )  # fmt: skip

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ABSENT = b"kvpack-absent 1\n"
-"""What the place of a row begins with when vLLM stored no block there: one that a sliding window has left, or the rest of a chunk."""
+"""First bytes of a row's place if vLLM stored no block there, because a sliding window has left it or the chunk is not full."""
 
 
 def row_key(key: bytes, place: int) -> bytes:

@@ -70,7 +70,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         return failed
 
     def get_kv_connector_stats(self) -> Any:
-        """What vLLM counts, and what rows are: in a worker the blocks, in the scheduler the chunks that tiers bring back."""
+        """Return vLLM's counts in units of rows: blocks in a worker, and chunks that tiers bring back in the scheduler."""
         if not self._is_packed:
             return super().get_kv_connector_stats()
         if self.connector_scheduler is not None:

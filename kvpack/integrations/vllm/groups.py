@@ -47,7 +47,7 @@ class Group:
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, given: str) -> str:
-        """What pages are packed with, of the recipe that was ``given``: rotary values stay as they are."""
+        """Return the recipe for the group's pages, given the recipe ``given``: rotary values are not changed."""
         return {"attention": given, "latents": f"{given};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
 """Keys of a model's configuration on which no value of a page depends, or whose effect ``settings_of`` names otherwise."""
 SETTINGS = "kvpack_settings"
-"""Where kvpack's connectors put ``settings_of`` in the configuration of the spec."""
+"""Key under which kvpack's connectors put ``settings_of`` in the configuration of the spec."""
 _MODEL = ("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides")
 _CACHE = (
     "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "use_replayssm",
@@ -40,9 +40,9 @@ _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
 
 
 def settings_of(vllm_config: Any) -> str:
-    """What keys, values and states depend on as vLLM runs the model: its configuration with all overrides, dtype, quantization, weights
-    that are not those of its folder (the load format dummy), how images become values, and the draft model, whose layers may be among
-    the cache's. Raises InvalidParameter if this vLLM has no such field.
+    """Return the vLLM settings that keys, values and states depend on: its configuration with all overrides, dtype, quantization, weights
+    that are not those of the folder (the load format dummy), how images become values, and the draft model, whose layers may be among the
+    cache's. Raises InvalidParameter if this vLLM lacks such a field.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_SETTINGS}

@@ -1,4 +1,4 @@
-"""How vLLM's attention backends lay out a page, and rows of the primary tier as a PageBuffer.
+"""Page layouts of vLLM's attention backends, and rows of the primary tier as a PageBuffer.
 
 A row holds, worker by worker and layer by layer, the blocks of a chunk. What kvpack calls a layer of a page is one block of one layer
 of one worker: so every arrangement here has strides, and nothing is copied.

@@ -1,4 +1,4 @@
-"""What vLLM shows of kvpack at its own /metrics, beside the bytes, seconds and hits that it counts of every tier itself."""
+"""kvpack's metrics at vLLM's /metrics, next to the bytes, seconds and hits that vLLM counts for every tier."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _empty_stats() -> Any:
 
 
 class TierMetrics:
-    """What a tier's store has counted since vLLM asked last."""
+    """The counts that a tier's store has added since vLLM last asked."""
 
     def __init__(self, store: PageStore, tier: str) -> None:
         self._store, self._tier, self._changes = store, tier, Changes(store)
@@ -110,7 +110,7 @@ class TierMetrics:
 
 
 def worker_stats(worker: PackedWorker) -> Any:
-    """What a worker has packed and unpacked since the last call, as vLLM's stats; None if that is nothing."""
+    """Return the counts of packing and unpacking that a worker has added since the last call, as vLLM's stats; None if there are none."""
     stats = _empty_stats()
     for labels, added in worker.take_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])

@@ -1,4 +1,4 @@
-"""What a secondary tier of vLLM brings back is checked in the scheduler: a chunk with a damaged row is a miss, and no worker reads it."""
+"""Checks, in the scheduler, of chunks from a secondary tier of vLLM: a chunk with a damaged row is a miss, and no worker reads it."""
 
 from __future__ import annotations
 

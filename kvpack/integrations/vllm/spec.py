@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .groups import Group
 
 GROUPS = "kvpack_groups"
-"""Where the connector puts what it knows of the model's cache layers in the configuration of the spec."""
+"""Key under which the connector puts the model's cache groups in the configuration of the spec."""
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]

@@ -158,7 +158,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return tier_definitions()
 
     def get_stats(self) -> Any:
-        """What the store has counted since the last call, for vLLM's own metrics."""
+        """Return the counts that the store has added since the last call, for vLLM's own metrics."""
         return self._metrics.take()
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Which vLLM kvpack runs in."""
+"""The versions of vLLM that kvpack supports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from . import VERSIONS
 
 
 def check_version(version: str, any_version: bool) -> dict[str, str]:
-    """What an identity of pages names of ``version``, so that versions of vLLM share no entries: its first two numbers, or all of a version
-    that kvpack was not run in.
+    """Return the part of ``version`` that identities name, so that incompatible versions share no entries: its first two numbers, or all of
+    it for a version that kvpack was not tested with.
 
     Raises InvalidParameter for such a version unless ``any_version`` is set.
     """

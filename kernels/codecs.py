@@ -63,16 +63,16 @@ if TYPE_CHECKING:
 
 
 def none(*_: Any) -> None:
-    """What a codec lacks."""
+    """Support no parameters of the codec."""
 
 
 def undone(*_: Any) -> bool:
-    """What a codec lacks, of what says whether it was done."""
+    """Support no parameters of the codec; for functions that report success."""
     return False
 
 
 class CodecKernels(NamedTuple):
-    """What the kernels do with a codec; each part is None for parameters that it does not take, and for a codec that lacks it.
+    """The kernels of a codec. Each part returns None for parameters that it does not support; a codec without the part has ``none``.
 
     ``tiles(codec)`` is the tile loader of attention, and ``dual_tiles(codec, dual)`` the one whose tiles hold two tokens per row, which
     are as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``).
@@ -92,7 +92,7 @@ class CodecKernels(NamedTuple):
 
 
 def done(*_: Any) -> bool:
-    """What a codec has with any parameters."""
+    """Support every parameter of the codec."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""What depends on Triton's internals: all of it is here, and says so when a version of Triton differs from those that were tested.
+"""Everything that depends on Triton's internals; it reports if the Triton version differs from the tested ones.
 
 Documented are Triton's language and its launches; a compiled kernel's handles and how code is named are not.
 """
@@ -72,7 +72,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 
 
 def code_key(values: Iterable[Any]) -> str:
-    """What names compiled code that ``values`` are constants of: of functions the source, of all others their text.
+    """Return a name for compiled code with the constants ``values``: the source of functions, and the text of all others.
 
     Triton takes the source of functions that are arguments themselves, and of no others; of a constant it takes ``cache_key``.
     """
@@ -170,7 +170,7 @@ class CachedLaunch:
 
 
 _KEPT: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[str]]] = {}
-"""What launches a compiled kernel, what precedes its arguments, and the names of its constants, by all that Triton compiles for."""
+"""Launcher of a compiled kernel, the arguments before its own, and the names of its constants, by everything that Triton specializes on."""
 
 
 def launch_kept(
@@ -216,7 +216,9 @@ def _class_of_launch(
 
 
 def _class_of(value: Any) -> Any:
-    """What Triton compiles for of an argument: a tensor's dtype and alignment, an integer's width, and whether it is 1 or divided by 16."""
+    """Return the specialization key of an argument: a tensor's dtype and alignment, an integer's width, and whether it is 1 or divisible by
+    16.
+    """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNED == 0
     if type(value) is int:
@@ -229,7 +231,7 @@ def _class_of(value: Any) -> Any:
 
 
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a compiled kernel, and its arguments between the stream and the kernel's own.
+    """Return the launcher of a compiled kernel, and its arguments between the stream and the kernel's own.
 
     Triton's launcher is one of Python, which asks for scratch memory, around one of C: enough for kernels that have none.
     """

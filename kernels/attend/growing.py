@@ -138,7 +138,7 @@ def _padded(work: torch.Tensor, items: int) -> torch.Tensor:
 
 
 class Append:
-    """What appends ``tokens`` tokens to the raw tails of a layer, in one launch."""
+    """The launch that appends ``tokens`` tokens to the raw tails of a layer."""
 
     def __init__(self, k_tail: torch.Tensor, v_tail: torch.Tensor, tokens: int) -> None:
         self._tails = k_tail, v_tail

@@ -49,13 +49,13 @@ class _Pages(NamedTuple):
 
 
 _known: WeakKeyDictionary[Sequence[PackedRun], _Pages | None] = WeakKeyDictionary()
-"""Of pages that were looked at; None for those that are not compared."""
+"""Kinds of the pages seen so far; None for pages that are not compared."""
 
 _kinds: dict[tuple[Hashable, ...], int] = {}
 _numbers = count()
 
 _together: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[PackedRun]], ref[Sequence[PackedRun]]]]] = WeakKeyDictionary()
-"""Of the pages of keys, those of the keys and of the values of all layers of their model."""
+"""Kinds of the keys and the values of all layers of a model, by the pages of the keys."""
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
@@ -96,7 +96,7 @@ def _looked_at(pages: Sequence[PackedRun]) -> _Pages | None:
 
 
 def kind_of(layer: Layer) -> Hashable | None:
-    """What is equal for layers that differ in addresses alone; None for one that is not compared."""
+    """Return a key that is equal for layers that differ only in addresses; None for a layer that is not compared."""
     kind: list[Hashable] = []
     for side in (layer.k, layer.v):
         assert side is not None
@@ -128,7 +128,7 @@ class Tables:
         self._rows = numpy.zeros(0, numpy.int64)
         """All tables, without the addresses of streams."""
         self._places = self._sources = self._rows
-        """Of each address in these the place, and the number of the stream among all of a layer."""
+        """Position of each address in the tables, and the number of its stream among all streams of a layer."""
         self._made: WeakKeyDictionary[Sequence[PackedRun], tuple[ref[Sequence[PackedRun]], torch.Tensor, int]] = WeakKeyDictionary()
 
     def add(self, values: bool, rows: Integers, tokens: Integers) -> int:

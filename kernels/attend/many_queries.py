@@ -184,7 +184,7 @@ class Call:
         return made
 
     def over(self, layer: Layer) -> Call:
-        """What ``alike`` gave, for ``layer``."""
+        """Return the call over ``layer`` that ``alike`` prepared."""
         assert layer.k is not None
         assert layer.v is not None
         assert self._tables is not None

@@ -76,7 +76,7 @@ def means_of(found: Sequence[SideSegment], held: list[torch.Tensor]) -> tuple[Me
 def launch_of(
     means: Means, codec: Codec, dual: bool, heads: int, sequences: int, padded: int, block: int, dependent: bool, early: bool
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """What makes the products of ``sequences`` of ``padded`` query rows, in blocks, and the tensor ``columns`` that it reads."""
+    """Return the launch of the products of ``sequences`` of ``padded`` query rows, in blocks, and the tensor ``columns`` that it reads."""
     columns, count = _columns(codec, dual, str(means.table.device))
     key_mean = means.key_mean
     launch = CachedLaunch(

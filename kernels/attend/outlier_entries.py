@@ -23,7 +23,7 @@ DECODED_VALUES = 1 << 22
 """Values decoded at a time."""
 
 MAX_IN_PLACE = 2.0
-"""What a codec may decode to in an outlier's place, in norms of its token: subtracting it again costs its rounding."""
+"""Maximum decoded value in an outlier's place, in norms of its token; subtracting a larger one would cost precision."""
 
 MIN_NORM = 2.0**-20
 """Smallest norm of a token that is not zero: weights of outliers and of other values share a power of two (``softmax``)."""

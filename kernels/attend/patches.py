@@ -23,7 +23,7 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What does not change from tile to tile, of keys and of values, and what is loaded first (``first_entries``) of either."""
+    """Return the parts of keys and values that do not change from tile to tile, and the first loads (``first_entries``) of each."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = ready_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)

@@ -1,4 +1,4 @@
-"""Which tokens of a layer each program attends, and with which loaders.
+"""The work of attention programs: the tokens that each one attends, and their loaders.
 
 A layer's tokens are cut where a page of either side begins or ends, and where a program has enough. All that has the same two
 codecs is one launch, the raw tail being a page of raw values; its work is a table on the device, one row a program's tokens.
@@ -51,7 +51,7 @@ MAX_ROUNDS, FEWEST_TILES = 4, 8
 
 
 class Kernel(NamedTuple):
-    """What segments of one launch have in common: the frames of both sides, and whether each side is decoded before it."""
+    """The common properties of the segments in one launch: the frames of both sides, and True for a side that is decoded before it."""
 
     k: Frame
     v: Frame

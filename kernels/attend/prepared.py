@@ -91,7 +91,7 @@ class QueryShape(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What ``kvpack.attend`` is asked for. ``lengths``, ``starts`` and ``sink_logits``: whether calls give them."""
+    """The options of a ``kvpack.attend`` call. ``lengths``, ``starts`` and ``sink_logits`` are True if calls pass them."""
 
     scale: float
     causal: bool = True
@@ -178,7 +178,7 @@ class Prepared:
         return not self._own_queries and all(frame.page is None for frame in self._v_frames)
 
     def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What follows the rotation of ``q`` in a call without lengths, starts and sinks: the split kernels and the merge."""
+        """Return the launches after the rotation of ``q`` in a call without lengths, starts and sinks: the split kernels and the merge."""
         given = self._given(q.contiguous(), None, None, None)
         self._chain(given)
         return lambda: self._run(given, self._rotations)
@@ -329,7 +329,7 @@ class Prepared:
 
     @property
     def _partials(self) -> list[tuple[int, int]]:
-        """Where partial results are: sums, largest scores and their totals."""
+        """Buffers of partial results: sums, largest scores and their totals."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
     def _prepared_merge(self) -> _Placed:

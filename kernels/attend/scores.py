@@ -21,7 +21,7 @@ from .factors import factor_of, of_rows
 
 
 class Lookup(NamedTuple):
-    """What decoding the tiles of a side takes: fields of columns (``bitfields.load_column_fields``), and its table in global memory."""
+    """Constants for decoding the tiles of a side: fields of columns (``bitfields.load_column_fields``), and its table in global memory."""
 
     column_fields: Any
     table: Any

@@ -35,7 +35,7 @@ ALIGNED = 64
 
 
 class Frame(NamedTuple):
-    """What a side is decoded to: the original frame, or the coded one of ``codec`` after the maps of values of ``page``, if it has any."""
+    """The frame that a side is decoded to: the original one, or the coded frame of ``codec`` after the value maps of ``page``, if any."""
 
     codec: Codec | None = None
     page: PackedRun | None = None
@@ -50,14 +50,18 @@ class Frame(NamedTuple):
         return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
     def queries(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Change, float]:
-        """What brings queries ``[batch, q_head, query, dim]`` of 16 bits to the frame of keys of ``heads`` heads, and a score's factor."""
+        """Return a function that transforms 16-bit queries ``[batch, q_head, query, dim]`` to the frame of keys of ``heads`` heads, and the
+        factor of scores.
+        """
         if self.codec is not None and self.page is not None:
             return partial(_page_queries, self.codec, self.page, heads), 1.0
         matrix, factor = (None, 1.0) if self.codec is None else _matrix(self.codec, dtype, str(device))
         return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
 
     def originals(self, heads: int, dtype: torch.dtype, device: torch.device) -> Change:
-        """What brings sums of values, float32 ``[batch, q_head, query, column]``, to the original frame and to ``dtype``."""
+        """Return a function that transforms sums of values, float32 ``[batch, q_head, query, column]``, to the original frame and to
+        ``dtype``.
+        """
         if self.codec is not None and self.page is not None:
             return partial(_page_originals, self.codec, self.page, heads, dtype)
         matrix = None if self.codec is None else _value_matrix(self.codec, str(device))
@@ -81,7 +85,9 @@ class Frame(NamedTuple):
         return torch.addmm(matrix[0], x.reshape(-1, x.shape[3]), matrix, beta=0, alpha=factor).view(*x.shape[:3], -1)
 
     def storing(self, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        """What writes ``values`` of its first argument ``[batch, kv_head, token, dim]``, of ``dtype``, to its second."""
+        """Return a function that writes the ``values`` ``[batch, kv_head, token, dim]`` of its first argument, in ``dtype``, to its
+        second.
+        """
         matrix = None
         if self.codec is not None and self.page is None:
             matrix, factor = _matrix(self.codec, dtype, str(device))
@@ -128,7 +134,9 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """What channels add to columns ``[dim, column]``, as signs, which are exact in ``dtype``, and their size; None if that is nothing."""
+    """Return the matrix from channels to columns ``[dim, column]`` as signs, which are exact in ``dtype``, and their magnitude; None for an
+    identity.
+    """
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
         return (None, 1.0) if _is_in_order(codec) else (signs.T.contiguous().to(dtype).to(device), size)
@@ -136,7 +144,7 @@ def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
-    """What each column adds to each channel, float32 ``[column, dim]``; None if columns are the channels."""
+    """Return the matrix from columns to channels, float32 ``[column, dim]``; None if columns are the channels."""
     return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, device)[0]
 
 

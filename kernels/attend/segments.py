@@ -60,7 +60,7 @@ class SideSegment(NamedTuple):
 
     @property
     def frame(self) -> Frame:
-        """What queries and sums of values go through."""
+        """Frame of the queries and of the sums of values."""
         return Frame(self.codec, self.framed_by)
 
 

@@ -22,7 +22,7 @@ UNSEEN = tl.constexpr(-1.0e30)
 
 
 class Softmax(NamedTuple):
-    """What a warp keeps of the tokens that it has attended, float32.
+    """The running state of a warp's online softmax, in float32.
 
     The ``largest`` score is ``[warp, 1, row]``, the ``total`` of weights ``[warp, token, row]``, for each place of its tiles, and the
     ``sums`` of weighted values ``[warp, column, row]``, one for each tile of a token's values.

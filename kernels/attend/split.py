@@ -239,7 +239,7 @@ def attend_split(
 
 @triton.jit
 def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """What decoding the tiles of a side takes, besides what is loaded of its rows."""
+    """Return the constants for decoding the tiles of a side, other than those loaded from its rows."""
     FIELDS: tl.constexpr = SIDE.stream_widths
     CONSTANTS: tl.constexpr = SIDE.constants
     if SIDE.load_columns is None:

@@ -128,7 +128,8 @@ def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.
 
 @triton.jit
 def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
-    """What ``whole_planes`` and ``beside`` need to know of each column, for each packing (columns, columns of the tile) of ``PACKINGS``.
+    """Return the constants of each column for ``whole_planes`` and ``beside``, for each packing (columns, columns of the tile) of
+    ``PACKINGS``.
 
     It is loaded from ``numbers``, int16 0, 1, 2, …, although it could be computed: only what comes from loads is laid out as the
     matrix units read it before the words are decoded, and not after.

@@ -138,7 +138,7 @@ def _words(address: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["parts"])
 def _add_up(sums: tl.tensor, table: tl.tensor, constants: tl.tensor, parts: tl.tensor, BLOCKS: tl.constexpr) -> None:
-    """What blocks of this part of a tensor add to the accumulators, without the tensor's last stripe."""
+    """Add the blocks of this part of a tensor to the accumulators, except the tensor's last stripe."""
     row = table + (tl.program_id(0) // parts) * TABLE_INTEGERS
     size = tl.load(row + 1)
     block = (tl.program_id(0) % parts).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None, None]

@@ -107,7 +107,8 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 
 @triton.constexpr_function
 def _four_powers(lowered: int) -> str:
-    """Of the four e8m0 of two words the powers of two over the largest of each word, times 2^``lowered``: four f16x2, one of either word.
+    """Convert the four e8m0 scales in two words to powers of two over the largest in each word, times 2^``lowered``: four f16x2, one scale
+    of each word per register.
 
     All are 256 more, and so none below the exponent that becomes 0. What a product carries into the upper half, another takes back.
     """

@@ -77,7 +77,7 @@ class Row:
 
 
 class Words(NamedTuple):
-    """Where the columns of a code stream are: the number of the ``first`` register of each of its planes."""
+    """The registers of a code stream's columns: the index of the ``first`` register of each plane."""
 
     packing: Columns
     first: tuple[int, ...]
@@ -130,7 +130,9 @@ def _nibbles(selector: int) -> list[int]:
 def load_registers(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOADS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """What ``read_register`` takes of the rows of ``token`` ``[warp, token]``, from row ``first`` on: one ``[warp, token]`` per load."""
+    """Load the registers for ``read_register`` from the rows of ``token`` ``[warp, token]``, row ``first`` onward: one ``[warp, token]``
+    per load.
+    """
     loaded = ()
     for number in tl.static_range(len(LOADS)):
         loaded = loaded + _load(pointers, first, token, valid, constant_at(LOADS, number), MASKED, FAST)

@@ -1,4 +1,4 @@
-"""What ``Codec.check`` asks of stored words and floats, asked on their device: of all sides of a cache by a launch for each rule.
+"""The checks of ``Codec.check`` on the device of the stored words and floats: one launch per rule for all sides of a cache.
 
 A launch only finds out in which sides something is wrong; what it is, ``Codec.check`` says of those.
 """

@@ -121,7 +121,7 @@ def most_fields(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _reciprocal(divisor: int, below: int) -> int:
-    """What a number less than ``below`` is multiplied by, so that the upper 32 bits of the product are the quotient; 0: there is none."""
+    """Return the multiplier whose product with a number less than ``below`` has the quotient in its upper 32 bits; 0 if there is none."""
     value = -(-(1 << 32) // divisor)
     return value if divisor > 1 and below * (value * divisor - (1 << 32)) < 1 << 32 else 0
 
@@ -198,7 +198,7 @@ def low_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, 
 
 @triton.constexpr_function
 def _twos(base: int) -> int:
-    """How often 2 divides ``base``."""
+    """Return the exponent of 2 in ``base``."""
     return (base & -base).bit_length() - 1
 
 

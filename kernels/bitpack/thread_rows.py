@@ -42,7 +42,7 @@ def stream_of_words(name: str, words: int) -> Stream:
 
 
 def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
-    """What ``load_rows`` needs: the 16-bit words of a row in each plane of each stream, which are one after another."""
+    """Return the constants of ``load_rows``: the 16-bit words per row of each plane of each stream, one after another."""
     return tuple(words for packing in packings for words in packing.planes)
 
 

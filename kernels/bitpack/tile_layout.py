@@ -40,7 +40,7 @@ def of_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def second_token_offset(dual: int, tokens: int) -> int:
-    """How many tokens the second token of a row is after the first, in a tile of ``tokens`` rows; ``dual`` as in ``Tiles.dual``."""
+    """Return the distance in tokens between the two tokens of a row, in a tile of ``tokens`` rows; ``dual`` is as in ``Tiles.dual``."""
     return (0, tokens, 1)[dual]
 
 

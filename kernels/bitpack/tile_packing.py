@@ -1,4 +1,4 @@
-"""How the columns of a code stream are in tiles of its words."""
+"""The layout of a code stream's columns in tiles of its words."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def load_factor(
 
 @triton.jit
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What ``load_factor`` loaded at number ``AT``, float32 ``[warp, token]``."""
+    """Return factor ``AT`` of those that ``load_factor`` loaded, float32 ``[warp, token]``."""
     if BITS == 16 and FAST:
         value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 16:
@@ -93,7 +93,7 @@ def load_factors(
 
 @triton.jit
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What ``load_factors`` loaded, float32 ``[warp, token]``; two of these in dual tiles."""
+    """Return the factors that ``load_factors`` loaded, float32 ``[warp, token]``; two of these in dual tiles."""
     if DUAL:
         value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
     else:

@@ -50,7 +50,7 @@ class Prepared:
 
     @staticmethod
     def of(k: Side, v: Side) -> Prepared | None:
-        """That over a layer; None if C does not take its codecs, side-cars or strides."""
+        """Return the call over a layer; None if C does not support its codecs, side-cars or strides."""
         if library.library() is None or (k_parts := sides.parts_of(k)) is None or (v_parts := sides.parts_of(v)) is None:
             return None
         return Prepared(k, v, [_described(part) for part in k_parts], [_described(part) for part in v_parts])

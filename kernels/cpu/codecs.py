@@ -1,4 +1,4 @@
-"""What C is told of a codec: its packings, its other streams and its tables; None for codecs and options that it does not take."""
+"""Descriptions of codecs for C: packings, other streams and tables; None for codecs and options that C does not support."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Described(NamedTuple):
 
 @lru_cache(_KEPT)
 def described(codec: Codec) -> Described | None:
-    """What C is told of ``codec``, value maps of side-cars aside; by its exact class, because a subclass may store more."""
+    """Return the C description of ``codec``, without value maps of side-cars. Codecs are found by exact class, because a subclass may store
+    more.
+    """
     if isinstance(codec, WithSideCars):
         return _completed(codec)
     describe = FAMILIES.get(type(codec))
@@ -101,7 +103,7 @@ _NORMS = {norm: "LOG8" if norm == LOG8 else dtype for norm, dtype in TOKEN_NORMS
 
 @cache
 def _log8() -> torch.Tensor:
-    """What C is told of bytes of norms: the norm of each, and then the bounds between them."""
+    """Return the C description of norm bytes: the norm of each byte value, then the bounds between them."""
     return torch.cat([log8_values("cpu"), log8_bounds("cpu")]).contiguous()
 
 
@@ -271,7 +273,7 @@ def _klt(codec: Klt) -> Described | None:
 
 
 def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
-    """What C is told of the runs of each head: where the numbers of a head begin, and of the end, then those of its runs."""
+    """Return the C description of each head's runs: offsets of the heads' numbers, the end, then the numbers of their runs."""
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
     found = [
         (head, run, bytes_[0], part.width, part.columns)
@@ -285,7 +287,8 @@ def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
 
 
 def _basis_places(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Where the table of each head's run with codes begins among its numbers, which begin with the mean, and where the matrix does.
+    """Return the offset of the table of each coded run of a head among its numbers, which begin with the mean, and the offset of the
+    matrix.
 
     Where heads share widths, runs are those of head 0.
     """
@@ -400,7 +403,7 @@ FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
     Lossless: _lossless,
     Trellis: _trellis,
 }
-"""How each family is described; a new codec is one row."""
+"""Descriptions by codec family; a new codec is one row."""
 
 
 def pointer(described: Described) -> Any:

@@ -1,4 +1,6 @@
-"""Which tokens of an engine's page are stored raw, by the norms of its keys where they are (``formats.raw_positions.in_slots``)."""
+"""Choice, in C, of the tokens of an engine's page that are stored raw, by the norms of its keys in place
+(``formats.raw_positions.in_slots``).
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ NONE = Described(library.Rotation(), ())
 
 @lru_cache(_KEPT)
 def described(rotation: Rotation) -> Described:
-    """What C is told of ``rotation``."""
+    """Return the C description of ``rotation``."""
     if rotation.kind == "none":
         return NONE
     order = next(p for p in (1, *PALEY_ORDERS) if rotation.dim % p == 0 and is_power_of_two(rotation.dim // p))

@@ -98,7 +98,7 @@ class SidePart(NamedTuple):
         return library.SideArgument(codecs.pointer(described), self.address, len(self.segments))
 
     def described(self) -> Described:
-        """What C is told of the codec: not kept here, because sides are many and tables large."""
+        """Return the C description of the codec. It is not kept here, because sides are many and tables large."""
         found = codecs.described(self.codec)
         assert found is not None
         return found

@@ -51,7 +51,8 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
 
 
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """What decodes ``packed`` in one launch into outputs of the dtype, shape and strides of ``out`` ``[batch, kv_head, token, dim]``.
+    """Return the launch that decodes ``packed`` into outputs with the dtype, shape and strides of ``out`` ``[batch, kv_head, token,
+    dim]``.
 
     ``rotated``: into the original frame, else in the coded one. ``pages`` are like the one that is given. None for codecs without a
     decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES`` or of head dims that ``stored.original`` does not take, and

@@ -76,7 +76,9 @@ def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each column adds to each channel, binary16 ``[matrix, part, column, padded dim]``, and mean tokens ``[matrix, padded dim]``."""
+    """Return the matrix from columns to channels, binary16 ``[matrix, part, column, padded dim]``, and mean tokens ``[matrix, padded
+    dim]``.
+    """
     every = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
         every = torch.nn.functional.pad(every, (0, max(16, next_power_of_two(codec.dim)) - codec.dim))

@@ -126,7 +126,8 @@ def _slots_of(frequencies: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_group(row: tl.tensor, batch: tl.tensor, head: tl.tensor, sequence: tl.tensor, ends: tl.tensor) -> tl.tuple:
-    """Of a token group and sequence: its table's number, tokens, first token of the output, and where digits, states and words are.
+    """Load the row of a token group and sequence: table number, tokens, first output token, and the addresses of digits, states and
+    words.
 
     The words are those of the page: a pointer, the place of the chunk's first, and their number.
     """

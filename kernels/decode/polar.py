@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 
 class LevelSymbols(NamedTuple):
-    """Where the angles of a level are: the number of their code stream, and the first of them in it."""
+    """The angles of one level: the number of their code stream, and the first of them in it."""
 
     stream: int
     first: int
 
 
 def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+    """Return the launch that decodes ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense
+    channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of ``Polar.decode_frame``, bit for bit.
     None for a level with an unequal pair, or with an odd number of radii. Raises InvalidParameter when a stream is not as ``codec.layout``

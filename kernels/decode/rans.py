@@ -29,7 +29,7 @@ def lanes_of(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def count_of(lanes: tl.tensor) -> tl.tensor:
-    """How many lanes there are in an integer of ``lanes_of``. The compiler knows these sums, and has an instruction for them."""
+    """Return the number of lanes set in an integer of ``lanes_of``. The compiler recognizes these sums and emits a population count."""
     pairs = lanes - (lanes >> 1 & 0x55555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
     eights = fours + (fours >> 4) & 0x0F0F0F0F
@@ -51,7 +51,7 @@ def first_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def entry_of(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
-    """What the tables at ``slots`` hold for the slots of the states, uint32; the symbol is the lowest byte."""
+    """Return the table entries for the slots of the states, uint32; ``slots`` are the tables, and the lowest byte is the symbol."""
     return tl.load(slots + (state & _LAST_SLOT).to(tl.int32)).to(tl.uint32, bitcast=True)
 
 

@@ -1,4 +1,4 @@
-"""Which packed rows each program decodes, and where their values go: the work table of one launch over any number of pages."""
+"""The work table of one decoding launch over any number of pages: the packed rows of each program, and the destination of their values."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005, SIM108
@@ -106,7 +106,7 @@ class Work(NamedTuple):
     """True if some of them are copies of streams."""
     status: torch.Tensor | None
     out_aligned: int
-    """Of ``Pages``, and what divides their places in the output."""
+    """Alignment of the pages' places in the output, in values."""
 
 
 def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> None:

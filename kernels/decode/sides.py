@@ -53,7 +53,8 @@ class Raw(NamedTuple):
 
 
 class Kept:
-    """What fills outputs of one dtype and strides with the pages of a side: its tables are made once, on the stream of the first call.
+    """A launch that fills outputs of one dtype and strides with the pages of a side; its tables are made once, on the stream of the first
+    call.
 
     ``left`` are the ranges of tokens that are left to be written.
     """
@@ -108,7 +109,9 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
 
 
 def _prepared(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepared | None:
-    """What decodes ``parts`` in one launch into outputs like ``out``, whose first token is token ``start`` of the side; None for others."""
+    """Return the launch that decodes ``parts`` into outputs like ``out``, whose first token is token ``start`` of the side; None if it
+    takes several.
+    """
     if not parts:
         return None
     codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]

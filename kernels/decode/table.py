@@ -38,7 +38,8 @@ TRIPLET_THREADS = 2
 
 
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """What decodes ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+    """Return the launch that decodes ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense
+    channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, except for
     the last bits of logarithmic norms. None for a codec of no table. Raises InvalidParameter when a stream is not as

@@ -1,4 +1,4 @@
-"""Which codecs ``table`` decodes, and what its kernel knows of each: one row of ``TABLE_CODECS`` per codec."""
+"""The codecs that ``table`` decodes, with the properties that its kernel needs: one row of ``TABLE_CODECS`` per codec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernel knows of a codec: ``values`` per symbol, and the pieces of each of a symbol's digits.
+    """The properties of a codec that the kernel needs: ``values`` per symbol, and the pieces of each of a symbol's digits.
 
     An octahedral symbol is one number: an index of ``index_bits``, two sign bits from bit ``signs_at`` up, and from ``norm_at`` up a
     norm code under ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class TableCodec(NamedTuple):
-    """How one codec is decoded: its form, None if an option is not taken; its table ``[entry, values]``; octahedral's norms."""
+    """The decoding of one codec: its form, None if an option is not supported; its table ``[entry, values]``; octahedral's norms."""
 
     form: Callable[[Any], Form | None]
     table: Callable[[Any, torch.device], torch.Tensor]

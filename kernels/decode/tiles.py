@@ -158,7 +158,7 @@ def prepare(
     blocks: range | None = None,
     factor_stride: int | None = None,
 ) -> Decoding:
-    """What decodes ``work``, or these ``blocks``, to an output of ``shape`` and ``strides``, as ``decode``.
+    """Return the launch that decodes ``work``, or these ``blocks``, to an output of ``shape`` and ``strides``, as ``decode`` does.
 
     With ``factor_stride``, calls give the factors, whose sequences are so many values apart.
     """

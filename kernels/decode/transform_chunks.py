@@ -37,7 +37,7 @@ MAX_CHANNELS = 128
 
 
 class OnDevice(NamedTuple):
-    """What the kernels read of the frames of a side.
+    """The frames of a side in device memory, as the kernels read them.
 
     ``numbers``, uint8 ``[kv_head, column]``, are those of the columns' tables; ``values`` ``[table, symbol]`` are in steps. ``means``,
     float32 ``[kv_head, channel]``, and ``rows`` ``[frame, column, channel]`` have two neighbors for each pair of channels that turn, and
@@ -137,7 +137,7 @@ def joined(stream: torch.Tensor) -> torch.Tensor:
 
 _of_tables: WeakKeyDictionary[Tables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
 _of_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], OnDevice | None]] = WeakKeyDictionary()
-"""What was copied to devices, as long as there are tables and frames."""
+"""Device copies, which live as long as their tables and frames."""
 
 
 def on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:

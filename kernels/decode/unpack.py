@@ -87,7 +87,8 @@ def supports(codec: Codec, out: torch.Tensor) -> bool:
 
 
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepared:
-    """What decodes ``packed``, whose pages follow one another, into outputs like ``out`` ``[batch, kv_head, token, dim]``, rotated back.
+    """Return the launch that decodes ``packed``, whose pages follow one another, into outputs like ``out`` ``[batch, kv_head, token,
+    dim]``, rotated back.
 
     The error is that of tiles of binary16, below 2^-11 of a row's values in the 2-norm (2^-10 for polar), and of rounding to the output's
     dtype. Raises InvalidParameter unless streams are as the codec lays them out.

@@ -125,7 +125,7 @@ def turns(first: tl.tensor, second: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _unbiased(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr) -> tl.tensor:
-    """What norm_rule=unbiased multiplies the norms of each token by, ``[token, 1]``."""
+    """Return the factor by which norm_rule=unbiased multiplies the norms of each token, ``[token, 1]``."""
     product = tl.sum(projected * decoded, 1)[:, None]
     one = tl.zeros(product.shape, tl.float32) + 1.0
     return unbiased_factor(one, squares, product, tl.sum(decoded * decoded, 1)[:, None], float("inf"), RULE)

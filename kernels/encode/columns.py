@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """How one code stream is packed: its columns, the limbs of their sums, and the numbers of its first sum, plane and place."""
+    """The packing of one code stream: its columns, the limbs of their sums, and the numbers of its first sum, plane and place."""
 
     width: int
     tile_width: int
@@ -61,7 +61,7 @@ class Stream(NamedTuple):
 
 
 class Term(NamedTuple):
-    """What a digit of a kernel adds to a code stream: bits ``shift`` and up, ``bits`` of them, times ``weight`` of a place.
+    """The contribution of a kernel's digit to a code stream: ``bits`` bits from bit ``shift`` up, times the ``weight`` of a place.
 
     ``source`` is the number of the digit among the kernel's, ``digit`` the one of the packing whose places it has, and
     ``symbols`` the symbols of the kernel, in the stream's order; empty: as they come.
@@ -76,7 +76,7 @@ class Term(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a kernel packs all streams of a codec: constants per stream, and the limbs of all places.
+    """The packing of all streams of a codec by a kernel: constants per stream, and the limbs of all places.
 
     ``places`` is binary16, flat: ``[piece, limb, symbol, column]`` of one stream after another.
     """

@@ -51,7 +51,7 @@ def has_products(device: torch.device) -> bool:
 
 
 def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> Encoding | None:
-    """What ``encode`` runs, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``.
+    """Return the launch of ``encode``, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``.
 
     Rows of runs hold those of the run ``before`` at first, and 0 without one.
     """

@@ -271,7 +271,7 @@ def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.con
 
 @triton.jit
 def _nearest_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """What ``scale_range.nearest`` returns: codes, int32, and the binary16 numbers that they decode to."""
+    """Return the codes, int32, and the binary16 values that they decode to, as ``scale_range.nearest`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(

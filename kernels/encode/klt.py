@@ -49,7 +49,7 @@ _OF_RUN = tl.constexpr(3)
 
 
 class OnDevice(NamedTuple):
-    """What the kernels read of the rows of a basis, for some widths.
+    """The rows of a basis in device memory, as the kernels read them, for some widths.
 
     ``matrix``, bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, is what channels add to columns, of runs that have a width; the
     sum of its parts is binary32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and the squares of weights.
@@ -111,7 +111,7 @@ def encode(
 
 
 def _on_device(source: BasisRows, widths: bytes, padded_dim: int, device: torch.device) -> OnDevice | None:
-    """What is kept as long as ``source``; None if the level of a value is not its code in every table."""
+    """Return the device copies, which live as long as ``source``; None if the level of a value is not its code in every table."""
     kept = _KEPT.setdefault(source, {})
     key = widths, padded_dim, str(device)
     if key not in kept:

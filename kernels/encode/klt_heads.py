@@ -41,7 +41,7 @@ _WIDEST, _SHORT = tl.constexpr(8), tl.constexpr(HEAD_RUN_COLUMNS)
 
 
 class OnDevice(NamedTuple):
-    """What the kernels read of the rows of a basis, for some widths; tiles are of ``COLUMNS`` columns in their order.
+    """The rows of a basis in device memory, as the kernels read them, for some widths; tiles have ``COLUMNS`` columns in order.
 
     ``matrix``, bfloat16 ``[kv_head, tile, part, padded dim, COLUMNS]``, is what channels add to columns; the sum of its parts is binary32.
     ``columns``, float32 ``[kv_head, tile, 2, COLUMNS]``, has means, and the squares of weights, 0 for columns without codes. ``tables``,
@@ -68,7 +68,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """As ``klt.encode``, for shared widths and for those of heads."""
+    """Encode as ``klt.encode`` does, for shared widths and for widths of heads."""
     if codec.fixed_heads is None:
         return encode_shared(codec, x, streams, planes, flag, origins)
     if codec.rows != "basis" or x.shape[1] != codec.fixed_heads:
@@ -98,7 +98,7 @@ def encode(
 
 
 def _on_device(codec: Klt, source: BasisRows, padded_dim: int, device: torch.device) -> OnDevice | None:
-    """What is kept as long as ``source``; None if the level of a value is not its code in every table."""
+    """Return the device copies, which live as long as ``source``; None if the level of a value is not its code in every table."""
     kept = _KEPT.setdefault(source, {})
     key = codec.widths, padded_dim, str(device)
     if key not in kept:
@@ -180,7 +180,7 @@ def _encode(
     ALIGNED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """As ``klt._encode``, a tile of columns at a time: ``levels`` are in the order of columns."""
+    """Encode as ``klt._encode`` does, a tile of columns at a time; ``levels`` are in the order of columns."""
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     valid = token < tokens

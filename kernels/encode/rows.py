@@ -60,7 +60,7 @@ class Input(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where the values and the streams of each of the batch begin, where they are not one after another, as in pages of engines.
+    """Offsets of the values and the streams of each batch element that are not one after another, as in an engine's pages.
 
     ``table`` is int64 ``[batch, 3]``: values from the first of the input, bytes from the streams of the first, and the number of the flag.
     ``aligned`` is a power of two, at most 16, that divides the place of every input in bytes; streams are ``STREAMS_ALIGNED`` bytes apart.
@@ -76,7 +76,7 @@ def operand_of(x: torch.Tensor) -> Any:
 
 
 def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
-    """What a kernel is told of ``x``, ``[batch, kv_head, token, dim]`` of any strides, whose batch may be as ``origins`` says."""
+    """Return the kernel arguments for ``x``, ``[batch, kv_head, token, dim]`` of any strides, whose batch may be placed by ``origins``."""
     padded = max(SMALLEST_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return Input(
@@ -92,7 +92,7 @@ def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
 
 
 def components(rotation: Rotation, count: int, symbols: int, block: int, x: torch.Tensor) -> torch.Tensor:
-    """What rows of ``x`` are multiplied by for the first coordinate of every ``count`` channels, then the second, and so on.
+    """Return the factors of rows of ``x`` for the first coordinate of every ``count`` channels, then for the second, and so on.
 
     ``[blocks, count, padded dim, block]`` for ``symbols`` symbols in blocks, +1, -1 or 0, in the type of the product; it is sqrt(dim)
     times a rotation that is not none.
@@ -124,7 +124,7 @@ def bounds_of(table: bytes) -> torch.Tensor:
 
 
 def scale_of(rotation: Rotation) -> float:
-    """What the products with ``components`` are multiplied by."""
+    """Return the scale of the products with ``components``."""
     return 1.0 if rotation.kind == "none" else 1.0 / math.sqrt(rotation.dim)
 
 
@@ -134,17 +134,17 @@ def limit_of(dtype: str) -> float:
 
 
 def log8_bounds_of(norm: str, device: torch.device) -> torch.Tensor | None:
-    """What ``store_norms`` takes for a codec's ``norm``."""
+    """Return the bounds that ``store_norms`` needs for a codec's ``norm``."""
     return log8_bounds(device) if norm == LOG8 else None
 
 
 def rule_of(norm_rule: str, dtype: str) -> float:
-    """What an encoder's ``RULE`` is: 0 for norm_rule=norm, otherwise the largest factor of the stored ``dtype``."""
+    """Return the ``RULE`` of an encoder: 0 for norm_rule=norm, otherwise the largest factor of the stored ``dtype``."""
     return 0.0 if norm_rule == "norm" else LARGEST_STORED[dtype]
 
 
 class Origin(NamedTuple):
-    """What is added to the pointer of the input, in values, of streams, in bytes, and of flags."""
+    """Offsets for the pointers of the input, in values, of streams, in bytes, and of flags."""
 
     input: Any
     streams: Any
@@ -262,7 +262,7 @@ def store_norms(
 def unbiased_factor(
     norm: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, LIMIT: tl.constexpr, RULE: tl.constexpr
 ) -> tl.tensor:
-    """What ``norm_rule.unbiased_factor`` returns, for tiles of one shape."""
+    """Return the factors of ``norm_rule.unbiased_factor`` for tiles of one shape."""
     kept = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
     return tl.where(kept, tl.minimum(norm * (squares / tl.where(kept, product, 1.0)), RULE), norm)
 

@@ -91,7 +91,7 @@ def _plan(codec: Scalar, device: torch.device) -> Plan | None:
 
 @kept_on_device
 def _high(parts: tuple[ScalarPart, ...], symbols: int) -> torch.Tensor:
-    """Which of ``symbols`` channels have the second width, int32."""
+    """Return 1 for those of ``symbols`` channels that have the second width, else 0, int32."""
     high = torch.zeros(symbols, dtype=torch.int32)
     high[list(parts[1].channels)] = 1
     return high

@@ -35,7 +35,7 @@ VALUES = 2
 
 
 class AngleConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
+    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and True if norms are logarithms.
 
     The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
     """
@@ -152,7 +152,7 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """What norms are divided by: a power of two, or the largest norm possible if norms are logarithms; ``words`` are the range."""
+    """Return the divisor of norms: a power of two, or the largest possible norm if norms are logarithms; ``words`` are the range."""
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
         step, minimum = _range(words)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class AngleDenseConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
+    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and True if norms are logarithms.
 
     The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
     """

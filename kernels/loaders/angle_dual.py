@@ -44,7 +44,7 @@ class Slices(NamedTuple):
 
 
 class AngleDualConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles. The range is element ``range_place`` of what ``load`` gives."""
+    """Compile-time constants of a codec and its tiles. Element ``range_place`` of the result of ``load`` is the range."""
 
     bins: ReplicatedPacking
     norms: Slices
@@ -210,5 +210,5 @@ def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """What norms are divided by (``angle.factor_of_range``), float32 ``[warp, token, 2]``."""
+    """Return the divisor of norms (``angle.factor_of_range``), float32 ``[warp, token, 2]``."""
     return (factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)

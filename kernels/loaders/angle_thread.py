@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AngleThreadConstants(NamedTuple):
-    """What the functions below know of a codec and its rows. The range is element ``range_place`` of what ``load`` gives."""
+    """Compile-time constants of a codec and its rows. Element ``range_place`` of the result of ``load`` is the range."""
 
     rows: tuple[int, ...]
     bins: RowPacking

@@ -48,11 +48,11 @@ MAX_SCALES_PER_LOAD = 8
 """Scales of one token per load, at most, if a step does not need more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) for number in range(4))
-"""Which scales a tile needs: one per column, one per token, one per few neighboring columns of a token, or one per value."""
+"""Kinds of scales in a tile: one per column, one per token, one per few neighboring columns of a token, or one per value."""
 
 
 class GroupConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles when they are compiled.
+    """Compile-time constants of a codec and its tiles.
 
     A row of the stream of scales has ``scales_per_row``; ``kind`` says which of them a tile needs, and ``whole_rows`` whether rows are
     loaded whole. A step makes one tile of ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in
@@ -149,7 +149,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What rows hold of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
+    """Load the rows of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens are in one token group),
@@ -220,7 +220,9 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
-    """How many of a token's ``scales`` one load takes: few enough that those of eight tokens are in few rows of shared-memory banks."""
+    """Return the number of a token's ``scales`` per load, small enough that the scales of eight tokens touch few rows of shared-memory
+    banks.
+    """
     return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
 

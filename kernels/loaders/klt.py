@@ -62,8 +62,8 @@ MAX_TOKENS = tl.constexpr(64)
 
 
 LOOKED_UP, SELECTED, PAIRS, TWO_BY_TWO = (tl.constexpr(number) for number in range(4))
-"""How a tile is decoded: each column looks its entry up; or selects one of two; or two columns at once look up a pair of entries, or
-one entry each. Only neighboring columns of keys are in one register of values; those of values are two tokens.
+"""Kinds of decoding: each column looks up its entry, or selects one of two, or two columns at once look up a pair of entries, or one entry
+each. Only neighboring columns of keys share a register; a register of values has two tokens.
 """
 
 WIDEST_PAIR = 3
@@ -95,7 +95,7 @@ class Tile(NamedTuple):
 
 
 class KltConstants(NamedTuple):
-    """What the functions below know of a codec: the ``loads`` of a row, the ``registers`` that these fill, and its tiles.
+    """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that these fill, and its tiles.
 
     The table of a head has ``entries``, and behind them ``columns`` constants of the columns of tiles, and 0 and 16 in turn for
     ``row_registers.load_parities``. The gain is stream ``gain_stream``, -1 for none.

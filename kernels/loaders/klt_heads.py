@@ -39,7 +39,7 @@ _MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
 
 
 class KltHeadsConstants(NamedTuple):
-    """What the functions below know of a codec: the bytes of a row, the ``entries`` of a head's table and its tiles.
+    """Compile-time constants of a codec: bytes per row, the ``entries`` of a head's table, and its tiles.
 
     Behind the entries are, for each tile, the bits where the codes of its columns begin, then their masks and first entries.
     """
@@ -96,7 +96,7 @@ def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, t
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Where the codes of each tile begin, and their masks and first entries, int32 ``[1, column]`` each."""
+    """Load the offset of each tile's codes, and their masks and first entries, int32 ``[1, column]`` each."""
     STEPS: tl.constexpr = CONSTANTS.steps
     begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
     found = ()

@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from kvpack.formats.minifloat import Minifloat
 
 PER_RUN, PER_TOKEN, PER_BLOCK, PER_STEP = (tl.constexpr(number) for number in range(4))
-"""What a scale is of: ``PER_STEP`` of blocks that are the columns of one step each, in keys, whose products it multiplies."""
+"""Kinds of scale sharing. ``PER_STEP``: blocks are the columns of one step each, in keys, and the scale multiplies the products."""
 
 SMALLEST_HALF_EXPONENT = -24
 """2 to this power is the smallest positive binary16."""
 
 
 class MinifloatConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles when they are compiled.
+    """Compile-time constants of a codec and its tiles.
 
     A token has ``blocks`` of ``size`` channels with scales of 8 bits, which are loaded as ``words`` of four, or one by one if that is 0.
     ``in_order``: a tile is a field of all columns, and of ``parts`` whole blocks or within one; else each value loads its scale.
@@ -152,7 +152,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What rows hold of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
+    """Load the rows of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - The scale of the token (``token_factors``) or of the run, float32 ``[warp, 1]``, if there is one.
@@ -255,7 +255,7 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 
 @triton.jit
 def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What elements of a block are multiplied by, binary16 ``[warp, token]``.
+    """Return the factor of the elements of a block, binary16 ``[warp, token]``.
 
     e4m3 are their scales. e8m0 are theirs over the largest of the token; elements that are smaller by 2^E2M1_EXPONENT then become what
     they are.
@@ -340,7 +340,7 @@ def decode(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """What values of a token are multiplied by: float32 ``[warp, token]``, or ``[warp, 1]`` where all tokens share it."""
+    """Return the factor of a token's values: float32 ``[warp, token]``, or ``[warp, 1]`` if all tokens share it."""
     AT: tl.constexpr = CONSTANTS.planes
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _lowered(ELEMENT)

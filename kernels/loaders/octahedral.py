@@ -38,7 +38,7 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 
 
 class OctahedralConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles.
+    """Compile-time constants of a codec and its tiles.
 
     ``index_bits`` of a symbol are the index of a direction. Unless the index is the whole symbol, ``sign_bits`` follow, the highest
     ``norm_index_bits`` of which are the norm code.

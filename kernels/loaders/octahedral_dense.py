@@ -33,7 +33,7 @@ MAX_BITS_OF_ONE_INDEX = 8
 
 
 class OctahedralDenseConstants(NamedTuple):
-    """What the functions below know of a codec and its rows.
+    """Compile-time constants of a codec and its rows.
 
     ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), by a code of
     ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.tiles_of``).

@@ -56,7 +56,7 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 def patch_places(
     numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Where a tile is read in a patch of which it is the first; from loaded numbers (``bitfields.load_column_fields``)."""
+    """Return the place of a tile in a patch of which it is the first tile; from loaded numbers (``bitfields.load_column_fields``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
@@ -132,7 +132,7 @@ def placed(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What patches of a warp's tile ``TILE`` need of entries that were ``loaded``, if ``FAST``: places of tokens, values, and columns."""
+    """Return the token places, values and columns of the ``loaded`` entries in a warp's tile ``TILE``, if ``FAST``."""
     found = loaded
     if FAST and CONSTANTS.together > 0:
         row = _row_of_tile(loaded[0], entries, TILE, TOKENS)

@@ -79,7 +79,8 @@ def ready_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """What all tiles share: the numbers 0, 1, 2, ... in memory, the power of two of values, and with ``AHEAD`` the places of patches.
+    """Return the data that all tiles share: the numbers 0, 1, 2, ... in memory, the power of two of values, and with ``AHEAD`` the places
+    of patches.
 
     Without ``AHEAD`` registers have room for these only while a tile with outliers is attended (``_places``).
     """
@@ -95,7 +96,7 @@ def ready_patches(
 
 @triton.jit
 def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Where patches are read, ``[warp, token, column]`` or transposed."""
+    """Return the places at which patches are read, ``[warp, token, column]`` or transposed."""
     if len(ready) == 3:
         places = ready[2]
     else:
@@ -179,7 +180,7 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """What ``first_entries`` gives for the tokens after those from row ``first`` on, loaded while those are attended."""
+    """Load the ``first_entries`` for the tokens after those from row ``first`` on, while the latter are attended."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
@@ -200,7 +201,9 @@ def entries_of(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """What patches of the tokens from row ``first`` on are made of: pointers, outlier entries, each warp's first token, and ``ready``."""
+    """Return the input of patches for the tokens from row ``first`` on: pointers, outlier entries, each warp's first token, and
+    ``ready``.
+    """
     found = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]

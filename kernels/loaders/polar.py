@@ -52,7 +52,7 @@ class Level(NamedTuple):
 
 
 class PolarConstants(NamedTuple):
-    """What the functions below know of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
+    """Compile-time constants of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
 
     ``tree`` is that of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
     """

@@ -1,4 +1,4 @@
-"""Which angles of polar's tree a step of a tile looks up, and the table that it looks them up in.
+"""The angles of polar's tree that each step of a tile looks up, and the table that it uses.
 
 A step decodes as many pairs of channels as a tile has. Where the first level fills whole fields of a stream, they are those of some
 columns in all its fields: the angles above them then are in few columns as well, and two neighboring fields of a column are one index.
@@ -60,14 +60,14 @@ def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[in
 
 @triton.constexpr_function
 def places_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
-    """Where each angle of a step is among what its lookups give."""
+    """Return the place of each angle of a step in the results of its lookups."""
     found = [angle + width * number for angle, count in lookups_of(angles, width, bits) for number in range(count)]
     return tuple(map(found.index, angles))
 
 
 @triton.constexpr_function
 def place_in(numbers: tuple[int, ...], number: int) -> int:
-    """Where ``number`` is among ``numbers``."""
+    """Return the index of ``number`` in ``numbers``."""
     return numbers.index(number)
 
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 QUERY = tl.constexpr(0.25)
-"""What a query's columns, of at most 1, are multiplied by, so that none overflows binary16 when it is divided by a bit's power."""
+"""Factor of a query's columns, at most 1, so that none overflows binary16 when it is divided by the power of a bit."""
 
 
 class QjlConstants(NamedTuple):
-    """What the functions below know of the signs beside a codec's tiles.
+    """Compile-time constants of the signs next to a codec's tiles.
 
     ``first_stream`` is the number of their first stream, and ``number`` that of their packing; ``unit`` is the estimator's factor.
     """
@@ -111,7 +111,7 @@ def _one(position: int) -> str:
 
 @triton.constexpr_function
 def _shift(position: int) -> int:
-    """How far up the bit at ``position`` is shifted: the same for most bits, and neither onto the sign bit nor onto the lowest bits."""
+    """Return the left shift of the bit at ``position``: the same for most bits, and onto neither the sign bit nor the lowest bits."""
     return 7 if position <= 7 else -1 if position == 15 else 0
 
 

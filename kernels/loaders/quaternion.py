@@ -28,7 +28,7 @@ VALUES = 4
 
 
 class QuaternionConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles: bits of a codeword and of a radius code."""
+    """Compile-time constants of a codec and its tiles: bits of a codeword and of a radius code."""
 
     packing: TilePacking
     fields_per_tile: int

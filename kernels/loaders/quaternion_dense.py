@@ -35,7 +35,7 @@ Beyond that, programs of more warps that share more copies of the table are fast
 
 
 class QuaternionDenseConstants(NamedTuple):
-    """What the functions below know of a codec and its rows.
+    """Compile-time constants of a codec and its rows.
 
     A codeword is a digit of ``codewords`` or, if ``low_bits`` is not 0, one of ``high_codewords`` above ``low_bits`` bits of it.
     """

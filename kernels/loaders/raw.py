@@ -28,7 +28,7 @@ MAX_WIDTH = 32
 
 
 class RawConstants(NamedTuple):
-    """What the functions below know of a codec: ``steps`` tiles of ``width`` channels each."""
+    """Compile-time constants of a codec: ``steps`` tiles of ``width`` channels each."""
 
     dim: int
     steps: int

@@ -42,7 +42,7 @@ class LoadedPart(NamedTuple):
 
 
 class ScalarConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles: each width of its channels has a packing and a part.
+    """Compile-time constants of a codec and its tiles: each width of its channels has a packing and a part.
 
     If there is only one of ``parts``, ``high`` is ``low``.
     """
@@ -110,7 +110,9 @@ def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: i
 
 
 def _entries(values: torch.Tensor, fields: int) -> torch.Tensor:
-    """What the codes of ``fields`` in one index decode to, the first in its low bits: ``[entry, 2 or 4]``; the value of one is repeated."""
+    """Return the decoded values of ``fields`` codes per index, the first in its low bits: ``[entry, 2 or 4]``; a single value is
+    repeated.
+    """
     if fields == 1:
         return values[:, None].expand(-1, 2)
     highest_first = torch.meshgrid([values] * fields, indexing="ij")

@@ -1,4 +1,4 @@
-"""How packed rows become tiles of binary16 values for the matrix units: the common part of all tile loaders.
+"""Tile loaders, their common part: packed rows become tiles of binary16 values for the matrix units.
 
 A loader is three Triton functions over tiles ``[warp, token]``. ``load`` reads what the rows of a tile hold and nothing else, so
 that the compiler fetches it ahead of time; ``decode`` makes of it the value tiles ``[warp, token, column]`` of one step;
@@ -22,7 +22,7 @@ DUAL_WIDTH = SMALLEST_WIDTH // 2
 """Words per row, if a tile holds two rows side by side."""
 
 APART, NEIGHBOURS = 1, 2
-"""How the two tokens of such a row are: all second tokens of the tile after all first ones, or each after its first."""
+"""Arrangements of two tokens per row: all second tokens of the tile after all first ones, or each after its first."""
 
 
 class Means(NamedTuple):
@@ -82,7 +82,9 @@ class Tiles:
     stream_widths: tuple[int, ...] = ()
     """``widths_of_streams``, if it differs from the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
-    """How the two tokens are in tiles whose rows are the words of two tokens; ``channels`` are then those of one token. 0: one token."""
+    """Arrangement of the two tokens in tiles whose rows are the words of two tokens; ``channels`` are then those of one token. 0: one
+    token.
+    """
     interleave: int = DUAL_WIDTH
     """Columns of one token that are side by side in such tiles, before as many columns of the other token."""
     values: Tiles | None = None
@@ -93,14 +95,16 @@ class Tiles:
     """For keys, ``step_factor(loaded, step, constants, fast)``: what products with the tiles of a step are multiplied by, float32
     ``[warp, token]``."""
     load_columns: Any = None
-    """What loads the constants that ``decode`` takes besides rows, ``load_columns(table, rows, constants, tokens)`` with a head's table and
-    its ``work.Rows``; None for ``bitfields.load_column_fields``."""
+    """Function that loads the constants that ``decode`` needs besides rows, ``load_columns(table, rows, constants, tokens)`` with a head's
+    table and its ``work.Rows``; None for ``bitfields.load_column_fields``.
+    """
     run_product: Any = None
     """For values that share a factor in a run, ``run_product(x, pointers, constants)``: ``x`` times it. Without side-cars it is
     called once for all tokens of a program, in place of ``factor``."""
     offset: bool = False
-    """Whether all of a head's tokens have something in common, which no tile holds: scores have a term of the query alone, and sums one of
-    the weights alone. It is one more column, behind those of the tiles, whose channel is the one after the last."""
+    """True if all tokens of a head share an offset that no tile contains: scores have a term that depends only on the query, and sums one
+    that depends only on the weights. It is one more column, after those of the tiles, whose channel is the one after the last.
+    """
     dtype: str = "fp16"
     """Dtype of the tiles: fp16, or that of raw values; without inline PTX, bf16 values are widened to fp32."""
     signs: tuple[Any, ...] | None = None
@@ -108,11 +112,11 @@ class Tiles:
     means: Means | None = None
     """Constants of the loader of ``key_mean``, for keys; None without its side-car."""
     outliers: Outliers | None = None
-    """Those of the loader of ``outliers``; None without its side-car."""
+    """Constants of the loader of ``outliers``; None without its side-car."""
 
     @property
     def widths_of_streams(self) -> tuple[int, ...]:
-        """What ``bitfields.load_column_fields`` takes."""
+        """Arguments of ``bitfields.load_column_fields``."""
         return self.stream_widths or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
 
 

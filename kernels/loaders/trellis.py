@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TrellisConstants(NamedTuple):
-    """What the functions below know of a codec and its tiles.
+    """Compile-time constants of a codec and its tiles.
 
     ``words`` of a row are the columns of a tile of ``width``; windows of ``window_bits`` begin every ``bits``. ``shifted``: whether columns
     are shifted down by numbers of their own, int16, which are behind ``entries`` entries of the table.

@@ -30,7 +30,7 @@ CHECKSUM_WORD = tl.constexpr(6)
 KEY_WORD, KEY_WORDS = tl.constexpr(16), tl.constexpr(8)
 
 DAMAGED, OTHER = 1, 2
-"""What ``check`` finds in a row: another checksum, or another frame, description or padding than expected; both may be set."""
+"""Faults that ``check`` finds in a row: another checksum, or another frame, description or padding than expected; both may be set."""
 
 
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor
 def check(
     rows: torch.Tensor, nbytes: int, multiplier: int, front: torch.Tensor, keys: torch.Tensor | None, pads: torch.Tensor | None
 ) -> torch.Tensor:
-    """What is wrong with each of ``rows``, int32 ``[page]``: 0, or ``DAMAGED`` and ``OTHER``.
+    """Return the faults of each of ``rows``, int32 ``[page]``: 0, or ``DAMAGED`` and ``OTHER``.
 
     ``front``, int32, is how every row begins, except for the checksum and the key; ``keys`` are uint8 ``[page, 32]``, None if any will
     do; ``pads`` are the places of bytes that are 0, int32, None for none.

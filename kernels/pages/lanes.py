@@ -69,7 +69,7 @@ class Lane:
     def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
         self.codec, self.layers, self.stride = codec, Layers(layers), stride
         self.streams = []
-        """Of each stream its name, dtype, place in values of it, shape and strides."""
+        """Name, dtype, offset in values of that dtype, shape and strides of each stream."""
         for name, layout in codec.layout(1, *layers[0].shape[1:3]).items():
             dtype = _STREAMS[layout.dtype]
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))

@@ -29,7 +29,8 @@ def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
-    """Where the digits of four symbols are: (word, shift to the right, mask) three integers each, for digits at bits 0, 16, 8 and 24.
+    """Return the places of the digits of four symbols: three integers (word, right shift, mask) each, for digits at bits 0, 16, 8
+    and 24.
 
     A digit is ``bits`` bits from ``first`` up in a field of ``distance`` bits; what is beyond the columns is left out.
     """

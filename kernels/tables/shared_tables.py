@@ -14,7 +14,7 @@ class SharedTable(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """What fills a shared table: ``entries`` of ``values`` binary16 of the table of a side, 0 for keys and 1 for values."""
+    """The contents of a shared table: ``entries`` of ``values`` binary16 from the table of a side, 0 for keys and 1 for values."""
 
     side: int
     offset: int

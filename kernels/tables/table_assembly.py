@@ -21,7 +21,7 @@ LARGEST_BYTES = 40 << 10
 
 
 MATRIX_ALIGNMENT = 1024
-"""Where matrices of the compiler begin, for the matrix units of compute capability 9.0: it takes its own shared memory to begin so."""
+"""Alignment of the compiler's matrices, for the matrix units of compute capability 9.0; its shared memory begins at a multiple."""
 
 
 @triton.constexpr_function

@@ -1,4 +1,4 @@
-"""Where the streams of a side are in memory, for kernels that load tiles of them."""
+"""Addresses of a side's streams in memory, for kernels that load tiles of them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class BoundLoader(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """What Triton names compiled code by."""
+        """Key by which Triton names compiled code."""
         return code_key(self)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def of_sides(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """What ``split.attend_split`` declares and fills, both tables in global memory, and the place of each in shared memory.
+    """Return the tables that ``split.attend_split`` declares and fills, both in global memory, and the place of each in shared memory.
 
     Together they take at most ``budget`` bytes of it.
     """

@@ -50,7 +50,7 @@ def frame_dim(codec: Codec) -> int:
 
 @lru_cache(maxsize=256)
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``rotate_queries`` reads for ``frames``: codecs and, of each, the channel of every column, -1 for none.
+    """Return the input of ``rotate_queries`` for ``frames``: codecs and, for each, the channel of every column, -1 for none.
 
     Returns float32 ``[matrix, dim, column]``, what each channel of a query adds to each column of all frames, each frame padded to whole
     blocks of columns; and int64 ``[block, 3]``: a block's first column in its frame, its frame's columns, and those of all frames before.
@@ -111,7 +111,7 @@ def _as_many(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _coded_of(codec: Codec) -> torch.Tensor:
-    """What each channel of a query adds to each channel of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
+    """Return the matrix from a query's channels to those of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
         return _originals_of(codec).transpose(1, 2)
     if balanced := codec.side_car(Balanced):

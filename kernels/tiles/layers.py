@@ -1,4 +1,4 @@
-"""What attention asks of a layer: the kernels know its codecs and plain tensors, not the classes that hold them."""
+"""The interface of a layer for attention: the kernels use its codecs and plain tensors, not the classes that contain them."""
 
 from __future__ import annotations
 

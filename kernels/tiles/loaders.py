@@ -25,7 +25,7 @@ SIDE_CAR_LOADERS: dict[type[SideCar], Callable[[Tiles, Any], Tiles | None]] = {
     Outliers: lambda tiles, _: tiles_outliers.with_outliers(tiles),
     Qjl: tiles_qjl.with_signs,
 }
-"""What makes of a codec's loader one that loads a side-car too. ``segments`` does what maps of values and kept tokens ask for."""
+"""Functions that extend a codec's loader to a side-car. ``segments`` handles value maps and kept tokens."""
 
 
 @lru_cache(maxsize=256)

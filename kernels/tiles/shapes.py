@@ -1,4 +1,4 @@
-"""How a kernel's program is shaped: its warps, the tiles that they attend at once, and how many programs run per multiprocessor."""
+"""The shape of a kernel's program: its warps, the tiles that they attend at once, and the programs per multiprocessor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class LaunchShape(NamedTuple):
 
 
 def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> LaunchShape:
-    """What was fastest on an H200 for tables of ``table_bytes`` and ``tokens`` a multiprocessor; ``aligned`` divides all first rows.
+    """Return the fastest shape measured on an H200 for tables of ``table_bytes`` and ``tokens`` per multiprocessor; ``aligned`` divides all
+    first rows.
 
     Tried were one to eight warps, tiles of 16 to 64 tokens, one or two of them, two to four stages, and 96 to 255 registers;
     for rows of which a thread holds one, whose loads lose by stages, one to four warps and 168 or more registers. Programs that are

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 INTERPRETED_BYTES = 227 << 10
-"""That of compute capability 9.0, for which kernels are interpreted."""
+"""Shared memory of compute capability 9.0, for which kernels are interpreted."""
 
 
 @lru_cache(maxsize=16)

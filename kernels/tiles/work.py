@@ -1,4 +1,4 @@
-"""What a program attends: tokens of a row of the work table, their packed rows, and the tiles that are loaded from these."""
+"""The work of a program: tokens of a row of the work table, their packed rows, and the tiles loaded from them."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -27,7 +27,7 @@ STREAM_INTEGERS = tl.constexpr(3)
 
 
 class Rows(NamedTuple):
-    """Where the packed rows of one side are: pointers to the first row of this head in each stream, and the row of the first token."""
+    """The packed rows of one side: pointers to the first row of this head in each stream, and the row of the first token."""
 
     streams: Any
     first: Any

@@ -134,9 +134,7 @@ def _resumed(
     folder: str | None,
     logits: Callable[[Any, torch.Tensor], None],
 ) -> dict[str, Any]:
-    """Return the time to store the first ``tokens`` of ``ids``, the size of the store afterwards, and the time to the first token after a
-    load.
-    """
+    """Return the times and sizes of storing the first ``tokens`` of ``ids`` and of resuming after a load."""
     from kvpack.integrations.transformers import KvpackCache
 
     prompt = ids[0, :tokens].tolist()

@@ -124,7 +124,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def _kept(path: str) -> Iterator[_Kept]:
-    """Return the cached digest of a file. One process at a time reads the file; others wait and find its digest."""
+    """Context with the cached record of a file. One process at a time reads the file; others wait and find its digest."""
     folder = _folder()
     if folder is None:
         yield _Kept(path, None)

@@ -274,7 +274,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def passes_over(past: Any) -> list[Any]:
-    """Report forward passes over the KvpackCaches of ``past`` to them."""
+    """Return the pass trackers of the KvpackCaches in ``past``."""
     return [cache.passes for cache in _kvpack_caches(past)]
 
 

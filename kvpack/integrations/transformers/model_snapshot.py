@@ -110,7 +110,7 @@ class _Code:
         yield (get(name) for get, name in self._names)
 
     def _read(self, value: Any) -> Iterable[Any]:
-        """Follow the references of ``value``."""
+        """Return the objects to which ``value`` leads."""
         if isinstance(value, (staticmethod, classmethod, MethodType)):
             return (value.__func__,)
         if isinstance(value, partial):

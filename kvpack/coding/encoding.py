@@ -13,7 +13,7 @@ import torch
 from kvpack.errors import RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
-from kvpack.formats.head_norms import misfit
+from kvpack.formats.head_norms import few, have_large_head, misfit
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import VALUES, RawPositions, replaced, with_misfits
 from kvpack.formats.side_cars import WithSideCars
@@ -135,6 +135,28 @@ def _encode_beside_raw(
             if raw.high_norm:
                 chosen = with_misfits(chosen, misfit(coded, shared))
             _report(shared_scales.misfit_of(coded, shared, where, chosen, keeps_large=raw.high_norm > 0))
+        try:
+            return _encode_others(codec, raw, x, chosen, where, before, position)
+        except OutOfRange:
+            # The keys choose, and a token of large values is refused by a norm that cannot hold it.
+            large = have_large_head(dispatch.norms(x), raw.high_norm) if raw.high_norm else None
+            more = None if large is None else few(large & ~chosen)
+            if more is None or not more.any():
+                raise
+        return _encode_others(codec, raw, x, chosen | more, where, before, position)
+
+
+def _encode_others(
+    codec: Codec,
+    raw: RawPositions,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    where: str,
+    before: Mapping[str, torch.Tensor] | None,
+    position: int | None,
+) -> dict[str, torch.Tensor]:
+    """The streams of ``x`` whose ``chosen`` tokens, bool ``[batch, token]``, are raw. Raises what ``encode`` raises."""
+    with float32_no_grad(x.device):
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
             own = raw.stored(x, token, sequence)

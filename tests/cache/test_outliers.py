@@ -11,6 +11,7 @@ import torch
 import kvpack
 from kvpack.coding.presets import PUBLISHED
 from kvpack.errors import KvpackWarning
+from kvpack.formats.errors import OutOfRange
 from support.real_layers import layers
 
 if TYPE_CHECKING:
@@ -151,6 +152,22 @@ def test_a_dominant_head_costs_other_tokens_of_its_group_little() -> None:
     assert decoded is not None
     assert torch.equal(decoded[0, :, 9], k[0, :, 9].to(torch.bfloat16).float())
     assert relative(decoded[0, 2, 10:32], k[0, 2, 10:32]) < 1.1 * relative(decoded[0, 2, 32:], k[0, 2, 32:])
+
+
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize(("recipe", "value"), [("kvpack-2", 1e4), ("kvpack-2", 7e4), ("octopus-3", 1e6), ("turboquant-2.5", 1e6)])
+def test_values_that_no_norm_can_hold_are_raw_where_they_are_few(recipe: str, value: float) -> None:
+    k, v = pair(1.0)
+    v[1, 1, 9, 3] = value
+    layer = kvpack.pack([(k, v)], recipe)[0]
+    _, decoded = layer.unpack(torch.float32)
+    assert decoded is not None
+    assert torch.equal(decoded[1, :, 9], v[1, :, 9].to(torch.bfloat16).float())
+    others = [token for token in range(4, 300) if token != 9]
+    assert relative(decoded[1, 1, others], v[1, 1, others]) < 1.1 * relative(decoded[0, :, 4:], v[0, :, 4:])
+    v[1, 1, :, 3] = value
+    with pytest.raises(OutOfRange, match=r"layers\[0\].v"):
+        kvpack.pack([(k, v)], recipe)
 
 
 def test_many_tokens_with_a_dominant_head_are_named_and_not_raw() -> None:

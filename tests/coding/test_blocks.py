@@ -97,7 +97,7 @@ def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     # A tile holds 96 tokens of two heads of 64 channels, or 64 in groups of tokens.
     monkeypatch.setattr("kvpack.cache.side.TILE_VALUES", 96 * 2 * 64)
-    first, second = random_pairs(1, 130), random_pairs(1, 20, seed=1)
+    first, second = random_pairs(1, 300), random_pairs(1, 20, seed=1)
     expected = kvpack.pack(first, recipe).append(second)
     with torch.inference_mode():
         found = kvpack.pack([(k + 0, v + 0) for k, v in first], recipe).append(second)
@@ -109,10 +109,11 @@ def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("tokens", [40, 300], ids=["one block", "several blocks"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_packed_cache_keeps_no_gradients(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
-    pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(1, 130)]
+    pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(1, tokens)]
     cache = kvpack.pack(pairs, recipe).append(pairs)
     tensors = [x for side in cache[0].sides.values() for page in side.runs for x in (*page.streams.values(), side.tail)]
     assert not any(tensor.requires_grad for tensor in [*tensors, *dense(cache)])
@@ -123,7 +124,7 @@ def test_a_packed_cache_keeps_no_gradients(recipe: str, monkeypatch: pytest.Monk
 def test_blocks_and_threads_change_no_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What earlier tests searched decides which of two searches quaternions take, and near ties may then differ.
     monkeypatch.setattr(quaternion_search, "_PAYS_AFTER", 0)
-    pairs = random_pairs(1, 130, dims=(64, 96))
+    pairs = random_pairs(1, 300, dims=(64, 96))
     whole = kvpack.pack(pairs, recipe)
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     parts = kvpack.pack(pairs, recipe)

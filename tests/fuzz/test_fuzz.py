@@ -64,7 +64,7 @@ def targets() -> Callable[[str], Target]:
 def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
     target = targets(name)
     assert any(target.check(data) for data in target.seeds), "a seed is accepted"
-    count = INPUTS.get(name, 150)
+    count = INPUTS.get(name, 60)
     report = run(target, count, tmp_path)
     assert not report.crashes, report.crashes[0]
     assert report.executions == count

@@ -18,7 +18,7 @@ def test_every_codec_has_a_row() -> None:
 @pytest.mark.parametrize("codec_id", sorted(CODECS))
 def test_a_batch_of_every_codec(codec_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests of each codec run more of the same examples.
-    monkeypatch.setattr(roundtrip, "EXAMPLES_AT_A_TIME", 20)
+    monkeypatch.setattr(roundtrip, "EXAMPLES_AT_A_TIME", 8)
     report = roundtrip.run(0, codec_id, 1)
     assert report.failures == []
     assert report.examples[codec_id] > 0

@@ -228,7 +228,7 @@ def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool,
     def layer(seed: int, *runs: int, tail: int = 5) -> Layer:
         torch.manual_seed(seed)
         tokens = sum(runs) + tail
-        k, v = (torch.randn(1, 2, tokens, 64).to(torch.bfloat16) for _ in "kv")
+        k, v = (torch.randn(1, 1, tokens, 64).to(torch.bfloat16) for _ in "kv")
         cache = kvpack.pack([(k[:, :, : runs[0]], v[:, :, : runs[0]])], f"{recipe};tail=32")
         for start, stop in pairwise([runs[0], *(runs[0] + total for total in accumulate(runs[1:])), tokens]):
             cache = cache.append([(k[:, :, start:stop], v[:, :, start:stop])])
@@ -240,7 +240,7 @@ def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool,
         many_queries.Call, "__init__", lambda self, q, layer, options: (made.append(layer), call(self, q, layer, options))[1]
     )
     monkeypatch.setattr(many_queries, "_alike", {})
-    q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
+    q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     layers = [layer(1, 64, 32), layer(2, 64, 32), layer(3, 96), layer(4, 64, 32, tail=6), layer(5, 64, 32)]
     found = [many_queries.attend(q, each, 0.125) for each in layers]
     assert len(made) == (3 if shared else 5)
@@ -257,7 +257,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
 
     def layer(seed: int, tokens: int) -> Layer:
         torch.manual_seed(seed)
-        k, v = (torch.randn(1, 2, tokens, 64).to(torch.bfloat16) for _ in "kv")
+        k, v = (torch.randn(1, 1, tokens, 64).to(torch.bfloat16) for _ in "kv")
         return kvpack.pack([(k, v)], "octopus-3;raw=0").to(DEVICE)[0]
 
     def pages(of: Layer) -> tuple[Any, Any]:
@@ -270,7 +270,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
     monkeypatch.setattr(layer_sharing.Tables, "of", lambda self, *given: (tables.append(of(self, *given)), tables[-1])[1])
     monkeypatch.setattr(many_queries, "_alike", {})
     layers = [layer(1, 96), layer(2, 96), layer(3, 80), layer(4, 96), layer(5, 96), layer(6, 96)]
-    q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
+    q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     expected = [many_queries.Call(q, each, many_queries.Options(0.125))(q) for each in layers]
     # The last is not known with the others, and the fifth is gone before there are tables.
     layer_sharing.warm_up(map(pages, layers[:5]))
@@ -294,7 +294,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
 
     def layer(seed: int) -> Layer:
         torch.manual_seed(seed)
-        k, v = (torch.randn(1, 2, 160, 64).to(torch.bfloat16) for _ in "kv")
+        k, v = (torch.randn(1, 1, 160, 64).to(torch.bfloat16) for _ in "kv")
         cache = kvpack.pack([(k[:, :, :96], v[:, :, :96])], "octopus-3;raw=0")
         both = cache.append([(k[:, :, 96:], v[:, :, 96:])]).to(DEVICE)[0]
         sides = []
@@ -304,7 +304,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
             sides.append(replace(side, runs=(first, replace(second, streams=dict(reversed(second.streams.items()))))))
         return Layer(*sides)
 
-    q = torch.randn(1, 4, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
+    q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     for each in map(layer, (1, 2, 3)):
         assert torch.equal(many_queries.attend(q, each, 0.125), many_queries.Call(q, each, many_queries.Options(0.125))(q))
 

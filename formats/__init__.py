@@ -51,11 +51,6 @@ SIDE_CARS: dict[str, type[SideCar]] = {
 """Side-cars by name, in the order of their keys and streams in a file."""
 
 
-def registered() -> tuple[type, ...]:
-    """The classes of all codecs and side-cars now; what is kept of a recipe or header holds as long as these are the same."""
-    return (*CODECS.values(), *SIDE_CARS.values())
-
-
 def codec_class(codec_id: str) -> type[CodecFamily]:
     """Return the class of a codec id. Raises UnknownCodec, which lists the known ids."""
     try:

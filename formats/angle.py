@@ -10,8 +10,9 @@ from functools import lru_cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, check_choice, check_fields, check_range, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, Fields, Layout, check_choice, check_fields, check_range, stored_norm
 from .columns import Columns, default_fields, factors_of_two, is_power_of_two, next_power_of_two, row_bytes
+from .encoding_blocks import encoded_in_blocks
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, torch

@@ -7,7 +7,8 @@ import operator
 from collections.abc import Mapping, Set
 from typing import Any
 
-from .errors import InvalidType
+from .errors import InvalidParameter, InvalidType
+from .lazy import torch
 
 _SHOWN = 80
 """The most characters of a value in a message."""
@@ -73,3 +74,38 @@ def check_text(value: Any, what: str) -> None:
     """Raise InvalidType unless ``value`` is text."""
     if not isinstance(value, str):
         raise InvalidType(f"{what} is {shown(value)}, expected text")
+
+
+def checked_device(device: Any) -> torch.device:
+    """``device`` as a torch.device that holds values. Raises InvalidParameter for one that this PyTorch cannot use."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise InvalidParameter(f"device is {shown(device)}, expected a torch.device or a name such as 'cpu' or 'cuda:0'") from None
+    if found.type == "cpu":
+        return found
+    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
+        raise InvalidParameter(f"device is {str(found)!r}, and torch finds {count} CUDA devices: write one that exists, or 'cpu'")
+    if found.type == "meta":
+        raise InvalidParameter("device is 'meta', which holds no values, expected a device such as 'cpu' or 'cuda:0'")
+    try:
+        torch.empty(0, dtype=torch.uint8, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0][:80]
+        raise InvalidParameter(f"device is {str(found)!r}, which this PyTorch cannot use ({reason}); name another, such as 'cpu'") from None
+    return found
+
+
+def check_floating(dtype: Any) -> None:
+    """Raise InvalidType unless ``dtype`` is a floating-point dtype of torch."""
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidType(f"dtype is {shown(dtype)}, expected a torch dtype, such as torch.bfloat16")
+    if not dtype.is_floating_point:
+        raise InvalidType(f"{dtype} cannot hold decoded values, expected a floating-point dtype")
+
+
+def check_number(value: Any, what: str) -> None:
+    """Raise InvalidParameter unless ``value`` is None or a number that a float holds; ``what`` names it in the message."""
+    number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
+    if value is not None and not number:
+        raise InvalidType(f"{what} is {shown(value)}, expected a number")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from .columns import Columns
-from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .errors import InvalidParameter, OutOfRange
 from .head_norms import norms_of
 from .lazy import numpy, torch
 from .rotation import Rotation, rotation_of
-from .value_blocks import first_place, value_blocks
+from .value_blocks import check_finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,17 +34,28 @@ HALF_LIMIT = 65520.0
 
 DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
 """Bytes per value of each stored dtype, by safetensors name."""
+NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+"""Their NumPy dtypes; bfloat16 is read as unsigned integers."""
 
 NORMS = {"fp16": "F16", "fp32": "F32"}
 """Stored dtypes of norms and factors, by parameter value."""
 
 MAX_DIM = 1024
 
+_SIZES_KEPT = 64
+"""The most sizes of sides whose layouts a codec keeps."""
+
 _PACKING = {"arrangement", "fields"}
 """Parameters that say how codes are packed and do not change the codes."""
 
 Fields = tuple[tuple[str, int], ...]
 """The number of fields F of each code stream, in stream order."""
+
+PayloadRule = Callable[["Mapping[str, Array]", str], None]
+"""A check of the stored streams of a side, arrays by name, which is named in messages. Raises InvalidPayload."""
+
+RunRule = Callable[["Mapping[str, Array]", Sequence[int], int, str], None]
+"""As ``PayloadRule``, given the tokens of each run and the number of sequences too."""
 
 Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 """A function that unpacks the planes of a code stream to its digits, as ``Columns.unpack`` does."""
@@ -69,6 +80,11 @@ class Layout:
     def strides(self) -> tuple[int, ...]:
         """The strides of a dense array of this shape, in values."""
         return _strides(self.shape)
+
+    def array(self, data: memoryview) -> numpy.ndarray[Any, Any]:
+        """The stored bytes ``data`` as an array of this shape; bfloat16 as unsigned integers."""
+        array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+        return array
 
 
 @lru_cache(maxsize=256)
@@ -101,6 +117,29 @@ class RunEncoder:
 
     streams: Mapping[str, torch.Tensor]
     encode: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
+
+
+class _Checks(NamedTuple):
+    """What a codec's checks go through: code streams with their planes, streams of finite numbers, rules, and a stream of all sequences."""
+
+    packed: list[tuple[str, Columns, list[str]]]
+    finite: list[str]
+    payload: tuple[PayloadRule, ...]
+    of_runs: tuple[RunRule, ...]
+    of_chunks: tuple[PayloadRule, ...]
+    of_batch: str
+
+
+class CodecSummary(NamedTuple):
+    """Properties of a codec by name; ``entries`` are the streams with one row per entry, ``has_run_rows`` says if any has one per run."""
+
+    features: frozenset[str]
+    bases_needed: frozenset[bytes]
+    token_group: int
+    fixed_heads: int | None
+    entries: tuple[str, ...]
+    has_run_rows: bool
+    keys_only: bool
 
 
 class Codec(ABC):
@@ -183,6 +222,11 @@ class Codec(ABC):
     def fixed_heads(self) -> int | None:
         """The number of heads of every side that it codes; None for any."""
         return None
+
+    @property
+    def keys_only(self) -> bool:
+        """Whether only keys can be coded."""
+        return False
 
     @property
     def run_values(self) -> int:
@@ -281,6 +325,38 @@ class Codec(ABC):
         }
         return layout | self.scales(batch, heads, tokens)
 
+    def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
+        """The streams without rows of a side of this size: all that ``layout`` says but for their number."""
+        found = self._run_layouts.get((batch, heads))
+        if found is None:
+            if len(self._run_layouts) >= _SIZES_KEPT:
+                self._run_layouts.clear()
+            found = self._run_layouts[batch, heads] = self.layout(batch, heads, 0)
+        return found
+
+    @cached_property
+    def _run_layouts(self) -> dict[tuple[int, int], Mapping[str, Layout]]:
+        return {}
+
+    @cached_property
+    def summary(self) -> CodecSummary:
+        """What headers ask for of every side: files have thousands of sides of a few codecs."""
+        layouts = self.row_layouts
+        return CodecSummary(
+            self.features,
+            self.bases_needed,
+            self.token_group,
+            self.fixed_heads,
+            tuple(name for name, layout in layouts.items() if layout.per == "entry"),
+            any(layout.per == "run" for layout in layouts.values()),
+            self.keys_only,
+        )
+
+    @cached_property
+    def variants(self) -> dict[Any, Codec]:
+        """Codecs that were made from this one, by what they were made for: sides of many layers and files share them."""
+        return {}
+
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
         """The streams without tokens: the dtype of each, what a row stands for and how long it is."""
@@ -339,71 +415,53 @@ class Codec(ABC):
         """Refuse stored bytes that no writer may produce.
 
         ``arrays`` holds the streams as numpy arrays (no scale is bfloat16), or as arrays read in blocks. Raises
-        InvalidPayload for a digit outside its alphabet, a nonzero spare bit, or a scale that is not finite.
+        InvalidPayload for a digit outside its alphabet, a nonzero spare bit, a scale that is not finite, and by ``payload_rules``.
         """
-        names = set(arrays)
-        for stream, packing in self.packings().items():
-            planes = [f"{stream}.{plane}" for plane in range(len(packing.planes))]
-            packing.check([arrays[name] for name in planes], f"{where}.{stream}")
-            names.difference_update(planes)
-        for name in sorted(names):
-            if arrays[name].dtype.kind == "f":
-                check_finite(f"{where}.{name}", arrays[name], "scales and norms")
+        checks = self._checks
+        for stream, packing, planes in checks.packed:
+            packing.check([*map(arrays.__getitem__, planes)], f"{where}.{stream}")
+        for name in checks.finite:
+            check_finite(f"{where}.{name}", arrays[name], "scales and norms")
+        for rule in checks.payload:
+            rule(arrays, where)
+
+    @cached_property
+    def _checks(self) -> _Checks:
+        packed = [
+            (stream, packing, [f"{stream}.{plane}" for plane in range(len(packing.planes))]) for stream, packing in self.packings().items()
+        ]
+        of_batch = next(name for name, layout in self.row_layouts.items() if layout.batch_axis is not None)
+        return _Checks(packed, sorted(self.finite_streams()), self.payload_rules(), self.run_rules(), self.chunk_rules(), of_batch)
+
+    def finite_streams(self) -> list[str]:
+        """The streams other than codes whose values are finite: all that hold floating-point numbers."""
+        return [name for name, layout in self.scales(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
+
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        """Checks of stored bytes that other codecs do not need, in order; each raises InvalidPayload."""
+        return ()
+
+    def run_rules(self) -> tuple[RunRule, ...]:
+        """The checks of ``check_runs``, in order."""
+        return ()
+
+    def chunk_rules(self) -> tuple[PayloadRule, ...]:
+        """The checks of ``check_chunks``, in order."""
+        return ()
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
         """Refuse what only the tokens of each run tell: called with what ``check`` has accepted. Raises InvalidPayload."""
-        return
+        for rule in self._checks.of_runs:
+            rule(arrays, runs, arrays[self._checks.of_batch].shape[0], where)
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
         """Refuse what only decoding all symbols tells, of what the other checks have accepted. Raises InvalidPayload."""
-        return
+        for rule in self._checks.of_chunks:
+            rule(arrays, where)
 
     @abstractmethod
     def params(self) -> dict[str, Any]:
         """The header's map of this codec: ``id``, its parameters, then its side-cars."""
-
-
-def check_finite(where: str, array: Array, what: str) -> None:
-    """Raise InvalidPayload, naming the place, unless all values, binary16 or binary32, are finite. ``what`` names them."""
-    if isinstance(array, numpy.ndarray) and _all_finite(array):
-        return
-    for first, block in value_blocks(array):
-        if not _all_finite(block):
-            odd = ~numpy.isfinite(block)
-            at = first_place(odd, first, array.shape)
-            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, {what} must be finite")
-
-
-def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
-    """Return True if all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
-
-    Bit patterns of nonfinite values are the largest positive signed integers and the largest unsigned integers.
-    """
-    size = array.itemsize
-    infinity = 0x7C00 if size == 2 else 0x7F800000
-    sign = 1 << 8 * size - 1
-    return not array.size or bool(array.view(f"<i{size}").max() < infinity and array.view(f"<u{size}").max() < sign + infinity)
-
-
-def encoded_in_blocks(
-    x: torch.Tensor, tokens_of_one_head: int, encode_block: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """Call ``encode_block(block, first token)`` on blocks of tokens that fit a core's cache, and join the streams.
-
-    ``x`` is ``[batch, kv_head, token, dim]``; the tokens of a block, counted once per head, make ``tokens_of_one_head``.
-    """
-    size = max(1, tokens_of_one_head // (x.shape[0] * x.shape[1]))
-    blocks = [encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]
-    return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
-
-
-def encoded_by_rows(
-    x: torch.Tensor, rows_at_once: int, encode_rows: Callable[[torch.Tensor], dict[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """Call ``encode_rows`` on chunks of rows ``[row, dim]`` that fit a core's cache, and join the streams in ``x``'s shape."""
-    chunks = [encode_rows(rows) for rows in torch.split(x.reshape(-1, x.shape[-1]), rows_at_once)]
-    joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-    return {name: stream.view(*x.shape[:-1], *stream.shape[1:]) for name, stream in joined.items()}
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:

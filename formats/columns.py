@@ -291,7 +291,11 @@ class Columns:
 
     def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
         """The numbers of the planes that set spare bits."""
-        return [number for number, spare in self._spare_bits.items() if (over_rows(planes[number], numpy.bitwise_or) & spare).any()]
+        wrong = []
+        for number, spare in self._spare_bits.items():
+            if (over_rows(planes[number], numpy.bitwise_or) & spare).any():
+                wrong.append(number)
+        return wrong
 
     @cached_property
     def _spare_bits(self) -> dict[int, numpy.ndarray[Any, Any]]:

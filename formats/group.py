@@ -23,8 +23,8 @@ from .tables import TABLES_KEPT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from .base import PayloadRule
     from .options import Options
-    from .value_blocks import Array
 
 AXES = ("token", "channel")
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -209,10 +209,8 @@ class Group(CodecFamily):
         pairs = scale_range.pairs(streams["scales"], streams["scale_range"])
         return replace(self, scale_dtype="fp16"), {name: streams[name] for name in streams if name != "scale_range"} | {"scales": pairs}
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        super().check(arrays, where)
-        if self.scale_dtype == "u8":
-            scale_range.check(arrays["scale_range"], f"{where}.scale_range")
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        return (scale_range.check,) if self.scale_dtype == "u8" else ()
 
     @property
     def _middle(self) -> float:

@@ -37,6 +37,7 @@ class KeyMean(PageVector):
 
     name: ClassVar[str] = "key_mean"
     words: ClassVar[tuple[str, ...]] = ("mean", "mean_bits")
+    keys_only: ClassVar[bool] = True
     feature: ClassVar[str] = "key-mean"
 
     dim: int

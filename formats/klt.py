@@ -28,6 +28,7 @@ from .value_blocks import row_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from .base import PayloadRule
     from .options import Options
     from .value_blocks import Array
 
@@ -316,12 +317,12 @@ class Klt(CodecFamily):
             values[:, list(part.heads), list(part.runs)] = table.gather(2, codes.flatten(2)).view(codes.shape)
         return values.transpose(2, 3).flatten(3)[..., : self.dim]
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """As ``Codec.check``; for the codes of all heads, also refuse bits of columns that do not exist."""
-        super().check(arrays, where)
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        return (self._check_code_bits,) if any(bits != 0xFF for bits in self.code_bits) else ()
+
+    def _check_code_bits(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse bits of columns that do not exist, in the codes of all heads."""
         spare = ~numpy.array(self.code_bits, numpy.uint8)
-        if not spare.any():
-            return
         for first, (block,) in row_blocks(arrays[CODES]):
             wrong = block & spare
             if wrong.any():

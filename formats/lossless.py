@@ -24,6 +24,7 @@ from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from .base import PayloadRule, RunRule
     from .options import Options
     from .value_blocks import Array
 
@@ -238,9 +239,11 @@ class Lossless(CodecFamily):
             "words": _replaced(words, counts, again["words"]),
         }
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse what ``Codec.check`` refuses, frequencies that do not sum to 2^12, states below 2^16, and counts of other words."""
-        super().check(arrays, where)
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        return (self._check_chunk_streams,)
+
+    def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse frequencies that do not sum to 2^12, states below 2^16, and counts of other words."""
         for first, (block,) in row_blocks(arrays["frequencies"]):
             sums = block.sum(1, dtype=numpy.int64)
             if (sums != rans.TOTAL).any():
@@ -253,9 +256,12 @@ class Lossless(CodecFamily):
         if counted != arrays["words"].shape[2]:
             raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
 
-    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
+    def run_rules(self) -> tuple[RunRule, ...]:
+        return (self._check_chunks,)
+
+    def _check_chunks(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
         """Refuse a chunk that an encoder cannot have made: it reads other words than its own, or ends in another state than it began."""
-        batch, heads, rows = arrays["word_counts"].shape
+        heads, rows = arrays["word_counts"].shape[1:]
         lengths = self._lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
         counts = values_between(arrays["word_counts"], 0, batch * heads * rows).reshape(batch * heads, rows).T.astype(numpy.int64)

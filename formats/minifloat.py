@@ -21,6 +21,7 @@ from .value_blocks import first_place, value_blocks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .base import PayloadRule
     from .options import Options
     from .value_blocks import Array
 
@@ -221,9 +222,11 @@ class Minifloat(CodecFamily):
             return self, streams
         return replace(self, scale_dtype="fp32"), {**streams, "scale": streams["scale"].to(torch.float32)}
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse what ``Codec.check`` refuses, elements and scales that are NaN or infinite, and scales of blocks below zero."""
-        super().check(arrays, where)
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        return (self._check_numbers,)
+
+    def _check_numbers(self, arrays: Mapping[str, Array], where: str) -> None:
+        """Refuse elements and scales of blocks that are NaN or infinite, and scales of blocks below zero."""
         if self.element != "e2m1":
             # Elements of 8 bits are the bytes of words; bytes without an element are zero.
             for plane in range(len(self.packings()["codes"].planes)):

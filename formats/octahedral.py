@@ -11,8 +11,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, check_fields, encoded_by_rows
+from .base import MAX_DIM, Fields, Layout, check_fields
 from .columns import Columns, default_fields, over_rows
+from .encoding_blocks import encoded_by_rows
 from .errors import InvalidParameter, InvalidPayload
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, numpy, torch
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from .base import Unpacker
+    from .base import PayloadRule, Unpacker
     from .options import Options
     from .value_blocks import Array
 
@@ -164,20 +165,21 @@ class Octahedral(CodecFamily):
             triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
         return triplet.flatten(-2)[..., : self.dim] * decoded_norms(streams["norm"])[..., None]
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        super().check(arrays, where)
-        if self.arrangement == "direct":
-            for name, bits in _padding_bits(self.packings()["symbol"], self.triplets).items():
-                whole = in_memory([arrays[name]])
-                if whole is not None and not (over_rows(whole[0], numpy.bitwise_or) & bits).any():
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        return (self._check_padding,) if self.arrangement == "direct" else ()
+
+    def _check_padding(self, arrays: Mapping[str, Array], where: str) -> None:
+        for name, bits in _padding_bits(self.packings()["symbol"], self.triplets).items():
+            whole = in_memory([arrays[name]])
+            if whole is not None and not (over_rows(whole[0], numpy.bitwise_or) & bits).any():
+                continue
+            for first, (rows,) in row_blocks(arrays[name]):
+                padding = rows & bits
+                if not padding.any():
                     continue
-                for first, (rows,) in row_blocks(arrays[name]):
-                    padding = rows & bits
-                    if not padding.any():
-                        continue
-                    at = first_place(padding != 0, first * padding.shape[1], arrays[name].shape)
-                    found = int(padding.flat[(padding != 0).argmax()])
-                    raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which must be zero")
+                at = first_place(padding != 0, first * padding.shape[1], arrays[name].shape)
+                found = int(padding.flat[(padding != 0).argmax()])
+                raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which must be zero")
 
     @property
     def _directions(self) -> int:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from .columns import Columns
     from .options import Options
-    from .value_blocks import Array
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,3 @@ class Opaque(CodecFamily):
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams["bytes"].to(torch.float32)
-
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Any bytes are valid."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
-from .base import HALF_LIMIT, Layout, check_finite
+from .base import HALF_LIMIT, Layout
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
 from .side_car import FramePart, RunStep, typed_map
-from .value_blocks import value_blocks
+from .value_blocks import check_finite, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,9 @@ from itertools import groupby, islice, pairwise
 from math import pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, stored_norm
 from .columns import Columns, default_fields
+from .encoding_blocks import encoded_in_blocks
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import functional, torch

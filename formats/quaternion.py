@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, encoded_in_blocks, stored_norm
+from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, stored_norm
 from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
+from .encoding_blocks import encoded_in_blocks
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .generator import unit_quaternions

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from .columns import Columns
     from .options import Options
-    from .value_blocks import Array
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -65,8 +64,9 @@ class Raw(CodecFamily):
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams["values"].to(torch.float32)
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Any bytes are valid."""
+    def finite_streams(self) -> list[str]:
+        """None: any bytes are valid."""
+        return []
 
 
 def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -11,8 +11,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, Fields, Layout, check_fields, check_range, encoded_by_rows
+from .base import MAX_DIM, Fields, Layout, check_fields, check_range
 from .columns import Columns, default_fields
+from .encoding_blocks import encoded_by_rows
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch

@@ -12,7 +12,7 @@ from .lazy import numpy, torch
 from .value_blocks import first_place, row_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from .value_blocks import Array
 
@@ -107,8 +107,9 @@ def _check_size(values: torch.Tensor, what: str) -> None:
         )
 
 
-def check(scale_range: Array, where: str) -> None:
+def check(arrays: Mapping[str, Array], where: str) -> None:
     """Raise InvalidPayload for a range ``[batch, kv_head, run, 4]`` with a code whose square is infinite in binary16."""
+    where, scale_range = f"{where}.scale_range", arrays["scale_range"]
     for first, (rows,) in row_blocks(scale_range):
         step, minimum = rows[:, 0::2].astype(numpy.float32), rows[:, 1::2].astype(numpy.float32)
         for code in (0, _STEPS):

@@ -19,8 +19,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import check_finite
 from .errors import InvalidParameter
+from .value_blocks import check_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +58,8 @@ class SideCar(ABC):
     """The options of a recipe that request and configure it."""
     of_every_codec: ClassVar[bool] = False
     """True if codecs that take no other side-car take this one, if they are lossy."""
+    keys_only: ClassVar[bool] = False
+    """True if codecs with it code only keys."""
     feature: ClassVar[str] = ""
     """The required feature that stands for it, if the first readers of version 1 do not know it."""
     dim: int

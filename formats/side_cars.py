@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .balanced import Balanced
@@ -18,10 +19,9 @@ from .side_car import FramePart, KeptTokens, PageVector, ResidualSketch, SideCar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .base import Layout, OneSideCar, Unpacker
+    from .base import Layout, OneSideCar, PayloadRule, RunRule, Unpacker
     from .rotation import Rotation
     from .side_car import RunStep
-    from .value_blocks import Array
 
     Streams = Mapping[str, torch.Tensor]
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -46,9 +46,9 @@ class WithSideCars(Codec):
     side_cars: tuple[SideCar, ...]
 
     def __post_init__(self) -> None:
-        none = self.codec.exact_dtype is not None
-        refused = [one.name for one in self.side_cars if none or not (self.codec.takes_side_cars or one.of_every_codec)]
-        if refused:
+        none, any_kind = self.codec.exact_dtype is not None, self.codec.takes_side_cars
+        if none or not (any_kind or all(map(attrgetter("of_every_codec"), self.side_cars))):
+            refused = [one.name for one in self.side_cars if none or not one.of_every_codec]
             raise InvalidParameter(f"codec {self.codec.id} takes no side-cars{'' if none else ' of this kind'}, found {', '.join(refused)}")
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
@@ -134,7 +134,8 @@ class WithSideCars(Codec):
 
     def with_side_car(self, side_car: SideCar) -> WithSideCars:
         """The codec with ``side_car`` in place of its own one of the same class."""
-        return replace(self, side_cars=tuple(side_car if type(one) is type(side_car) else one for one in self.side_cars))
+        place = [*map(type, self.side_cars)].index(type(side_car))
+        return replace(self, side_cars=(*self.side_cars[:place], side_car, *self.side_cars[place + 1 :]))
 
     @cached_property
     def rotation(self) -> Rotation:
@@ -147,6 +148,10 @@ class WithSideCars(Codec):
     @property
     def fixed_heads(self) -> int | None:
         return self.codec.fixed_heads
+
+    @property
+    def keys_only(self) -> bool:
+        return any(side_car.keys_only for side_car in self.side_cars)
 
     @property
     def run_values(self) -> int:
@@ -324,22 +329,18 @@ class WithSideCars(Codec):
         assert isinstance(other, WithSideCars)
         return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self._own_layout(1, 1, 0)}
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        own = self._own_layout(1, 1, 0)
-        self.codec.check({name: array for name, array in arrays.items() if name not in own}, where)
-        for side_car in self.side_cars:
-            side_car.check(arrays, where)
+    def finite_streams(self) -> list[str]:
+        return self.codec.finite_streams()
 
-    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
-        self.codec.check_runs(arrays, runs, where)
-        checking = [side_car for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs]
-        if checking:
-            batch = next(arrays[name].shape[0] for name, layout in self.codec.row_layouts.items() if layout.batch_axis is not None)
-            for side_car in checking:
-                side_car.check_runs(arrays, runs, batch, where)
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        return (*self.codec.payload_rules(), *(side_car.check for side_car in self.side_cars))
 
-    def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
-        self.codec.check_chunks(arrays, where)
+    def run_rules(self) -> tuple[RunRule, ...]:
+        own = (side_car.check_runs for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs)
+        return (*self.codec.run_rules(), *own)
+
+    def chunk_rules(self) -> tuple[PayloadRule, ...]:
+        return self.codec.chunk_rules()
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable[[], Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:

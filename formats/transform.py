@@ -25,6 +25,7 @@ from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from .base import PayloadRule, RunRule
     from .columns import Columns
     from .frames import Frames, Rope
     from .options import Options
@@ -292,7 +293,10 @@ class Transform(CodecFamily):
             result[name] = torch.cat([streams[name][:, :, :-1], coded_again], 2)
         return {name: result[name] for name in streams}
 
-    def check(self, arrays: Mapping[str, Array], where: str) -> None:
+    def payload_rules(self) -> tuple[PayloadRule, ...]:
+        return (self._check_chunk_streams,)
+
+    def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
         """Refuse columns that there are not, states below 2^16, and counts of other words."""
         for first, block in value_blocks(arrays["columns"]):
             if (block > self.dim).any():
@@ -303,16 +307,22 @@ class Transform(CodecFamily):
         if counted != arrays["words"].shape[2]:
             raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
 
-    def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
+    def run_rules(self) -> tuple[RunRule, ...]:
+        return (self._check_counts,)
+
+    def _check_counts(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
         """Refuse other counts of tokens than those of the runs."""
-        batch, _, rows = arrays["columns"].shape
+        rows = arrays["columns"].shape[2]
         expected = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
         if (tokens != expected).any():
             b, row = (int(one) for one in numpy.argwhere(tokens != expected)[0])
             raise InvalidPayload(f"{where}.tokens: at {[b, 0, row]} are {tokens[b, row]}, the run gives {expected[row]}")
 
-    def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
+    def chunk_rules(self) -> tuple[PayloadRule, ...]:
+        return (self._check_symbols,)
+
+    def _check_symbols(self, arrays: Mapping[str, Array], where: str) -> None:
         """With the basis, refuse chunks that an encoder cannot have made."""
         batch, heads, rows = arrays["columns"].shape
         if self.source is None or not rows:

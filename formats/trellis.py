@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Layout, encoded_by_rows
+from .base import MAX_DIM, Layout
 from .columns import Columns
+from .encoding_blocks import encoded_by_rows
 from .errors import InvalidParameter
 from .family import SEED, STEERING, CodecFamily, among, ranged
 from .lazy import torch

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .errors import InvalidPayload
 from .lazy import numpy
 
 if TYPE_CHECKING:
@@ -31,31 +33,27 @@ BLOCK_VALUES = 1 << 17
 
 def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
     """The arrays, if none is read on demand: a few reductions then take them whole, in which other threads run."""
-    found = [array for array in arrays if isinstance(array, numpy.ndarray)]
-    return found if len(found) == len(arrays) else None
+    whole: Any = arrays
+    return whole if {numpy.ndarray}.issuperset(map(type, arrays)) else None
 
 
 def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
     """Blocks of consecutive values, each with the flat index of its first value."""
-    for start, (block,) in _blocks([array], [1]):
-        yield start, block[:, 0]
+    count = math.prod(array.shape)
+    for start in range(0, count, BLOCK_VALUES):
+        yield start, values_between(array, start, min(start + BLOCK_VALUES, count))
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
     """Blocks of rows ``[row, value]`` (along the last axis) of arrays with equally many rows, each with the number of its first row."""
-    return _blocks(arrays, [array.shape[-1] for array in arrays])
-
-
-def _blocks(arrays: Sequence[Array], widths: Sequence[int]) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    shape, width = arrays[0].shape, widths[0]
-    rows = math.prod(shape) // width if width else 0
-    size = max(1, BLOCK_VALUES // max(1, *widths))
+    shapes = [*map(attrgetter("shape"), arrays)]
+    rows = math.prod(shapes[0][:-1]) if shapes[0][-1] else 0
+    size = max(1, BLOCK_VALUES // max(1, *map(itemgetter(-1), shapes)))
     for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        yield (
-            start,
-            [values_between(array, start * wide, stop * wide).reshape(-1, wide) for array, wide in zip(arrays, widths, strict=True)],
-        )
+        blocks, stop = [], min(start + size, rows)
+        for array, (*_, width) in zip(arrays, shapes, strict=True):
+            blocks.append(values_between(array, start * width, stop * width).reshape(-1, width))
+        yield start, blocks
 
 
 def values_between(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
@@ -74,3 +72,25 @@ def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy
 def first_place(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
     """The index, in an array of ``shape``, of the first true value from flat index ``first`` on, without listing all."""
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
+
+
+def check_finite(where: str, array: Array, what: str) -> None:
+    """Raise InvalidPayload, naming the place, unless all values, binary16 or binary32, are finite. ``what`` names them."""
+    if isinstance(array, numpy.ndarray) and _all_finite(array):
+        return
+    for first, block in value_blocks(array):
+        if not _all_finite(block):
+            odd = ~numpy.isfinite(block)
+            at = first_place(odd, first, array.shape)
+            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, {what} must be finite")
+
+
+def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
+    """Whether all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
+
+    Bit patterns of nonfinite values are the largest positive signed integers and the largest unsigned integers.
+    """
+    size = array.itemsize
+    infinity = 0x7C00 if size == 2 else 0x7F800000
+    sign = 1 << 8 * size - 1
+    return not array.size or bool(array.view(f"<i{size}").max() < infinity and array.view(f"<u{size}").max() < sign + infinity)

@@ -14,9 +14,8 @@ import safetensors
 
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
+from kvpack.file.front import make_front, pack_header, parse_header
 from kvpack.file.header import layout_bytes
-from kvpack.file.header_tensor import pack_header, parse_header
-from kvpack.file.json_header import make_front
 from kvpack.file.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidParameter, KvpackError

@@ -10,10 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.arguments import check_flag, shown
+from kvpack.formats.arguments import check_flag, check_number, integer, shown
 from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 
-from .cache.arguments import check_number, integer
 from .cache.layer import Layer
 from .cache.tiled_attention import attend_chunk
 from .coding import dispatch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
-from kvpack.cache.arguments import checked_device
+from kvpack.formats.arguments import checked_device
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 import kvpack
-from kvpack.file.json_header import DIGEST_PLACE
+from kvpack.file.front import DIGEST_PLACE
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 from kvpack.output import print_table

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
@@ -20,13 +20,13 @@ from kvpack.coding import shared_scales
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
-from kvpack.formats.arguments import check_callback
+from kvpack.formats.arguments import check_callback, checked_device, integer
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
-from .arguments import checked_device, explained, integer, refuse_pickle
 from .contents import contents_of
 from .conversion import converted
 from .layer import Layer, sliced
+from .packed_objects import explained, refuse_pickle
 from .rows import row_numbers
 from .states import selected, states_of, with_states
 
@@ -75,10 +75,10 @@ class Cache:
 
     layers: tuple[Layer, ...]
     recipe: str
-    model: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    model: Mapping[str, str] = field(default_factory=partial(MappingProxyType, {}))
     start: int = 0
     inputs: Inputs | None = None
-    metadata: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    metadata: Mapping[str, Value] = field(default_factory=partial(MappingProxyType, {}))
     computed: int = 0
     """Number of tokens of the longest cache that this one was sliced from, if ``inputs`` is None. Files do not record it."""
     position_offsets: tuple[int, ...] | None = None
@@ -86,7 +86,7 @@ class Cache:
 
     Models with multidimensional positions give an image fewer positions than it has tokens.
     """
-    states_at: StatesAt = field(default_factory=lambda: MappingProxyType({}))
+    states_at: StatesAt = field(default_factory=partial(MappingProxyType, {}))
     """States of all layers at earlier positions, by position. A slice may end at these positions, and a store saves the states.
 
     Files contain only the states after the last token.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,11 @@ from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
-from kvpack.file.user_files import path_text
-from kvpack.formats.arguments import check_callback, check_flag
+from kvpack.file.user_files import PIECE_BYTES, path_text
+from kvpack.formats.arguments import check_callback, check_flag, checked_device, integer
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
-from .arguments import checked_device, integer
 from .device_copy import StreamBus
 from .layer import Layer
 from .packed_argument import check_packed
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from .parts import Layers, Tokens
 
     Bases = Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]]
+
+
+_bases_needed = attrgetter("summary.bases_needed")
 
 
 def save(
@@ -148,20 +151,19 @@ def load(
         memory_limit = integer(memory_limit, "memory_limit")
     if target.type == "cuda":
         loaded = read_to(StreamBus(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
-        return _in_recipe(loaded, recipe, basis)
+        return loaded if recipe is None else _in_recipe(loaded, recipe, basis)
     file = container.open_file(path, memory_limit=memory_limit, copy=copy)
-    part = _part(file, layers, tokens)
-    cache = read(file, part.numbers, basis=basis, progress=progress)
-    if not part.has_all_tokens:
+    part = None if layers is None and tokens is None else _part(file, layers, tokens)
+    cache = read(file, None if part is None else part.numbers, basis=basis, progress=progress)
+    if part is not None and not part.has_all_tokens:
         with _located(file.where):
             cache = cache[:, part.start : part.stop]
-    return _in_recipe(cache if target.type == "cpu" else cache.to(target), recipe, basis)
+    cache = cache if target.type == "cpu" else cache.to(target)
+    return cache if recipe is None else _in_recipe(cache, recipe, basis)
 
 
-def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe | None, bases: Bases | None) -> Cache:
-    """``cache``, converted to ``recipe`` if there is one. Raises as ``Cache.convert`` and ``find``."""
-    if recipe is None:
-        return cache
+def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
+    """``cache``, converted to ``recipe``. Raises as ``Cache.convert`` and ``find``."""
     parsed: Recipe = parse_recipe(recipe)
     if parsed.takes_basis and parsed.basis is None and bases is not None:
         own = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
@@ -174,7 +176,8 @@ def _with_basis(file: container.File, basis: Bases | None) -> Header:
     """The header of an open file, which is a cache, with codecs that have their bases; it becomes the file's."""
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where}: is a basis and not a cache; kvpack.Basis.load reads it")
-    file.header = located(file.where, file.header, basis)
+    if basis is not None or any(map(_bases_needed, file.header.codecs)):
+        file.header = located(file.where, file.header, basis)
     return file.header
 
 
@@ -231,13 +234,18 @@ def read(
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with float32_no_grad(cpu):
         chosen = list(range(len(header.layers)) if numbers is None else numbers)
-        for done, number in enumerate(file.in_memory(chosen), 1):
+        # Of a file of one piece, nothing is left to be read meanwhile.
+        ready = chosen if file.size <= PIECE_BYTES else file.in_memory(chosen)
+        for done, number in enumerate(ready, 1):
             sides = {}
             for name, entry in header.layers[number].sides():
-                data = file.read_side(number, name, check_values=check_values)
-                tensors = {stream: _tensor(data[stream], layout) for stream, layout in header.streams[entry].items()}
-                sides[name] = side_of(header, entry, tensors, cpu)
-            states = {state.name: _tensor(file.read_state(state), state.layout) for state in header.states_of(number)}
+                data, tensors = file.read_side(number, name, check_values=check_values), {}
+                for stream, layout in header.streams[entry].items():
+                    tensors[stream] = _tensor(data[stream], layout)
+                sides[name] = side_of(header, number, name, entry, tensors, cpu)
+            states = {}
+            for state in header.states_of(number):
+                states[state.name] = _tensor(file.read_state(state), state.layout)
             layers[number] = layer_of(header, number, sides, states)
             if progress is not None:
                 progress(done, len(chosen))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
-from .arguments import explained, integer, refuse_pickle
+from .packed_objects import explained, refuse_pickle
 from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
@@ -48,10 +49,10 @@ class Layer:
     k: Side | None
     v: Side | None
     skipped: int = field(default=0, kw_only=True)
-    states: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
+    states: Mapping[str, torch.Tensor] = field(default_factory=partial(MappingProxyType, {}), kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.skipped < 0 or (self.skipped and not self.sides):
+        if self.skipped and (self.skipped < 0 or not self.sides):
             raise InvalidParameter(f"skipped is {self.skipped}, expected an integer of at least 0, and 0 for a layer without sides")
 
     def __copy__(self) -> Layer:

@@ -13,17 +13,16 @@ import torch
 from kvpack.coding import dispatch, shared_scales
 from kvpack.coding.encoding import RAW_NAMES
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.checks import check_integer
+from kvpack.file.checks import Rule, check
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.arguments import check_callback, check_mapping, items
+from kvpack.formats.arguments import check_callback, check_mapping, integer, items
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
 
-from .arguments import integer
 from .cache import Cache
 from .checksums import checksums, has_checksums
 from .dense_states import DenseLayer, dense_states
@@ -102,7 +101,7 @@ def pack(
         raise InvalidType(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
     start, named = integer(start, "start"), model_fields(model)
     try:
-        check_integer("start", start, 0, MAX_TOKENS)
+        check("start", start, Rule(int, MAX_TOKENS))
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
     recipe.check_length()

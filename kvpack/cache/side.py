@@ -18,13 +18,13 @@ from kvpack.coding import dispatch
 from kvpack.coding.blocks import caches_of, for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
+from kvpack.formats.arguments import check_floating, checked_device, integer
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
-from .arguments import check_floating, checked_device, integer
 from .packed_runs import PackedRun, PackedRuns
 from .rows import check_rows, row_numbers
 
@@ -63,7 +63,8 @@ class Side:
     window: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "runs", PackedRuns.of(self.runs))
+        if not isinstance(self.runs, PackedRuns):
+            object.__setattr__(self, "runs", PackedRuns.of(self.runs))
 
     def __repr__(self) -> str:
         shape = f"{self.batch} x {self.heads} x {self.tokens} x {self.dim}"

@@ -187,7 +187,7 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, view
             views[layout.dtype] = memory.view(TORCH_DTYPES[layout.dtype])
         view, begin = views[layout.dtype], (start + places.streams[name][0]) // DTYPE_BYTES[layout.dtype]
         tensors[name] = view.as_strided(layout.shape, layout.strides, view.storage_offset() + begin)
-    return side_of(file.header, entry, tensors, memory.device)
+    return side_of(file.header, places.layer, places.side, entry, tensors, memory.device)
 
 
 def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:

@@ -38,13 +38,19 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
     return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
 
 
-def side_of(header: Header, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
-    """The side that ``entry`` describes, of its stored ``tensors``, which are on ``device``."""
+def side_of(
+    header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device
+) -> Side:
+    """Side ``name`` of layer ``number``, which ``entry`` describes, of its stored ``tensors``, which are on ``device``.
+
+    It encodes new tokens as the header's recipe says.
+    """
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)
     if tail is None:
         tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device=device)
-    return Side(codec, PackedRuns([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else []), tail, entry.window)
+    runs = PackedRuns([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else [])
+    return Side(steered(codec, header.recipe, number, len(header.layers), name), runs, tail, entry.window)
 
 
 def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
@@ -55,17 +61,11 @@ def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Map
 
 def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
     """The cache of ``layers`` that the header describes."""
+    model = MappingProxyType(dict(header.model))
+    if not header.ignorable:
+        return Cache(tuple(layers), header.recipe, model, header.start)
     inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
     if inputs is not None:
         inputs = replace(inputs, first=header.start)
     metadata = MappingProxyType(from_bytes(header.ignorable.get(FEATURE, b"")))
-    steered_layers = tuple(_steered(header, number, layer) for number, layer in enumerate(layers))
-    model, offsets = MappingProxyType(dict(header.model)), header.offsets
-    return Cache(steered_layers, header.recipe, model, header.start, inputs, metadata, position_offsets=offsets)
-
-
-def _steered(header: Header, number: int, layer: Layer) -> Layer:
-    """``layer``, whose sides encode as the header's recipe says what they get from now on."""
-    codecs = {name: steered(side.codec, header.recipe, number, len(header.layers), name) for name, side in layer.sides.items()}
-    changed = {name: replace(side, codec=codecs[name]) for name, side in layer.sides.items() if codecs[name] is not side.codec}
-    return replace(layer, k=changed.get("k", layer.k), v=changed.get("v", layer.v)) if changed else layer
+    return Cache(tuple(layers), header.recipe, model, header.start, inputs, metadata, position_offsets=header.offsets)

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from kvpack.file.json_header import other_format
+from kvpack.file.front import other_format
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.file.sources import OnDisk
-from kvpack.file.user_files import open_regular
+from kvpack.file.user_files import OnDisk, open_regular
 from kvpack.formats.errors import InvalidParameter, KvpackError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvpack.file.sources import Source
+    from kvpack.file.user_files import Source
 
 Found = TypeVar("Found")
 

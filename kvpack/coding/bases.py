@@ -16,9 +16,7 @@ from kvpack.file import container
 from kvpack.file.basis import FEATURE, FREQUENCIES, KEY_FRAMES, MEAN, QUERIES, ROPE, VALUES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.layer_states import StateEntry, features_of
-from kvpack.file.payload import as_array
-from kvpack.file.sources import OnDisk
-from kvpack.file.user_files import open_regular, path_text
+from kvpack.file.user_files import OnDisk, open_regular, path_text
 from kvpack.formats.arguments import shown
 from kvpack.formats.balanced_frames import BalancedFrames, CalibratedFrames
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
@@ -32,7 +30,7 @@ from kvpack.formats.transform import MAX_STEP, default_chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvpack.file.sources import Source
+    from kvpack.file.user_files import Source
     from kvpack.formats.base import Codec
 
     Numbers = numpy.ndarray[Any, Any]
@@ -494,7 +492,7 @@ def _frames(file: container.File) -> dict[tuple[int, str], Frames]:
 
     def array(layer: int, name: str) -> Any:
         state = places[layer, name]
-        return as_array(file.read_state(state), state.layout)[0]
+        return state.layout.array(file.read_state(state))[0]
 
     if (0, FREQUENCIES) not in places:
         return {}
@@ -521,7 +519,7 @@ def _states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry,
     """The states ``name`` of all layers, and their values, float32 without the axis of sequences."""
     for state in file.header.states:
         if state.name == name:
-            array = as_array(file.read_state(state), state.layout)[0]
+            array = state.layout.array(file.read_state(state))[0]
             yield state, torch.from_numpy(array.astype(numpy.float32))
 
 

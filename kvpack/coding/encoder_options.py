@@ -39,6 +39,9 @@ STEERING = {
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
+_VARIANTS_KEPT = 1024
+"""The most places in recipes for which a codec keeps what encodes there."""
+
 _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*STEERING.values()))))
 
 
@@ -47,21 +50,27 @@ def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Co
 
     A text that is no recipe, or whose recipe makes another codec, changes nothing: both are valid in a file.
     """
-    inner, given = codec.family, _words(recipe, layer, layers, side, codec.id)
-    words = {name: value for name, value in given.items() if name in STEERING.get(inner.id, ())}
+    key = recipe, layer, layers, side
+    if key not in codec.variants:
+        if len(codec.variants) >= _VARIANTS_KEPT:
+            codec.variants.clear()
+        codec.variants[key] = _steered(codec, recipe, layer, layers, side)
+    return codec.variants[key]
+
+
+def _steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
+    given = _words(recipe, layer, layers, side, codec.id)
+    words = {name: value for name, value in given.items() if name in STEERING.get(codec.id, ())}
     if words:
         with contextlib.suppress(InvalidParameter):
-            codec = codec.with_family(replace(inner, **words))  # type: ignore[type-var]
+            codec = codec.with_family(replace(codec.family, **words))  # type: ignore[type-var]
     if isinstance(codec, WithSideCars) and not given.keys().isdisjoint(RawPositions.words):
         with contextlib.suppress(InvalidParameter):
-            codec = _with_choice(codec, RawPositions.of_words(codec.dim, side, Options(codec.id, given)))
+            raw = RawPositions.of_words(codec.dim, side, Options(codec.id, given))
+            # Side-cars are equal that choose other tokens.
+            if raw is not None and raw in codec.side_cars:
+                codec = codec.with_side_car(raw)
     return codec
-
-
-def _with_choice(codec: WithSideCars, chooses: RawPositions | None) -> WithSideCars:
-    """``codec``, which chooses raw tokens as ``chooses`` does, if that is its side-car except for the choice."""
-    side_cars = tuple(chooses if chooses is not None and one == chooses else one for one in codec.side_cars)
-    return replace(codec, side_cars=side_cars)
 
 
 @lru_cache(maxsize=1024)

@@ -29,9 +29,9 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from kvpack.codecs import CodecChoice
-from kvpack.file.checks import check_string
+from kvpack.file.checks import TEXT, check
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.formats import CODECS, registered
+from kvpack.formats import CODECS, SIDE_CARS
 from kvpack.formats.arguments import check_mapping, integer, shown
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.options import UnknownWord
@@ -309,7 +309,7 @@ class Recipe:
     def check_length(self) -> None:
         """Raise InvalidParameter for a recipe whose text does not fit a header."""
         try:
-            check_string("recipe", self.text)
+            check("recipe", self.text, TEXT)
         except (InvalidHeader, LimitExceeded) as error:
             raise InvalidParameter(str(error)) from None
 
@@ -474,7 +474,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
         raise InvalidType(f"a recipe is text, such as 'kvpack-3'; found a {type(recipe).__name__}")
     named = split_path(recipe, PRESETS)
     if named is None:
-        return _parsed(str(recipe), registered())
+        return _parsed(str(recipe), (*CODECS.values(), *SIDE_CARS.values()))
     path, added = named
     clauses = read_clauses(path)
     try:

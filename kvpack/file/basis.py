@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats import rans
 from kvpack.formats.balanced import FRAMES
-from kvpack.formats.base import MAX_DIM, check_finite
+from kvpack.formats.base import MAX_DIM
 from kvpack.formats.basis import rows_of
 from kvpack.formats.errors import InvalidHeader, InvalidPayload
 from kvpack.formats.frames import LARGEST_FREQUENCY, MAX_ALPHABET, MAX_TABLES, PAIRINGS
 from kvpack.formats.raw import Raw
-from kvpack.formats.value_blocks import values_between
+from kvpack.formats.value_blocks import check_finite, values_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -1,59 +1,81 @@
-"""Strict types and limits of header values; every message names the place (``where``), the rule and the value found."""
+"""The values that a header may hold: a table has a rule for each field, and one walker refuses every other value.
+
+Messages name the place (``where``), the rule and the value found.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.errors import InvalidHeader, LimitExceeded
 
 from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
-
-def check_integer(where: str, value: Any, low: int, high: int) -> None:
-    """Raise InvalidHeader for another type or less than ``low``, LimitExceeded for more than ``high``."""
-    check_type(where, value, int)
-    if value < low:
-        raise InvalidHeader(f"{where} is {value}, expected at least {low}")
-    if value > high:
-        raise LimitExceeded(f"{where} is {value}, the limit is {high}")
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
-def check_string(where: str, value: Any) -> None:
-    """Raise InvalidHeader for another type or text that UTF-8 cannot encode, LimitExceeded for long text."""
-    check_type(where, value, str)
+class Rule(NamedTuple):
+    """A value of exactly the type ``kind``, as a bool is not an integer.
+
+    An integer is ``low`` to ``high``; of anything else, ``high`` is the most UTF-8 bytes, bytes or entries. Text is one of ``choices`` if
+    there are any. The entries of a list or tuple, and the values of a map from text, follow the rule ``each``.
+    """
+
+    kind: Any
+    high: int | None = None
+    low: int = 0
+    choices: tuple[str, ...] = ()
+    each: Any = None
+
+
+TEXT = Rule(str, MAX_STRING_BYTES)
+BINARY = Rule(bytes, MAX_BINARY_BYTES)
+TEXT_BY_NAME = Rule(dict, MAX_NAMES, each=TEXT)
+BINARY_BY_NAME = Rule(dict, MAX_NAMES, each=BINARY)
+
+
+def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
+    """Check the attributes of ``holder`` that ``rules`` names. Raises as ``check``."""
+    for name, rule in rules.items():
+        check(name, getattr(holder, name), rule)
+
+
+def check(where: str, value: Any, rule: Rule) -> None:
+    """Raise InvalidHeader for another type, too small an integer and text that is no choice, LimitExceeded for what is too large."""
+    kind, high, low, choices, each = rule
+    if type(value) is not kind:
+        raise InvalidHeader(f"{where} is of type {type(value).__name__}, expected {kind.__name__}")
+    if kind is int:
+        if value < low:
+            raise InvalidHeader(f"{where} is {value}, expected at least {low}")
+        if high is not None and value > high:
+            raise LimitExceeded(f"{where} is {value}, the limit is {high}")
+        return
+    if high is not None and (size := _size(where, value)) > high:
+        raise LimitExceeded(f"{where} has {size} {'bytes' if kind in (str, bytes) else 'entries'}, the limit is {high}")
+    if choices and value not in choices:
+        raise InvalidHeader(f"{where} is {value!r}, expected one of {', '.join(choices)}")
+    if each is not None and kind is dict:
+        for name, entry in value.items():
+            check(f"a name in {where}", name, TEXT)
+            check(f"{where}[{name!r}]", entry, each)
+    elif each is not None:
+        for number, entry in enumerate(value):
+            check(f"{where}[{number}]", entry, each)
+
+
+def _size(where: str, value: Any) -> int:
+    """The length of ``value`` as it is stored. Raises InvalidHeader for text that UTF-8 cannot encode."""
     try:
-        size = len(value.encode())
+        return len(value.encode() if isinstance(value, str) else value)
     except UnicodeEncodeError:
         raise InvalidHeader(f"{where} is {value!r}, which UTF-8 cannot encode") from None
-    if size > MAX_STRING_BYTES:
-        raise LimitExceeded(f"{where} has {size} bytes, the limit is {MAX_STRING_BYTES}")
-
-
-def check_binary(where: str, value: Any) -> None:
-    """Raise InvalidHeader for another type, LimitExceeded for too many bytes."""
-    check_type(where, value, bytes)
-    if len(value) > MAX_BINARY_BYTES:
-        raise LimitExceeded(f"{where} has {len(value)} bytes, the limit is {MAX_BINARY_BYTES}")
-
-
-def check_sequence(where: str, value: Any, kind: type, limit: int) -> None:
-    """Raise InvalidHeader unless ``value`` is of type ``kind``, LimitExceeded for more than ``limit`` entries."""
-    check_type(where, value, kind)
-    if len(value) > limit:
-        raise LimitExceeded(f"{where} has {len(value)} entries, the limit is {limit}")
-
-
-def check_names(where: str, value: Any, kind: type) -> None:
-    """Check a map from names to ``str`` or ``bytes``. Raises InvalidHeader and LimitExceeded."""
-    check_sequence(where, value, dict, MAX_NAMES)
-    for name, entry in value.items():
-        check_string(f"a name in {where}", name)
-        (check_string if kind is str else check_binary)(f"{where}[{name!r}]", entry)
 
 
 def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
     """Raise InvalidHeader unless ``value`` is a map with exactly the ``expected`` keys, in order."""
-    check_type(where, value, dict)
+    check(where, value, Rule(dict))
     if tuple(value) != expected:
         raise InvalidHeader(f"{where} has the keys {', '.join(map(_shown, value))}, expected {', '.join(expected)}")
 
@@ -61,9 +83,3 @@ def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
 def _shown(name: Any) -> str:
     """A name from a file, with terminal control characters escaped."""
     return name if isinstance(name, str) and name.isprintable() else repr(name)
-
-
-def check_type(where: str, value: Any, kind: type) -> None:
-    """Raise InvalidHeader unless ``value`` is of exactly type ``kind``: a bool is not an integer."""
-    if type(value) is not kind:
-        raise InvalidHeader(f"{where} is of type {type(value).__name__}, expected {kind.__name__}")

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
-from kvpack.formats.base import check_finite
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
+from kvpack.formats.value_blocks import check_finite
 
 from . import basis
 from .atomic import write_file
 from .footprint import check_size
+from .front import aligned, check_digest, check_hash, make_front, read_front, undigested_front
 from .header import Contents, Header, TensorEntry, layout_bytes
-from .json_header import aligned, check_digest, check_hash, make_front, read_front, undigested_front
-from .payload import Span, as_array, check_pad, check_pads, checked_array, read_checked, read_span, span_of
-from .sources import InMemory, OnDisk
-from .user_files import open_regular, path_text
+from .payload import Span, check_pad, check_pads, checked_array, read_checked, read_span, span_of
+from .user_files import InMemory, OnDisk, open_regular, path_text
 from .zstd import FEATURE as CHECKSUMS
 from .zstd import compressed, decompressed
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from .atomic import Progress
     from .header import SideEntry
     from .layer_states import StateEntry
-    from .sources import Source
+    from .user_files import Source
 
 
 def file_size(contents: Contents) -> int:
@@ -101,7 +100,8 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
     source: Source = OnDisk(open_regular(where))
     try:
         with _located(where):
-            check_size(source.size, memory_limit)
+            if memory_limit is not None:
+                check_size(source.size, memory_limit)
             if copy:
                 disk, source = source, InMemory(source.read(0, source.size))
                 disk.close()
@@ -113,8 +113,9 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:
     """Open a file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
-    with _located(where):
-        check_size(len(data), memory_limit)
+    if memory_limit is not None:
+        with _located(where):
+            check_size(len(data), memory_limit)
     return File(InMemory(data), where, memory_limit)
 
 
@@ -147,7 +148,7 @@ class File:
         except BaseException:
             self.close()
             raise
-        self.tensors: dict[str, TensorEntry] = {tensor.name: tensor for tensor in self.header.tensors}
+        self.tensors: dict[str, TensorEntry] = dict(zip(self.front.places, self.header.tensors, strict=True))
         self._verified: set[str] = set()
         self._places: dict[SideEntry, tuple[dict[str, tuple[int, int]], int]] = {}
 
@@ -173,7 +174,8 @@ class File:
         with _located(self.where):
             stored = self._source.view(start + place.begin, start + place.end)
             if name not in self._verified:
-                check_pad(name, self._source.view(start + place.pad, start + place.begin))
+                if any(pad := self._source.view(start + place.pad, start + place.begin)):
+                    check_pad(name, pad)
                 check_digest(name, stored, entry.digest)
                 self._verified.add(name)
             if entry.filter == "none":
@@ -191,7 +193,7 @@ class File:
         for stream, layout in self.header.streams[entry].items():
             data[stream] = self.tensor(f"{layer}.{side}.{stream}")
             if check_values and stream != "tail":
-                arrays[stream] = as_array(data[stream], layout)
+                arrays[stream] = layout.array(data[stream])
         if check_values:
             with _located(self.where):
                 self._check(entry, arrays, f"{layer}.{side}")
@@ -225,7 +227,7 @@ class File:
         data = self.tensor(state.where)
         if self.header.is_basis:
             with _located(self.where):
-                basis.check_frame_values(state, as_array(data, state.layout))
+                basis.check_frame_values(state, state.layout.array(data))
         return data
 
     def read_state_into(self, state: StateEntry, memory: memoryview) -> None:
@@ -270,7 +272,7 @@ class File:
                 return
             for (stream, layout), (_, begin, end) in zip(layouts.items(), tensors, strict=True):
                 if stream != "tail":
-                    arrays[stream] = as_array(memory[begin:end], layout)
+                    arrays[stream] = layout.array(memory[begin:end])
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SidePlaces]) -> Span | None:
@@ -354,7 +356,8 @@ class File:
     def side(self, layer: int, side: str) -> SideEntry:
         """The entry of one side in the header. Raises OutOfBounds when the file does not have the side."""
         layers = self.header.layers
-        entry = dict(layers[layer].sides()).get(side) if 0 <= layer < len(layers) else None
+        held = layers[layer] if 0 <= layer < len(layers) else None
+        entry = {"k": held.k, "v": held.v}.get(side) if held else None
         if entry is None:
             raise OutOfBounds(f"{self.where}: has no side {layer}.{side}")
         return entry

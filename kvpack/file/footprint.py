@@ -38,22 +38,20 @@ VALUE_BYTES = 40
 """Temporary bytes per value while it is decoded and attended."""
 
 
-def check_size(size: int, memory_limit: int | None) -> None:
+def check_size(size: int, memory_limit: int) -> None:
     """Raise LimitExceeded for a file of more than ``memory_limit``."""
-    if memory_limit is not None and size > memory_limit:
+    if size > memory_limit:
         raise LimitExceeded(f"has {size} bytes, memory_limit is {memory_limit}")
 
 
-def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int | None) -> None:
+def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
     """Raise LimitExceeded for a file whose header, once parsed, could take too much."""
     parts = {f"the {size} bytes of the file": size, f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes)}
     _check(parts, memory_limit)
 
 
-def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int | None) -> None:
+def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
     """Raise LimitExceeded, which names each part and its bytes, for a file that takes more than ``memory_limit``."""
-    if memory_limit is None:
-        return
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
         raise LimitExceeded(f"its tensors, decoded, take {decoded} bytes, memory_limit is {memory_limit}")
@@ -85,10 +83,10 @@ def _front_bytes(json_bytes: int, header_bytes: int) -> int:
     return JSON_FACTOR * json_bytes + HEADER_FACTOR * header_bytes
 
 
-def _check(parts: dict[str, int], memory_limit: int | None) -> None:
+def _check(parts: dict[str, int], memory_limit: int) -> None:
     """Raise LimitExceeded, naming the largest parts, when ``parts`` exceed ``memory_limit`` plus ``FREE_BYTES``."""
     total = sum(parts.values())
-    if memory_limit is not None and total > memory_limit + FREE_BYTES:
+    if total > memory_limit + FREE_BYTES:
         named = sorted(((size, what) for what, size in parts.items() if size > total // 50), reverse=True)
         text = ", ".join(f"{size} for {what}" for size, what in named)
         more = f"memory_limit is {memory_limit} and {FREE_BYTES} more are allowed"

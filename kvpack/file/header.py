@@ -10,7 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvpack.formats.balanced import Balanced
@@ -23,7 +23,7 @@ from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.token_norms import FEATURE as LOG_NORMS_FEATURE
 
 from . import basis, hidden_tokens, layer_positions, layer_states, position_offsets
-from .checks import check_integer, check_names, check_sequence, check_string, check_type
+from .checks import BINARY_BY_NAME, TEXT, TEXT_BY_NAME, Rule, check, check_fields
 from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -47,6 +47,29 @@ FEATURES = CODEC_FEATURES | {
 FILTERS = ("none", "zstd")
 DIGEST_BYTES = 16
 
+_TOKENS = Rule(int, MAX_TOKENS)
+SIDE_RULES = {
+    "codec": Rule(int),
+    "batch": Rule(int, MAX_BATCH, 1),
+    "heads": Rule(int, MAX_HEADS, 1),
+    "runs": Rule(tuple, MAX_ENTRIES, each=Rule(int, MAX_TOKENS, 1)),
+    "tail": _TOKENS,
+    "window": _TOKENS,
+    "tail_dtype": Rule(str, choices=tuple(DTYPES)),
+}
+TENSOR_RULES = {"filter": Rule(str, choices=FILTERS), "stored_bytes": Rule(int, MAX_FILE_BYTES), "digest": Rule(bytes)}
+CONTENTS_RULES = {
+    "model": TEXT_BY_NAME,
+    "ignorable": BINARY_BY_NAME,
+    "recipe": TEXT,
+    "start": _TOKENS,
+    "codecs": Rule(tuple, MAX_CODECS),
+    "layers": Rule(tuple, MAX_LAYERS),
+}
+"""The rules of the fields of a side, a tensor and the whole, in the order in which they are checked."""
+
+_features = attrgetter("summary.features")
+
 
 @dataclass(frozen=True)
 class SideEntry:
@@ -67,24 +90,11 @@ class SideEntry:
     entries: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        check_type("codec", self.codec, int)
-        if self.codec < 0:
-            raise InvalidHeader(f"codec is {self.codec}, expected at least 0")
-        check_integer("batch", self.batch, 1, MAX_BATCH)
-        check_integer("heads", self.heads, 1, MAX_HEADS)
-        check_sequence("runs", self.runs, tuple, MAX_ENTRIES)
-        for number, run in enumerate(self.runs):
-            check_integer(f"runs[{number}]", run, 1, MAX_TOKENS)
-        check_integer("tail", self.tail, 0, MAX_TOKENS)
-        check_integer("window", self.window, 0, MAX_TOKENS)
-        if self.tokens > MAX_TOKENS:
-            raise LimitExceeded(f"tokens is {self.tokens}, the limit is {MAX_TOKENS}")
+        check_fields(self, SIDE_RULES)
+        check("tokens", self.tokens, _TOKENS)
         for name, count in self.entries:
-            check_string("a key of entries", name)
-            check_integer(f"entries.{name}", count, 0, MAX_TOKENS)
-        check_string("tail_dtype", self.tail_dtype)
-        if self.tail_dtype not in DTYPES:
-            raise InvalidHeader(f"tail_dtype is {self.tail_dtype!r}, expected one of {', '.join(DTYPES)}")
+            check("a key of entries", name, TEXT)
+            check(f"entries.{name}", count, _TOKENS)
 
     @property
     def packed(self) -> int:
@@ -93,7 +103,7 @@ class SideEntry:
 
     @property
     def tokens(self) -> int:
-        return self.packed + self.tail
+        return sum(self.runs) + self.tail
 
 
 @dataclass(frozen=True)
@@ -137,10 +147,7 @@ class TensorEntry:
         # True equals 1 in Python, also in the comparison with the layout.
         if not {int}.issuperset(map(type, self.shape)):
             raise InvalidHeader(f"shape is {list(self.shape)}, expected integers")
-        if self.filter not in FILTERS:
-            raise InvalidHeader(f"filter is {self.filter!r}, expected one of {', '.join(FILTERS)}")
-        check_integer("stored_bytes", self.stored_bytes, 0, MAX_FILE_BYTES)
-        check_type("digest", self.digest, bytes)
+        check_fields(self, TENSOR_RULES)
         if len(self.digest) != DIGEST_BYTES:
             raise InvalidHeader(f"digest has {len(self.digest)} bytes, expected {DIGEST_BYTES}")
 
@@ -177,22 +184,23 @@ class Contents:
     ignorable: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_required(self.required)
-        check_names("model", self.model, str)
-        check_names("ignorable", self.ignorable, bytes)
-        check_string("recipe", self.recipe)
-        check_integer("start", self.start, 0, MAX_TOKENS)
-        check_sequence("codecs", self.codecs, tuple, MAX_CODECS)
-        check_sequence("layers", self.layers, tuple, MAX_LAYERS)
+        check("required", self.required, Rule(tuple, MAX_NAMES))
+        for number, feature in enumerate(self.required):
+            check(f"required[{number}]", feature, TEXT)
+            if feature not in FEATURES:
+                raise UnsupportedVersion(lacking(feature))
+        if [*self.required] != sorted({*self.required}):
+            raise InvalidHeader(f"required is {list(self.required)}, expected names in ascending order")
+        check_fields(self, CONTENTS_RULES)
         for (number, name), side in self._first_uses.items():
             try:
                 self._check_side(side)
             except InvalidHeader as error:
                 raise within(f"layers[{number}].{name}", error) from None
         for number, layer in enumerate(self.layers):
-            if layer.v is not None and self.codecs[layer.v.codec].side_car(KeyMean) is not None:
+            if layer.v is not None and self.codecs[layer.v.codec].summary.keys_only:
                 raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is for keys only")
-        if (named := CODEC_FEATURES.intersection(self.required)) != (used := set(features_of(self.codecs))):
+        if (named := CODEC_FEATURES.intersection(self.required)) != (used := frozenset().union(*map(_features, self.codecs))):
             names, uses = (", ".join(sorted(found)) or "none" for found in (named, used))
             raise InvalidHeader(f"required names {names} of the features of codecs, the codecs have {uses}")
         _ = self.starts, self.states, self.hidden, self.offsets
@@ -208,12 +216,14 @@ class Contents:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """The position of the first token of every layer."""
-        return layer_positions.layer_starts(self.start, self.layers, self.required, self.ignorable)
+        data = self._entry(layer_positions.FEATURE)
+        return (self.start,) * len(self.layers) if data is None else layer_positions.layer_starts(data, self.start, self.layers)
 
     @cached_property
     def states(self) -> tuple[layer_states.StateEntry, ...]:
         """The states of all layers, in file order."""
-        return layer_states.layer_states(self.layers, self.required, self.ignorable)
+        data = self._entry(layer_states.FEATURE)
+        return () if data is None else layer_states.layer_states(data, self.layers)
 
     @cached_property
     def batch(self) -> int:
@@ -224,17 +234,29 @@ class Contents:
     @cached_property
     def hidden(self) -> tuple[hidden_tokens.Hidden, ...]:
         """The tokens that no query may attend to."""
+        data = self._entry(hidden_tokens.FEATURE)
+        if data is None:
+            return ()
         ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
-        return hidden_tokens.hidden_tokens(self.batch, self.start, max(ends, default=self.start), self.required, self.ignorable)
+        return hidden_tokens.hidden_tokens(data, self.batch, self.start, max(ends, default=self.start))
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
         """Difference between position and token index after the range, for each sequence; None if the file does not record it."""
-        return position_offsets.position_offsets(self.layers, self.starts, self.states, self.start, self.required, self.ignorable)
+        data = self._entry(position_offsets.FEATURE)
+        return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
+
+    def _entry(self, feature: str) -> bytes | None:
+        """The bytes of a required feature that has an entry in ``ignorable``; None without it. Raises InvalidHeader."""
+        named, there = feature in self.required, feature in self.ignorable
+        if named != there:
+            places = ("required", "ignorable") if named else ("ignorable", "required")
+            raise InvalidHeader(f"{feature} is in {places[0]} and not in {places[1]}, expected both")
+        return self.ignorable[feature] if named else None
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:
         """The states of layer ``number``, by ascending names."""
-        return self._states_by_layer.get(number, [])
+        return self._states_by_layer.get(number, []) if self.states else []
 
     @cached_property
     def _states_by_layer(self) -> dict[int, list[layer_states.StateEntry]]:
@@ -250,23 +272,21 @@ class Contents:
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
                 first.setdefault(side, (number, name))
-        return {place: side for side, place in first.items()}
+        return dict(zip(first.values(), first, strict=True))
 
     def _check_side(self, side: SideEntry) -> None:
         if side.codec >= len(self.codecs):
             raise InvalidHeader(f"codec is {side.codec}, the file has {len(self.codecs)} codecs")
         codec = self.codecs[side.codec]
-        if codec.fixed_heads not in (None, side.heads):
-            raise InvalidHeader(f"heads is {side.heads}, the widths of codec {codec.id} are of {codec.fixed_heads} heads")
-        group, layouts = codec.token_group, codec.row_layouts
-        if group == 1 and len(side.runs) > 1 and all(layout.per != "run" for layout in layouts.values()):
+        facts = codec.summary
+        if facts.fixed_heads not in (None, side.heads):
+            raise InvalidHeader(f"heads is {side.heads}, the widths of codec {codec.id} are of {facts.fixed_heads} heads")
+        if facts.token_group == 1 and len(side.runs) > 1 and not facts.has_run_rows:
             raise InvalidHeader(f"runs has {len(side.runs)} entries, a codec that encodes tokens one by one has at most 1")
-        expected = [name for name, layout in layouts.items() if layout.per == "entry"]
-        if [name for name, _ in side.entries] != expected:
-            found = ", ".join(dict(side.entries)) or "none"
-            raise InvalidHeader(f"entries names {found}, the codec has {', '.join(expected) or 'none'}")
-        if side.window % group:
-            raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {group}")
+        if (names := tuple(dict(side.entries))) != facts.entries:
+            raise InvalidHeader(f"entries names {', '.join(names) or 'none'}, the codec has {', '.join(facts.entries) or 'none'}")
+        if side.window % facts.token_group:
+            raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {facts.token_group}")
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -274,14 +294,19 @@ class Contents:
         found = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
-                found.update({f"{number}.{name}.{stream}": layout for stream, layout in self.streams[side].items()})
-            found.update({state.where: state.layout for state in self.states_of(number)})
+                for stream, layout in self.streams[side].items():
+                    found[f"{number}.{name}.{stream}"] = layout
+            for state in self.states_of(number):
+                found[state.where] = state.layout
         return found
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
         """The tensors of every side by stream name, in file order; equal sides share one entry."""
-        return {side: side_tensors(self.codecs[side.codec], side) for side in self._first_uses.values()}
+        found = {}
+        for side in self._first_uses.values():
+            found[side] = side_tensors(self.codecs[side.codec], side)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +317,7 @@ class Header(Contents):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sequence("tensors", self.tensors, tuple, MAX_ENTRIES)
+        check("tensors", self.tensors, Rule(tuple, MAX_ENTRIES))
         if len(self.tensors) != len(self.layouts):
             raise InvalidHeader(f"tensors has {len(self.tensors)} entries, the layers and codecs give {len(self.layouts)}")
         for number, (tensor, (name, layout)) in enumerate(zip(self.tensors, self.layouts.items(), strict=True)):
@@ -309,12 +334,15 @@ class Header(Contents):
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
     """Name (after ``prefix``), dtype and shape of every tensor of a side, in file order (spec/container.md, Runs and tail)."""
-    result, entries = {}, dict(side.entries)
-    for stream, layout in codec.layout(side.batch, side.heads, side.packed).items():
+    result, entries, rows_by_size = {}, dict(side.entries), {1: sum(side.runs)}
+    for stream, layout in codec.run_layouts(side.batch, side.heads).items():
+        rows, size = len(side.runs), layout.tokens_per_row
         if layout.per == "token":
-            rows = sum(-(-run // layout.tokens_per_row) for run in side.runs)
-        else:
-            rows = len(side.runs) if layout.per == "run" else entries[stream]
+            if size not in rows_by_size:
+                rows_by_size[size] = sum(-(-run // size) for run in side.runs)
+            rows = rows_by_size[size]
+        elif layout.per == "entry":
+            rows = entries[stream]
         result[f"{prefix}{stream}"] = replace(layout, shape=(*layout.shape[:2], rows, *layout.shape[3:]))
     if side.tail:
         result[f"{prefix}tail"] = Layout(DTYPES[side.tail_dtype], (side.batch, side.heads, side.tail, codec.dim))
@@ -328,18 +356,7 @@ def layout_bytes(layout: Layout) -> int:
 
 def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
     """The required features of ``codecs``, ascending."""
-    return tuple(sorted(frozenset().union(*(codec.features for codec in codecs))))
-
-
-def check_required(required: tuple[str, ...]) -> None:
-    """Raise UnsupportedVersion for a required feature that this kvpack does not know, InvalidHeader for names out of order."""
-    check_sequence("required", required, tuple, MAX_NAMES)
-    for number, name in enumerate(required):
-        check_string(f"required[{number}]", name)
-        if name not in FEATURES:
-            raise UnsupportedVersion(lacking(name))
-    if any(second <= first for first, second in pairwise(required)):
-        raise InvalidHeader(f"required is {list(required)}, expected names in ascending order")
+    return tuple(sorted(frozenset().union(*map(_features, codecs))))
 
 
 def lacking(feature: str) -> str:

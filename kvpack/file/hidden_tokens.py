@@ -10,7 +10,7 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded
 from .limits import MAX_BINARY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
 FEATURE = "hidden-tokens"
 """The name of the feature in ``required``, and of its entry in ``ignorable``."""
@@ -38,17 +38,11 @@ def features_of(hidden: Iterable[Hidden]) -> tuple[tuple[str, ...], dict[str, by
     return ((FEATURE,), {FEATURE: data}) if data else ((), {})
 
 
-def hidden_tokens(batch: int, start: int, stop: int, required: Sequence[str], ignorable: Mapping[str, bytes]) -> tuple[Hidden, ...]:
-    """The hidden tokens of a file of ``batch`` sequences and the range ``[start, stop)``.
+def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidden, ...]:
+    """The hidden tokens that the entry ``data`` lists, of a file of ``batch`` sequences and the range ``[start, stop)``.
 
     Raises InvalidHeader, which names the record.
     """
-    if (FEATURE in required) != (FEATURE in ignorable):
-        places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
-        raise InvalidHeader(f"{FEATURE} is in {places[0]} and not in {places[1]}, expected both")
-    if FEATURE not in required:
-        return ()
-    data = ignorable[FEATURE]
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each stretch, and at least one")
     hidden = tuple(Hidden(*record) for record in _RECORD.iter_unpack(data))

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats.errors import InvalidHeader
 
-from .checks import check_integer
+from .checks import Rule, check
 from .limits import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 FEATURE = "layer-positions"
 """The name of the feature in ``required``, and of its entry in ``ignorable``."""
@@ -31,20 +31,14 @@ class HasSides(Protocol):
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
     """``required`` and ``ignorable`` for a file that begins at ``start`` and has layers at ``starts``. Raises LimitExceeded."""
     for number, first in enumerate(starts):
-        check_integer(f"the first position of layers[{number}]", first, start, MAX_TOKENS)
+        check(f"the first position of layers[{number}]", first, Rule(int, MAX_TOKENS, start))
     if all(first == start for first in starts):
         return (), {}
     return (FEATURE,), {FEATURE: b"".join(first.to_bytes(START_BYTES, "little") for first in starts)}
 
 
-def layer_starts(start: int, layers: Sequence[HasSides], required: Sequence[str], ignorable: Mapping[str, bytes]) -> tuple[int, ...]:
-    """The first position of every layer. Raises InvalidHeader or LimitExceeded, which name the layer."""
-    if (FEATURE in required) != (FEATURE in ignorable):
-        places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
-        raise InvalidHeader(f"{FEATURE} is in {places[0]} and not in {places[1]}, expected both")
-    if FEATURE not in required:
-        return (start,) * len(layers)
-    data = ignorable[FEATURE]
+def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
+    """The first position of every layer, by the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the layer."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, {len(layers)} layers take {START_BYTES * len(layers)}")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))
@@ -56,6 +50,6 @@ def layer_starts(start: int, layers: Sequence[HasSides], required: Sequence[str]
 
 
 def _check_start(number: int, first: int, start: int, layer: HasSides) -> None:
-    check_integer(f"ignorable[{FEATURE!r}][{number}]", first, start, MAX_TOKENS)
+    check(f"ignorable[{FEATURE!r}][{number}]", first, Rule(int, MAX_TOKENS, start))
     if first != start and layer.k is None and layer.v is None:
         raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, a layer without sides has the file's start {start}")

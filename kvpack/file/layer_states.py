@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
-from .checks import check_integer
+from .checks import Rule, check
 from .limits import MAX_BATCH, MAX_BINARY_BYTES, MAX_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 FEATURE = "layer-state"
 """The name of the feature in ``required``, and of its entry in ``ignorable``."""
@@ -61,7 +61,7 @@ class StateEntry:
         if not self.shape:
             raise InvalidHeader(f"{self.where} has no sizes, expected 1 to {MAX_SIZES}")
         for number, size in enumerate(self.shape):
-            check_integer(f"{self.where}.shape[{number}]", size, 1, MAX_TOKENS if number else MAX_BATCH)
+            check(f"{self.where}.shape[{number}]", size, Rule(int, MAX_TOKENS if number else MAX_BATCH, 1))
 
     @property
     def where(self) -> str:
@@ -89,14 +89,8 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
     return (FEATURE,), {FEATURE: b"".join(map(_packed, ordered))}
 
 
-def layer_states(layers: Sequence[HasSides], required: Sequence[str], ignorable: Mapping[str, bytes]) -> tuple[StateEntry, ...]:
-    """The states of all layers, in file order. Raises InvalidHeader or LimitExceeded, which name the place."""
-    if (FEATURE in required) != (FEATURE in ignorable):
-        places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
-        raise InvalidHeader(f"{FEATURE} is in {places[0]} and not in {places[1]}, expected both")
-    if FEATURE not in required:
-        return ()
-    data = ignorable[FEATURE]
+def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
+    """The states that the entry ``data`` lists, in file order. Raises InvalidHeader or LimitExceeded, which name the place."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one")
     states = tuple(_parsed(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))

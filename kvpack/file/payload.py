@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.base import DTYPE_BYTES, NUMPY_DTYPES
 from kvpack.formats.errors import InvalidPayload
 from kvpack.formats.lazy import numpy
 
+from .front import check_digest, check_hash
 from .header import layout_bytes
-from .json_header import check_digest, check_hash
 from .zstd import decompressed
 
 if TYPE_CHECKING:
@@ -23,22 +23,14 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Layout
     from kvpack.formats.value_blocks import Array
 
+    from .front import Front
     from .header import TensorEntry
-    from .json_header import Front
-    from .sources import Source
+    from .user_files import Source
 
 PIECE_BYTES = 1 << 20
 """A tensor of at most this many bytes is read at once, a larger one in pieces."""
 _HASHED_BYTES = 1 << 18
 """The number of bytes read and hashed at once: they fit a core's cache."""
-
-_NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
-
-
-def as_array(data: memoryview, layout: Layout) -> numpy.ndarray[Any, Any]:
-    """The bytes of a tensor as an array of its shape; bfloat16 as unsigned integers."""
-    array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, _NUMPY_DTYPES[layout.dtype]).reshape(layout.shape)
-    return array
 
 
 class InPieces:
@@ -46,7 +38,7 @@ class InPieces:
 
     def __init__(self, source: Source, begin: int, layout: Layout) -> None:
         self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
-        self.shape, self.dtype = layout.shape, numpy.dtype(_NUMPY_DTYPES[layout.dtype])
+        self.shape, self.dtype = layout.shape, numpy.dtype(NUMPY_DTYPES[layout.dtype])
         # Allocating new memory costs more than reading into it.
         self._memory = bytearray()
 
@@ -78,7 +70,7 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
     check_digest(tensor.name, stored, tensor.digest)
     if tensor.filter != "none":
         stored = decompressed(tensor.name, stored, layout_bytes(layout), checksums=checksums)
-    return as_array(stored, layout)
+    return layout.array(stored)
 
 
 def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview, *, checksums: bool) -> None:

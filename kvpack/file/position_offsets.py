@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats.errors import InvalidHeader
 
-from .checks import check_integer
+from .checks import Rule, check
 from .limits import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from .layer_states import StateEntry
 
@@ -44,20 +44,9 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 
 
 def position_offsets(
-    layers: Sequence[HasSides],
-    starts: Sequence[int],
-    states: Iterable[StateEntry],
-    start: int,
-    required: Sequence[str],
-    ignorable: Mapping[str, bytes],
-) -> tuple[int, ...] | None:
-    """The offset of each sequence; None without the feature. Raises InvalidHeader or LimitExceeded, which name the sequence."""
-    if (FEATURE in required) != (FEATURE in ignorable):
-        places = ("required", "ignorable") if FEATURE in required else ("ignorable", "required")
-        raise InvalidHeader(f"{FEATURE} is in {places[0]} and not in {places[1]}, expected both")
-    if FEATURE not in required:
-        return None
-    data = ignorable[FEATURE]
+    data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
+) -> tuple[int, ...]:
+    """The offset of each sequence, by the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one")
     offsets = tuple(int.from_bytes(data[at : at + OFFSET_BYTES], "little", signed=True) for at in range(0, len(data), OFFSET_BYTES))
@@ -68,5 +57,5 @@ def position_offsets(
             raise InvalidHeader(f"ignorable[{FEATURE!r}] has offsets for {len(offsets)} sequences, and {where} has {batch}")
     stop = max((first + side.tokens for _, first, side in sides), default=start)
     for number, offset in enumerate(offsets):
-        check_integer(f"{stop} + ignorable[{FEATURE!r}][{number}]", stop + offset, 0, MAX_TOKENS)
+        check(f"{stop} + ignorable[{FEATURE!r}][{number}]", stop + offset, Rule(int, MAX_TOKENS))
     return offsets

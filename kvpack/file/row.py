@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParameter, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
 from kvpack.formats.lazy import numpy
 
+from .front import pack_contents, unpacked_header
 from .header import layout_bytes
-from .header_tensor import difference_of, pack_contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,7 +163,7 @@ def check_same(row: memoryview, frame: Frame, layout: RowLayout, namespace: byte
     """Raise InvalidHeader, which names the first difference, unless a checked row has this layout, namespace and key (None: any)."""
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if description != layout.description:
-        raise InvalidHeader(f"{where}: is the row of another page: {difference_of(description, layout.description)}")
+        raise InvalidHeader(f"{where}: is the row of another page: {_difference_of(description, layout.description)}")
     if frame.length != layout.nbytes:
         raise InvalidHeader(f"{where}: its length is {frame.length}, expected {layout.nbytes}")
     pads = [(100, FRAME_BYTES), (FRAME_BYTES + len(layout.description), layout.payload), *layout.pads]
@@ -177,3 +177,25 @@ def check_same(row: memoryview, frame: Frame, layout: RowLayout, namespace: byte
 
 def _aligned(at: int) -> int:
     return -(-at // ALIGNMENT) * ALIGNMENT
+
+
+def _difference_of(data: bytes, expected: bytes) -> str:
+    """The first field in which the map ``data`` differs from the map ``expected``, with both values: for messages."""
+    try:
+        found = unpacked_header(data)
+    except (InvalidHeader, LimitExceeded) as error:
+        return str(error)
+    return _difference("", found, unpacked_header(expected)) or f"its description has {len(data)} bytes, expected {len(expected)}"
+
+
+def _difference(where: str, found: Any, expected: Any) -> str:
+    """The first difference of two values of msgpack; empty if there is none."""
+    if type(found) is type(expected) is dict and [*found] == [*expected]:
+        places = [(f"{where}.{name}".lstrip("."), found[name], expected[name]) for name in expected]
+    elif type(found) is type(expected) is list and len(found) == len(expected):
+        places = [(f"{where}[{number}]", *both) for number, both in enumerate(zip(found, expected, strict=True))]
+    elif type(found) is type(expected) is list:
+        return f"{where} has the length {len(found)}, expected {len(expected)}"
+    else:
+        return "" if found == expected else f"{where or 'the description'} is {found!r:.200}, expected {expected!r:.200}"
+    return next((text for place in places if (text := _difference(*place))), "")

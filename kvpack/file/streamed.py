@@ -15,8 +15,8 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.threads import in_parallel
 
 from .atomic import replace_file
+from .front import make_front, undigested_front
 from .header import Header, TensorEntry, layout_bytes
-from .json_header import make_front, undigested_front
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

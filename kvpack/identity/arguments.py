@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvpack.file.checks import check_names
+from kvpack.file.checks import TEXT_BY_NAME, check
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded
 
 from .identity import Identity
@@ -39,7 +39,7 @@ def model_fields(model: ModelArgument | None) -> dict[str, str]:
             "as {'name': 'llama'}"
         )
     try:
-        check_names("model", found, str)
+        check("model", found, TEXT_BY_NAME)
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.checks import check_string
+from kvpack.file.checks import TEXT, check
 from kvpack.file.header import FORMAT
 from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import check_flag, check_text, shown
@@ -112,7 +112,7 @@ class Identity:
             if name == "tenant" and isinstance(value, str):
                 continue
             try:
-                check_string(f"identity.{name}", value)
+                check(f"identity.{name}", value, TEXT)
             except (InvalidHeader, LimitExceeded) as error:
                 raise InvalidParameter(str(error)) from None
         if not isinstance(self.windows, tuple) or not all(size is None or (type(size) is int and size > 0) for size in self.windows):

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from kvpack.attention import warm_up
-from kvpack.cache.arguments import check_floating, checked_device, integer
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.packed_argument import check_packed
 from kvpack.cache.rows import check_rows, row_numbers
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.formats.arguments import check_flag, shown
+from kvpack.formats.arguments import check_flag, check_floating, checked_device, integer, shown
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.modes import float32_no_grad

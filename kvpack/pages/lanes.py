@@ -15,7 +15,6 @@ from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
 from kvpack.coding.shared_scales import MANY_RATIO
-from kvpack.file.payload import as_array
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.head_norms import TOKENS, norms_of
 from kvpack.formats.opaque import Opaque
@@ -331,7 +330,7 @@ def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: 
             arrays = {}
             for stream, entry in contents.streams[side].items():
                 begin, end = layout.places[f"{prefix}.{stream}"]
-                arrays[stream] = as_array(row[begin:end], entry)
+                arrays[stream] = entry.array(row[begin:end])
             codec.check(arrays, f"{where}: {prefix}")
             codec.check_runs(arrays, side.runs, f"{where}: {prefix}")
             codec.check_chunks(arrays, f"{where}: {prefix}")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kvpack.file.front import check_digest
 from kvpack.file.header import DIGEST_BYTES
-from kvpack.file.json_header import check_digest
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
 from kvpack.identity.identity import length_prefixed
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from kvpack.file import container
+from kvpack.file.front import TENSOR_ALIGNMENT
 from kvpack.file.header import DIGEST_BYTES
-from kvpack.file.json_header import TENSOR_ALIGNMENT
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, LimitExceeded
 from kvpack.runtime.threads import in_parallel
 

@@ -6,8 +6,8 @@ import enum
 import re
 from dataclasses import dataclass
 
+from kvpack.file.front import begins_file
 from kvpack.file.header import DIGEST_BYTES
-from kvpack.file.json_header import begins_file
 from kvpack.file.row import begins_row
 from kvpack.formats.errors import LimitExceeded
 

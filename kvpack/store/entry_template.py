@@ -21,8 +21,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.file.header_tensor import pack_header
-from kvpack.file.json_header import DIGEST_PLACE
+from kvpack.file.front import DIGEST_PLACE, pack_header
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.raw_positions import POSITIONS, VALUES
 from kvpack.runtime.modes import float32_no_grad

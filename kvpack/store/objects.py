@@ -6,7 +6,7 @@ import datetime
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvpack.file.json_header import front_bytes
+from kvpack.file.front import front_bytes
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage
 from kvpack.runtime.threads import in_parallel
 

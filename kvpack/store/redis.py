@@ -19,7 +19,7 @@ import os
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvpack.file.json_header import front_bytes
+from kvpack.file.front import front_bytes
 from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 

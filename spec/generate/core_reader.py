@@ -8,7 +8,8 @@ from unittest import mock
 
 from kvpack import formats
 from kvpack.errors import KvpackError
-from kvpack.file import container, header, header_tensor
+from kvpack.file import container, front, header
+from kvpack.file.checks import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +36,7 @@ def _core() -> Iterator[None]:
         codecs = {name: formats.CODECS[name] for name in CODECS}
         stack.enter_context(mock.patch.dict(formats.CODECS, codecs, clear=True))
         stack.enter_context(mock.patch.dict(formats.SIDE_CARS, clear=True))
-        for module in (header, header_tensor):
+        for module in (header, front):
             stack.enter_context(mock.patch.object(module, "FEATURES", frozenset()))
-        stack.enter_context(mock.patch.object(header, "FILTERS", ("none",)))
+        stack.enter_context(mock.patch.dict(header.TENSOR_RULES, filter=Rule(str, choices=("none",))))
         yield

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.file import container, payload, sources
+from kvpack.file import container, payload, user_files
 from kvpack.formats.errors import DigestMismatch, MissingFile, Truncated
 from support import warm_python
 from support.file_parts import file_of, random_side
@@ -93,7 +93,7 @@ def test_a_file_that_is_cut_while_its_header_is_read_is_truncated(path: Path, mo
     for copy in (False, True):
         data = path.read_bytes()
         with monkeypatch.context() as patch:
-            patch.setattr(sources.os, "preadv", cut_first)
+            patch.setattr(user_files.os, "preadv", cut_first)
             with pytest.raises(Truncated, match=r"a\.kvpack: had \d+ bytes"):
                 container.open_file(path, copy=copy)
         path.write_bytes(data)
@@ -104,7 +104,7 @@ def test_a_file_that_the_disk_does_not_give_is_missing(path: Path, monkeypatch: 
         raise OSError(5, os.strerror(5))
 
     file = container.open_file(path)
-    monkeypatch.setattr(sources.os, "preadv", failing)
+    monkeypatch.setattr(user_files.os, "preadv", failing)
     with pytest.raises(MissingFile, match=r"a\.kvpack: could not be read: Input/output error"):
         file.verify()
 
@@ -170,7 +170,7 @@ def test_commands_do_not_map_their_input(command: str, path: Path, monkeypatch: 
     def mapping(*_: object) -> None:
         raise AssertionError("a file was mapped")
 
-    monkeypatch.setattr(sources.OnDisk, "view", mapping)
+    monkeypatch.setattr(user_files.OnDisk, "view", mapping)
     output = {"unpack": [str(tmp_path / "o")], "convert": [str(tmp_path / "o"), "raw"]}.get(command, [])
     assert cli.main([command, str(path), *output]) == 0
 
@@ -184,18 +184,18 @@ def test_importing_into_a_store_does_not_map_the_input(tmp_path: Path, monkeypat
     path, tokens = tmp_path / "in.kvpack", tmp_path / "ids.json"
     kvpack.save(kvpack.pack([(torch.zeros(1, 1, 300, 32),) * 2], "raw", model={"name": "m", "weights": "w"}), path)
     tokens.write_text(json.dumps([*range(300)]))
-    monkeypatch.setattr(sources.OnDisk, "view", mapping)
+    monkeypatch.setattr(user_files.OnDisk, "view", mapping)
     words = ["store", "import", str(tmp_path / "store"), str(path), "--tokens", str(tokens), "--trust-names"]
     assert cli.main(words) == 0
     cut = path.stat().st_size // 2
-    read = sources.OnDisk.read
+    read = user_files.OnDisk.read
 
-    def cutting(source: sources.OnDisk, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+    def cutting(source: user_files.OnDisk, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         if end - begin == source.size:
             os.truncate(path, cut)
         return read(source, begin, end, into)
 
-    monkeypatch.setattr(sources.OnDisk, "read", cutting)
+    monkeypatch.setattr(user_files.OnDisk, "read", cutting)
     assert cli.main(words) == 1
 
 
@@ -224,10 +224,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that nobody asked for are not read."""
-    monkeypatch.setattr(sources, "PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(user_files, "PIECE_BYTES", mmap.PAGESIZE)
     asked: list[tuple[int, int]] = []
-    ahead = sources.OnDisk.ahead
-    monkeypatch.setattr(sources.OnDisk, "ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1])
+    ahead = user_files.OnDisk.ahead
+    monkeypatch.setattr(user_files.OnDisk, "ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1])
     path.write_bytes(file_of(*[(random_side(GROUP, (64,), 5), random_side(COLUMNS, (64,), 5))] * 4))
     with container.open_file(path) as file:
         start = len(file.front.text)

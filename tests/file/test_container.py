@@ -259,7 +259,7 @@ def test_a_file_without_layers_can_be_written() -> None:
 
 
 def test_a_json_header_above_its_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpack.file.json_header.MAX_JSON_BYTES", 4000)
+    monkeypatch.setattr("kvpack.file.front.MAX_JSON_BYTES", 4000)
     with pytest.raises(LimitExceeded, match="the JSON header has 4088 bytes, the limit is 4000"):
         small_file()
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.file import container, json_header
+from kvpack.file import container, front
 from kvpack.file.header import Contents, LayerEntry
 from kvpack.formats.errors import DigestMismatch, InvalidPayload, KvpackError, NotKvpack, Truncated
 from support.caches import RECIPES, random_pairs
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def one_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse equal bytes of kvpack.header once: its digest refuses all others, and the tests damage everything around it."""
-    monkeypatch.setattr(json_header, "parse_header", cache(json_header.parse_header))
+    monkeypatch.setattr(front, "parse_header", cache(front.parse_header))
 
 
 def refusal(data: bytes | bytearray | memoryview) -> str:

@@ -17,9 +17,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvpack.file import limits
+from kvpack.file.front import pack_header, parse_header
 from kvpack.file.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, features_of, layout_bytes, side_tensors
 from kvpack.file.header_scan import news
-from kvpack.file.header_tensor import pack_header, parse_header
 from kvpack.file.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
 from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnknownCodec, UnsupportedVersion

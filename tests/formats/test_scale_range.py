@@ -222,7 +222,7 @@ def test_tokens_appended_one_by_one_need_few_runs() -> None:
 
 def test_the_largest_code_is_a_finite_binary16() -> None:
     widest = torch.tensor([[[[255 / 255, 0.0, 510 / 255, -255.0]]]], dtype=torch.float16)
-    scale_range.check(widest.numpy(), "x")
+    scale_range.check({"scale_range": widest.numpy()}, "x")
     pair = scale_range.pairs(torch.full((1, 1, 1, 1, 2), 255, dtype=torch.uint8), widest)
     assert pair.flatten().tolist() == [65024.0, 65024.0]
 

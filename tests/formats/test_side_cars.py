@@ -296,10 +296,11 @@ def test_payloads_that_are_refused(stream: str, at: tuple[int, ...], value: floa
 
 
 def test_checks_of_runs_and_chunks_are_those_of_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = create_codec("group", 8, "k", Options("group", {"b": "2", "g": "4", "channel_scale": "fp16"}))
+    codec = create_codec("group", keys(1).shape[-1], "k", Options("group", {"b": "2", "g": "4", "channel_scale": "fp16"}))
     asked: list[Any] = []
-    for name in ("check_runs", "check_chunks"):
-        monkeypatch.setattr(type(codec.codec), name, lambda *arguments: asked.append(arguments))  # type: ignore[attr-defined]
-    codec.check_runs({}, (3, 4), "0.k")
-    codec.check_chunks({}, "0.v")
-    assert asked == [(codec.codec, {}, (3, 4), "0.k"), (codec.codec, {}, "0.v")]  # type: ignore[attr-defined]
+    for name in ("run_rules", "chunk_rules"):
+        monkeypatch.setattr(type(codec.codec), name, lambda _: (lambda *arguments: asked.append(arguments),))  # type: ignore[attr-defined]
+    arrays = {name: stream.numpy() for name, stream in codec.encode(keys(12)).items()}
+    codec.check_runs(arrays, (3, 4), "0.k")
+    codec.check_chunks(arrays, "0.v")
+    assert asked == [(arrays, (3, 4), len(keys(12)), "0.k"), (arrays, "0.v")]

@@ -25,7 +25,7 @@ from fuzz.targets import TARGETS, Target
 from kvpack.cache import files, side
 from kvpack.cache.dense_states import DenseLayer
 from kvpack.coding import bases, recipes, rules
-from kvpack.file import container, header_tensor, payload, row
+from kvpack.file import container, front, payload, row
 from kvpack.formats import CODECS, columns
 from kvpack.formats.errors import DigestMismatch, KvpackError
 from kvpack.formats.scalar import Scalar
@@ -131,7 +131,7 @@ def crash(module: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
-    real = header_tensor.pack_header
+    real = front.pack_header
     patch.setattr(oracles, "pack_header", lambda header: real(header) + b"\0")
 
 
@@ -150,7 +150,7 @@ def another_shape(patch: pytest.MonkeyPatch) -> None:
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a reader crashes": ("container", crash(container, "check_digest")),
     "a pad is not checked": ("container", lambda patch: patch.setattr(payload, "any", lambda _: False, raising=False)),
-    "keys are not checked": ("header", leave_out(header_tensor, "check_keys")),
+    "keys are not checked": ("header", leave_out(front, "check_keys")),
     "another form of the header": ("header", wrong_bytes),
     "digits are not checked": ("codec-group", leave_out(columns.Columns, "check")),
     "values are wrong": ("codec-scalar", wrong_value),

@@ -98,7 +98,7 @@ def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pyt
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(19, "No such device")
 
-    monkeypatch.setattr("kvpack.file.sources.mmap.mmap", refused)
+    monkeypatch.setattr("kvpack.file.user_files.mmap.mmap", refused)
     for call in (lambda: kvpack.load(file), lambda: KvpackCache.load(file, model)):
         with pytest.raises(MissingFile, match=r"could not be mapped: No such device; kvpack\.load\(path, copy=True\) reads"):
             call()

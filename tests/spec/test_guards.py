@@ -13,8 +13,8 @@ import pytest
 from kvpack.cache import files
 from kvpack.coding.bases import Basis
 from kvpack.file import container
+from kvpack.file.front import parse_header
 from kvpack.file.header import Contents
-from kvpack.file.header_tensor import parse_header
 from kvpack.file.row import frame_of, front_of
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
@@ -40,7 +40,7 @@ SHARE = 8
 
 def test_guards_are_found_in_every_module_that_checks() -> None:
     counts = {path.stem: len(guards_of(path)) for path in (*LIBRARY, PATH)}
-    assert all(counts[name] >= 5 for name in ("columns", "group", "octahedral", "polar", "checks", "header", "json_header", "zstd"))
+    assert all(counts[name] >= 5 for name in ("columns", "klt", "octahedral", "polar", "checks", "header", "front", "zstd"))
     assert counts["decoder"] >= 250
     names = [guard.name for guard in all_guards()]
     assert set(listed()) <= set(names), "a guard that is no more is in the list"

@@ -349,7 +349,7 @@ def test_a_header_that_costs_far_more_than_its_entry_is_not_parsed(tmp_path: Pat
     with container.open_bytes(b"".join(to_pieces(chunk, key, parent, part, digest))) as file:
         arrays = {name: bytes(file.tensor(name)) for name in file.tensors}
         path.write_bytes(container.to_bytes(replace(file.header, ignorable={**file.header.ignorable, **features}), arrays))
-    monkeypatch.setattr("kvpack.file.json_header.parse_header", lambda *_: pytest.fail("the header was parsed"))
+    monkeypatch.setattr("kvpack.file.front.parse_header", lambda *_: pytest.fail("the header was parsed"))
     other = open_store(tmp_path / "store")
     assert other.load(ids) == (0, None)
     assert other.counters()["faults"] == {"load LimitExceeded": 1}

@@ -127,7 +127,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatc
         monkeypatch.setattr(directory, "write_file", synced_late)
     else:
         monkeypatch.setattr("kvpack.store.entries.check_payload", lambda *_: None)
-        monkeypatch.setattr("kvpack.file.json_header.check_digest", lambda *_: None)
+        monkeypatch.setattr("kvpack.file.front.check_digest", lambda *_: None)
         monkeypatch.setattr("kvpack.file.container.check_digest", lambda *_: None)
     monkeypatch.setattr(sys.modules[__name__], "EVERY", 1)
     with pytest.raises((AssertionError, kvpack.KvpackError)):

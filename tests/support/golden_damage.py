@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvpack.file import container, json_header
+from kvpack.file import container, front
 from kvpack.formats.errors import KvpackError
 from support.golden_files import FOLDER
 
@@ -28,20 +28,20 @@ BLOCKS = (64, 512, 4096)
 @contextmanager
 def fronts_made_once() -> Iterator[None]:
     """Parses each header tensor, and makes the front of each header, only once: both depend on bytes that seldom change here."""
-    parse, make = json_header.parse_header, json_header.make_front
-    fronts: dict[int, tuple[Header, json_header.Front]] = {}
+    parse, make = front.parse_header, front.make_front
+    fronts: dict[int, tuple[Header, front.Front]] = {}
 
-    def make_once(header: Header) -> json_header.Front:
+    def make_once(header: Header) -> front.Front:
         # The header is kept alive, so that its id stays unique.
         if id(header) not in fronts:
             fronts[id(header)] = header, make(header)
         return fronts[id(header)][1]
 
-    json_header.parse_header, json_header.make_front = cache(parse), make_once
+    front.parse_header, front.make_front = cache(parse), make_once
     try:
         yield
     finally:
-        json_header.parse_header, json_header.make_front = parse, make
+        front.parse_header, front.make_front = parse, make
 
 
 def is_refused(data: bytes | bytearray | memoryview) -> bool:

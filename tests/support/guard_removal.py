@@ -57,7 +57,8 @@ TESTS = {
         "file/test_container.py::test_a_memory_limit_holds_for_the_file_and_what_it_decodes_to",
         "spec/test_guards.py::test_a_memory_limit_holds_for_bytes_in_memory",
     ],
-    "json_header": [
+    "front": [
+        *OF_HEADERS,
         "file/test_container.py::test_a_json_header_above_its_limit_is_not_written",
         "file/test_container.py::test_a_file_above_its_limit_is_not_written",
         "file/test_container.py::test_no_other_json_length_is_read",
@@ -72,7 +73,6 @@ TESTS = {
     ],
     "checks": OF_HEADERS,
     "header": OF_HEADERS,
-    "header_tensor": OF_HEADERS,
     "row": [
         "pages/test_page_codec.py::test_rows_name_their_page",
         "spec/test_guards.py::test_the_parts_of_a_frame_have_their_sizes",

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from kvpack.file import header_tensor
+from kvpack.file import front
 from support.second_decoder import PATH as DECODER
 from support.second_decoder import decoder
 
@@ -40,9 +40,8 @@ LIBRARY = [
             "container",
             "footprint",
             "header",
-            "header_tensor",
+            "front",
             "hidden_tokens",
-            "json_header",
             "layer_positions",
             "layer_states",
             "payload",
@@ -296,7 +295,7 @@ def _module_name(path: Path) -> str:
 
 def forget() -> None:
     """Empty the cache of every function that may contain a guard, and that of codecs, which may hold one that a guard refuses."""
-    header_tensor._codecs.clear()
+    front._codecs.clear()
     for module in [decoder, *(sys.modules[_module_name(path)] for path in LIBRARY if _module_name(path) in sys.modules)]:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):

@@ -1,0 +1,454 @@
+"""The front of a kvpack file: length, JSON header and the tensor ``kvpack.header``, which determines both (spec/container.md).
+
+``kvpack.header`` is a Header as canonical msgpack. A reader never parses the JSON. It takes the position of ``kvpack.header`` from the
+fixed beginning and, once that tensor's digest matches, rebuilds the whole front and compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import xxhash
+
+from kvpack.formats import CODECS, SIDE_CARS, codec_class, codec_from_params
+from kvpack.formats.errors import (
+    DigestMismatch,
+    InvalidHeader,
+    InvalidParameter,
+    LimitExceeded,
+    NotKvpack,
+    Truncated,
+    UnknownCodec,
+    UnsupportedVersion,
+)
+
+from .checks import TEXT, Rule, check, check_keys
+from .footprint import check_front, check_header
+from .header import DIGEST_BYTES, FEATURES, FORMAT, Header, LayerEntry, SideEntry, TensorEntry, lacking, layout_bytes, within
+from .header_scan import news
+from .limits import (
+    MAX_BINARY_BYTES,
+    MAX_ENTRIES,
+    MAX_FILE_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_JSON_BYTES,
+    MAX_LAYERS,
+    MAX_NAMES,
+    MAX_STRING_BYTES,
+)
+
+if TYPE_CHECKING:
+    from kvpack.formats.base import Codec
+
+    from .header import Contents
+    from .user_files import Source
+
+DATA_ALIGNMENT = 4096
+"""The data section starts at a multiple of this in the file."""
+TENSOR_ALIGNMENT = 64
+"""Every payload tensor starts at a multiple of this in the data section."""
+LENGTH_BYTES = 8
+
+_PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
+DIGEST_PLACE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
+"""The position of kvpack.header's digest in a file, in hexadecimal digits."""
+_VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
+_HEADER_TENSOR = re.compile(
+    re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
+)
+_BEGINNING_BYTES = 256
+"""More bytes than the JSON header can take up to the end of the entry of kvpack.header."""
+_OTHERS = {
+    b"GGUF": "a GGUF file",
+    b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
+    b"\x80\x02": "a pickle",
+    b"\x93NUMPY": "a NumPy array",
+    b"PAR1": "a Parquet file",
+    b"\x28\xb5\x2f\xfd": "a zstd frame",
+}
+
+_TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors")
+_SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if field.name != "entries")
+_LIST = Rule(list)
+_TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
+_BYTES_PER_CONTAINER = 16
+"""Minimum number of bytes per array or map in a valid header, apart from the top-level keys and layers without sides."""
+_MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
+_codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
+"""Codecs by their packed maps and the registered classes: files of one recipe have the same ones, which are checked and made once."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a payload tensor in the data section: its pad starts at ``pad``, its bytes are ``[begin, end)``."""
+
+    pad: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Front:
+    """The bytes before the payload (``text`` up to the data section, then ``tensor``: kvpack.header), payload positions, and the size."""
+
+    text: bytes
+    tensor: bytes
+    places: dict[str, Place]
+    file_bytes: int
+
+
+def make_front(header: Header) -> Front:
+    """The front of the file that holds ``header``. Raises LimitExceeded."""
+    return _front_of(header, pack_header(header))
+
+
+def _front_of(header: Header, tensor: bytes) -> Front:
+    """The front of the file whose ``kvpack.header`` is ``tensor``: the bytes of ``header``."""
+    digest = xxhash.xxh3_128_hexdigest(tensor)
+    rows = [
+        f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
+        _row("kvpack.header", "U8", (len(tensor),), 0, len(tensor)),
+    ]
+    places = {}
+    pads, end = 0, len(tensor)
+    for entry in header.tensors:
+        pad, begin = end, aligned(end)
+        if begin > pad:
+            rows.append(_row(f"kvpack.pad.{pads}", "U8", (begin - pad,), pad, begin))
+            pads += 1
+        end = begin + entry.stored_bytes
+        dtype, shape = (entry.dtype, entry.shape) if entry.filter == "none" else ("U8", (entry.stored_bytes,))
+        rows.append(_row(entry.name, dtype, shape, begin, end))
+        places[entry.name] = Place(pad, begin, end)
+    json = ("{" + ",".join(rows) + "}").encode()
+    json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
+    if len(json) > MAX_JSON_BYTES:
+        raise LimitExceeded(f"the JSON header has {len(json)} bytes, the limit is {MAX_JSON_BYTES}")
+    front = Front(len(json).to_bytes(LENGTH_BYTES, "little") + json, tensor, places, LENGTH_BYTES + len(json) + end)
+    if front.file_bytes > MAX_FILE_BYTES:
+        raise LimitExceeded(f"the file has {front.file_bytes} bytes, the limit is {MAX_FILE_BYTES}")
+    return front
+
+
+def undigested_front(contents: Contents) -> Front:
+    """The front of an uncompressed file of ``contents`` with zeros as digests: its places and sizes are final. Raises LimitExceeded."""
+    zeros = bytes(DIGEST_BYTES)
+    tensors = (
+        TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), zeros) for name, layout in contents.layouts.items()
+    )
+    return make_front(Header.of(contents, tuple(tensors)))
+
+
+def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
+    """Read the header and the front of the file ``source``, checking every byte of the front and the length of the file.
+
+    Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader and LimitExceeded.
+    """
+    size = source.size
+    first = bytes(source.read(0, min(size, LENGTH_BYTES + _BEGINNING_BYTES)))
+    length, beginning = int.from_bytes(first[:LENGTH_BYTES], "little"), first[LENGTH_BYTES:]
+    if not beginning.startswith(_PREFIX):
+        raise NotKvpack(_not_kvpack(first, size, length))
+    version = _VERSION.match(beginning)
+    if version and int(version[1]) > FORMAT:
+        raise UnsupportedVersion(newer(int(version[1])))
+    if length > MAX_JSON_BYTES:
+        raise LimitExceeded(f"the JSON header has {length} bytes, the limit is {MAX_JSON_BYTES}")
+    start = LENGTH_BYTES + length
+    if start > size:
+        raise Truncated(f"has {size} bytes, its JSON header ends at {start}")
+    if start % DATA_ALIGNMENT:
+        raise InvalidHeader(f"the JSON header ends at byte {start}, expected a multiple of {DATA_ALIGNMENT}")
+    entry = _HEADER_TENSOR.match(beginning)
+    if not entry:
+        raise InvalidHeader("the JSON header does not begin with the metadata of format 1 and the entry of kvpack.header")
+    header_bytes = int(entry[2])
+    check_header_size(header_bytes)
+    end = start + header_bytes
+    if end > size:
+        raise Truncated(f"has {size} bytes, kvpack.header ends at {end}")
+    if memory_limit is not None:
+        check_front(size, start, header_bytes, memory_limit)
+    tensor = bytes(source.read(start, end))
+    check_digest("kvpack.header", tensor, bytes.fromhex(entry[1].decode()))
+    header = parse_header(tensor)
+    if memory_limit is not None:
+        check_header(header, size, start, header_bytes, memory_limit)
+    # parse_header takes no other bytes than those of the header that it returns.
+    front = _front_of(header, tensor)
+    found = bytes(source.read(0, min(size, len(front.text))))
+    if found != front.text:
+        at = _first_difference(found, front.text[: len(found)])
+        raise InvalidHeader(f"the JSON header differs at byte {at} of the file from the one that kvpack.header gives")
+    if size != front.file_bytes:
+        raise Truncated(f"has {size} bytes, its header gives {front.file_bytes}")
+    return header, front
+
+
+def aligned(end: int) -> int:
+    """The first place, from ``end`` on, at which a tensor may begin."""
+    return end + -end % TENSOR_ALIGNMENT
+
+
+def begins_file(beginning: bytes) -> bool:
+    """Return True if the first bytes of a file (64 are enough) are those of a kvpack file of any version."""
+    return beginning.startswith(_PREFIX, LENGTH_BYTES)
+
+
+def front_bytes(beginning: bytes | memoryview) -> int:
+    """The end of kvpack.header in the file that begins with ``beginning`` (4 KiB are enough); 0 if it is not a kvpack file."""
+    entry = _HEADER_TENSOR.match(bytes(beginning[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
+    return LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
+
+
+def _first_difference(a: bytes, b: bytes) -> int:
+    """The index of the first byte in which two texts of equal length differ, found with integers instead of one step per byte."""
+    return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
+
+
+def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None:
+    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of the ``stored`` bytes of tensor ``name``."""
+    if (found := xxhash.xxh3_128_digest(stored)) != expected:
+        check_hash(name, len(stored), found, expected)
+
+
+def check_hash(name: str, size: int, found: bytes, expected: bytes) -> None:
+    """Raise DigestMismatch unless ``found``, the digest of the ``size`` bytes of tensor ``name``, is the ``expected`` one."""
+    if found != expected:
+        raise DigestMismatch(f"{name}: damaged: its {size} bytes have the digest {found.hex()}, expected {expected.hex()}")
+
+
+def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
+    return f'"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
+
+
+def other_format(first: bytes) -> str:
+    """Return the name of a known format that begins with ``first``; empty for any other."""
+    return next((name for magic, name in _OTHERS.items() if first.startswith(magic)), "")
+
+
+def _not_kvpack(first: bytes, size: int, length: int) -> str:
+    if size < LENGTH_BYTES:
+        return f"is {f'only {size} bytes long' if size else 'empty'}, not a kvpack file"
+    if first[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and LENGTH_BYTES + length <= size:
+        return 'is another safetensors file, not a kvpack file: its metadata does not begin with "format":"kvpack"'
+    if other := other_format(first):
+        return f"is {other}, not a kvpack file"
+    return f"is not a kvpack file: bytes 8 to {LENGTH_BYTES + len(_PREFIX) - 1} are not {_PREFIX.decode()}"
+
+
+def pack_header(header: Header) -> bytes:
+    """The bytes of the header tensor. Raises LimitExceeded for more bytes than the format allows."""
+    return _packed(header, [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors])
+
+
+def pack_contents(contents: Contents) -> bytes:
+    """The header's map without tensors: the description of a page in a row. Raises LimitExceeded."""
+    return _packed(contents, [])
+
+
+def _packed(header: Contents, tensors: list[Any]) -> bytes:
+    # Most layers are equal.
+    sides = {side: _packed_side(side) for side in {side for layer in header.layers for _, side in layer.sides()}}
+    data: bytes = msgpack.packb(
+        {
+            "format": FORMAT,
+            "required": list(header.required),
+            "ignorable": dict(sorted(header.ignorable.items())),
+            "model": dict(sorted(header.model.items())),
+            "recipe": header.recipe,
+            "start": header.start,
+            "codecs": [codec.params() for codec in header.codecs],
+            "layers": [{"k": layer.k and sides[layer.k], "v": layer.v and sides[layer.v]} for layer in header.layers],
+            "tensors": tensors,
+        }
+    )
+    check_header_size(len(data))
+    return data
+
+
+def parse_header(data: bytes) -> Header:
+    """Parse the bytes that ``pack_header`` makes, and refuse all others.
+
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place. Unknown versions, features
+    and codecs are reported first, whatever else the header holds.
+    """
+    try:
+        return _parsed(data)
+    except UnknownCodec:
+        _refuse_news(data)
+        # The first of several ids counts, and it is known.
+        raise InvalidHeader("kvpack.header is not canonical msgpack: the key id occurs twice in the map of a codec") from None
+    except (InvalidHeader, LimitExceeded):
+        _refuse_news(data)
+        raise
+
+
+def _refuse_news(data: bytes) -> None:
+    """Raise UnsupportedVersion for a later format or an unknown required feature, UnknownCodec for an unknown codec."""
+    found = news(data, FEATURES, CODECS)
+    if found.format is not None and found.format > FORMAT:
+        raise UnsupportedVersion(newer(found.format))
+    if found.feature is not None:
+        raise UnsupportedVersion(lacking(found.feature))
+    if found.codec is not None:
+        codec_class(found.codec)
+
+
+def _parsed(data: bytes) -> Header:
+    top = unpacked_header(data)
+    check("kvpack.header", top, Rule(dict))
+    check("format", top.get("format"), Rule(int))
+    if top["format"] != FORMAT:
+        raise InvalidHeader(f"format is {top['format']}, expected {FORMAT}")
+    check("required", top.get("required"), _LIST)
+    check_keys("kvpack.header", top, _TOP_KEYS)
+    for name in ("codecs", "layers", "tensors"):
+        check(name, top[name], _LIST)
+    codecs, canonical = [], True
+    for number, params in enumerate(top["codecs"]):
+        codec, same = _codec(f"codecs[{number}]", params)
+        codecs.append(codec)
+        canonical = canonical and same
+    header = Header(
+        required=tuple(top["required"]),
+        ignorable=top["ignorable"],
+        model=top["model"],
+        recipe=top["recipe"],
+        start=top["start"],
+        codecs=tuple(codecs),
+        layers=tuple(map(_layer, count(), top["layers"])),
+        tensors=tuple(map(_tensor, count(), top["tensors"])),
+    )
+    if not canonical or not _is_canonical(top, data):
+        raise InvalidHeader("kvpack.header is not canonical msgpack: its values, packed again, give other bytes")
+    return header
+
+
+def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
+    """Return True if ``data`` is the canonical encoding of ``top``, a header that is valid except for its codecs. Faster than encoding the
+    Header again.
+    """
+    for layer in top["layers"]:
+        for side in layer.values():
+            if side is not None and side.get("entries") == {}:
+                return False
+    ignorable, model = [*top["ignorable"]], [*top["model"]]
+    return ignorable == sorted(ignorable) and model == sorted(model) and bool(msgpack.packb(top) == data)
+
+
+def newer(version: int) -> str:
+    """The message for a file of a later major number."""
+    return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"
+
+
+def _packed_side(side: SideEntry) -> dict[str, Any]:
+    packed = {name: getattr(side, name) for name in _SIDE_KEYS}
+    return {**packed, "entries": dict(side.entries)} if side.entries else packed
+
+
+def unpacked_header(data: bytes) -> Any:
+    """The value of the msgpack of a header tensor, within the limits of the format. Raises InvalidHeader and LimitExceeded."""
+    check_header_size(len(data))
+    limit = left = len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS
+
+    def counted(container: Any) -> Any:
+        # One byte of msgpack can take seventy in memory.
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, its length allows no more")
+        return container
+
+    try:
+        return msgpack.unpackb(
+            data,
+            max_str_len=MAX_STRING_BYTES,
+            max_bin_len=MAX_BINARY_BYTES,
+            max_array_len=MAX_ENTRIES,
+            max_map_len=MAX_NAMES,
+            # This format has no extension types, but a later one may; its headers must be reported as newer.
+            max_ext_len=MAX_BINARY_BYTES,
+            list_hook=counted,
+            object_hook=counted,
+        )
+    except LimitExceeded:
+        raise
+    except (ValueError, msgpack.UnpackException) as error:
+        kind = LimitExceeded if re.search("exceeds max_(str|bin|array|map)_len", str(error)) else InvalidHeader
+        raise kind(f"kvpack.header is not msgpack within the format's limits: {str(error) or type(error).__name__}") from None
+
+
+def check_header_size(size: int) -> None:
+    """Raise LimitExceeded for a ``kvpack.header`` of more bytes than the format allows."""
+    if size > MAX_HEADER_BYTES:
+        raise LimitExceeded(f"kvpack.header has {size} bytes, the limit is {MAX_HEADER_BYTES}")
+
+
+def _codec(where: str, params: Any) -> tuple[Codec, bool]:
+    """The codec of a map, and whether this is the one that the codec is stored as."""
+    check(where, params, Rule(dict))
+    try:
+        packed = msgpack.packb(params)
+    except ValueError:
+        # It is nested more deeply than any codec.
+        return _new_codec(where, params), False
+    key = packed, (*CODECS.values(), *SIDE_CARS.values())
+    codec = _codecs.get(key)
+    if codec is not None:
+        return codec, True
+    codec = _new_codec(where, params)
+    if msgpack.packb(codec.params()) != packed:
+        return codec, False
+    if len(packed) <= _MAX_KEPT_BYTES:
+        if len(_codecs) >= _MAX_KEPT:
+            _codecs.clear()
+        _codecs[key] = codec
+    return codec, True
+
+
+def _new_codec(where: str, params: dict[Any, Any]) -> Codec:
+    for name in params:
+        check(f"a key of {where}", name, TEXT)
+    check(f"{where}.id", params.get("id"), TEXT)
+    try:
+        return codec_from_params(params)
+    except InvalidParameter as error:
+        raise InvalidHeader(f"{where}: {error}") from None
+
+
+def _layer(number: int, layer: Any) -> LayerEntry:
+    where = f"layers[{number}]"
+    check_keys(where, layer, ("k", "v"))
+    k, v = layer["k"], layer["v"]
+    try:
+        return LayerEntry(None if k is None else _side("k", k), None if v is None else _side("v", v))
+    except (InvalidHeader, LimitExceeded) as error:
+        raise within(where, error) from None
+
+
+def _side(where: str, side: Any) -> SideEntry:
+    has_entries = type(side) is dict and "entries" in side
+    check_keys(where, side, (*_SIDE_KEYS, "entries") if has_entries else _SIDE_KEYS)
+    try:
+        check("runs", side["runs"], _LIST)
+        entries = side.get("entries", {})
+        check("entries", entries, Rule(dict))
+        return SideEntry(**{**side, "runs": tuple(side["runs"]), "entries": tuple(entries.items())})
+    except (InvalidHeader, LimitExceeded) as error:
+        raise within(where, error) from None
+
+
+def _tensor(number: int, row: Any) -> TensorEntry:
+    if type(row) is not list or len(row) != len(_TENSOR_KEYS) or type(row[2]) is not list:
+        raise InvalidHeader(f"tensors[{number}] is {row!r:.200}, expected [{', '.join(_TENSOR_KEYS)}]")
+    name, dtype, shape, chosen, stored_bytes, digest = row
+    try:
+        return TensorEntry(name, dtype, tuple(shape), chosen, stored_bytes, digest)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise within(f"tensors[{number}]", error) from None

@@ -1,6 +1,6 @@
 """angle: pairs of values, each coded as one of n angle bins and a norm (spec/codecs/angle.md).
 
-Source: TurboAngle Sec. 3, except that a bin decodes to its centre, with a quarter of the error of its lower edge.
+Source: TurboAngle Sec. 3, except that a bin decodes to its center, with a quarter of the error of its lower edge.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Angle(CodecFamily):
-    """A pair of consecutive values decodes to r (cos, sin) of 2 pi (k + 1/2) / ``bins``; ``norm`` says how r is stored.
+    """A pair of consecutive values decodes to r (cos, sin) of 2 pi (k + 1/2) / ``bins``; ``norm`` selects how r is stored.
 
     fp32: r itself; linear: r = minimum + step * code; log: r = 2^(minimum + step * code), with one pair
     (step, minimum) per token and head in the dtype ``range`` and codes of ``norm_bits``. ``norm_rule`` steers the encoder and is
@@ -96,7 +96,7 @@ class Angle(CodecFamily):
 
     @property
     def directions(self) -> torch.Tensor:
-        """(cos, sin) of each bin centre, correctly rounded, float32 ``[bins, 2]``."""
+        """(cos, sin) of each bin center, correctly rounded, float32 ``[bins, 2]``."""
         return bin_directions(self.bins, "cpu")
 
     def packings(self) -> dict[str, Columns]:
@@ -225,7 +225,7 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
 
 @kept_on_device
 def bin_directions(bins: int) -> torch.Tensor:
-    """(cos, sin) of each bin centre, correctly rounded, float32 ``[bins, 2]``."""
+    """(cos, sin) of each bin center, correctly rounded, float32 ``[bins, 2]``."""
     # Integers reduce the angle to the first eighth of a turn, where binary64 gives the correctly rounded binary32 and an exact zero.
     quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)
     beyond = part > bins

@@ -11,7 +11,7 @@ from .errors import InvalidParameter, InvalidType
 from .lazy import torch
 
 _SHOWN = 80
-"""The most characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 _FLAGS = {"bool", "bool_"}
 """The type names of truth values: Python's and NumPy's."""
 

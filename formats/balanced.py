@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .rotation import Rotation
 
 OPTION = "frame"
-"""The option of a recipe that asks for a frame, as ``frame=balanced``."""
+"""The option of a recipe that requests a frame, as ``frame=balanced``."""
 
 FRAMES = ("balanced", "centered")
 """Frames of a basis: of keys as they are, and of keys less their mean, for keys whose mean is stored apart."""
@@ -35,7 +35,7 @@ FRAMES = ("balanced", "centered")
 class Balanced(ValueMap):
     """Keys in the frames ``frame``, one of ``FRAMES``, of ``layer`` of the basis with SHA-256 ``basis``.
 
-    ``source`` holds them for a codec that has been given its basis; it is not stored.
+    ``source`` contains them for a codec that has been given its basis; it is not stored.
     """
 
     name: ClassVar[str] = "balanced"

@@ -1,4 +1,4 @@
-"""The balanced frames of a layer's keys, as a basis holds them (spec/basis.md)."""
+"""The balanced frames of a layer's keys, as a basis contains them (spec/basis.md)."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class Codec(ABC):
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         """Create the encoder of ``run``; it may measure the whole run first, or build a lookup table that will pay off.
 
-        ``before`` holds the streams of the preceding run of the side: runs with equal run rows can be joined.
+        ``before`` contains the streams of the preceding run of the side: runs with equal run rows can be joined.
         """
         return RunEncoder({}, lambda block, _: self.encode(block))
 

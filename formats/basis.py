@@ -124,7 +124,7 @@ class BasisRows:
     def inverse(self) -> torch.Tensor:
         """The inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
 
-        Raises as ``check_reach`` and ``inverse_of``.
+        Raises the errors of ``check_reach`` and ``inverse_of``.
         """
         largest = self._tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
         check_reach(LARGEST_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")

@@ -31,7 +31,7 @@ _ORDINARY = 3.0
 _LARGEST = 65504.0
 
 BALANCED = "balanced"
-"""The value of the option that asks for factors by keys and queries."""
+"""The value of the option that requests factors by keys and queries."""
 
 _LEAST = 2.0**-10
 """Minimum weight of a channel, relative to the average; its inverse is the maximum balanced factor."""

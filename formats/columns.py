@@ -33,10 +33,10 @@ MAX_COLUMN_BYTES = 16
 """The widest column, in bytes, when every base is a power of two."""
 
 MAX_COLUMN_VALUES = 1 << 53
-"""Maximum number of values of a column otherwise: binary64 holds each one exactly."""
+"""Maximum number of values of a column otherwise: binary64 contains each one exactly."""
 
 MAX_FIELDS = 8 * MAX_COLUMN_BYTES
-"""The most fields of a column: one-bit symbols fill the widest column."""
+"""Maximum number of fields of a column: one-bit symbols fill the widest column."""
 
 _EXACT_IN_FLOAT32 = 1 << 24
 _WORDS_SIDE_BY_SIDE = 1 << 13
@@ -157,11 +157,11 @@ class Columns:
         return all(map(is_power_of_two, self.bases))
 
     def used_fields(self, column: int) -> int:
-        """The number of fields of ``column`` that hold a symbol; the others are zero."""
+        """The number of fields of ``column`` that contain a symbol; the others are zero."""
         return self._fields_before(self.symbols, column)
 
     def _fields_before(self, symbol: int, column: int) -> int:
-        """The number of fields of ``column`` that hold symbols before ``symbol``."""
+        """The number of fields of ``column`` that contain symbols before ``symbol``."""
         return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -72,7 +72,7 @@ class CodecFamily(Codec):
     @classmethod
     @abstractmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        """Create the codec that a recipe asks for, with the defaults of this ``side`` ("k" or "v").
+        """Create the codec that a recipe requests, with the defaults of this ``side`` ("k" or "v").
 
         Raises InvalidParameter for an option that is unknown or out of range.
         """

@@ -163,7 +163,7 @@ class Frames:
     def inverse(self) -> torch.Tensor:
         """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders.
 
-        Raises as ``check_reach`` and ``inverse_of``.
+        Raises the errors of ``check_reach`` and ``inverse_of``.
         """
         largest = self.rows.new_full(self.rows[:, 1:, 0].shape, LARGEST_LEVEL)
         check_reach(largest, self.rows[:, 1:], self.rows[:, 0], "the frames of the basis")

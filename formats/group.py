@@ -1,4 +1,4 @@
-"""group: affine codes, one scale and one centre per group (spec/codecs/group.md).
+"""group: affine codes, one scale and one center per group (spec/codecs/group.md).
 
 Covers KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, plain integer quantization
 and TurboAngle's TurboQuant baselines. Sources: KIVI per OScaR Eq. 3-4; OScaR Algorithm 1; TurboAngle Sec. 4.2.
@@ -44,11 +44,11 @@ SMALLEST_HALF = 2.0**-24
 
 @dataclass(frozen=True)
 class Group(CodecFamily):
-    """``bits`` per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + centre.
+    """``bits`` per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + center.
 
     ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype. With ``-per-head`` every head
     has its own, so that a head with a large key costs the other heads nothing.
-    ``scale_dtype`` u8 stores scales and centres in 8 bits, with one range per head and run.
+    ``scale_dtype`` u8 stores scales and centers in 8 bits, with one range per head and run.
     ``centre`` tells the encoder to use the middle of the group's range or (symmetric) zero, and ``norm_rule``
     steers the token scales; neither is stored.
     """

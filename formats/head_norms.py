@@ -18,7 +18,7 @@ HEADS, TOKENS = "heads", "tokens"
 """Kinds of sharing: a scale may serve the heads of a token, or the tokens of a group."""
 
 SHARED_RATIO = 1.5
-"""A scale that heads share costs a head precision where it is more than this many times what the head's own norm asks for."""
+"""A scale that heads share costs a head precision where it is more than this many times what the head's own norm requests."""
 
 GROUP_RATIO = 2.0
 """A token costs the others of its group precision where its norm in a head is more than this many times the usual one."""

@@ -8,7 +8,7 @@ from .errors import OutOfRange
 from .lazy import numpy, torch
 
 LARGEST_DECODED = (2 - 2.0**-23) * 2.0**127
-"""The largest binary32."""
+"""The largest float32."""
 
 INVERSE_ERROR = 2.0**-8
 """The most that values may change by an inverse and the matrix, relative to the largest of a token's (rule basis-19)."""

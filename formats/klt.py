@@ -39,8 +39,9 @@ ROWS = {"basis": None, **NORMS}
 """Stored dtypes of the rows of the basis, by parameter value; they are not stored for ``basis``."""
 
 MAX_WITHOUT_GAIN = 64
-"""The largest head dim at which tokens of heads with their own widths have no gain unless a recipe asks for one: its bits are worth more
-in columns there."""
+"""The largest head dim at which tokens of heads with their own widths have no gain unless a recipe requests one: its bits are worth more
+in columns there.
+"""
 
 HEAD_RUN_COLUMNS = 8
 """Columns that share a width where each head has its own: their codes take whole bytes."""

@@ -96,7 +96,7 @@ def _without_underflow() -> numpy.errstate:
 
 @cache
 def direction_table(levels: int) -> bytes:
-    """``levels`` centroids of |xi|, little-endian binary32."""
+    """``levels`` centroids of |xi|, little-endian float32."""
     with _without_underflow():
         edges = numpy.linspace(0.0, 1.0, CELLS + 1)
         masses = octahedral_density((edges[1:] + edges[:-1]) / 2) * numpy.diff(edges)
@@ -105,7 +105,7 @@ def direction_table(levels: int) -> bytes:
 
 @cache
 def triplet_norm_table(dim: int, levels: int) -> bytes:
-    """``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian binary32."""
+    """``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian float32."""
     with _without_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), triplet_norm_masses(angles, dim), levels).astype("<f4").tobytes()
@@ -113,7 +113,7 @@ def triplet_norm_table(dim: int, levels: int) -> bytes:
 
 @cache
 def coordinate_table(dim: int, levels: int) -> bytes:
-    """``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian binary32."""
+    """``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian float32."""
     with _without_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), coordinate_masses(angles, dim), levels).astype("<f4").tobytes()
@@ -121,7 +121,7 @@ def coordinate_table(dim: int, levels: int) -> bytes:
 
 @cache
 def polar_angle_table(first: int, second: int, levels: int) -> bytes:
-    """``levels`` centroids of the angle between two radii, of ``first`` and ``second`` values, little-endian binary32."""
+    """``levels`` centroids of the angle between two radii, of ``first`` and ``second`` values, little-endian float32."""
     with _without_underflow():
         edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

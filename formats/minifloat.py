@@ -76,7 +76,7 @@ class Minifloat(CodecFamily):
     """Values stored as ``element``, times a scale per ``granularity`` stored as ``scale_dtype``.
 
     ``scale_dtype`` is fp32 or fp16 for one scale per sequence and run (``tensor``), per head and run (``head``) or per token of a head
-    (``token``). For ``block`` it is e8m0, a power of two per 32 channels, or e4m3 per 16 channels, with one more binary32 per run.
+    (``token``). For ``block`` it is e8m0, a power of two per 32 channels, or e4m3 per 16 channels, with one more float32 per run.
     """
 
     id: ClassVar[str] = "minifloat"
@@ -217,7 +217,7 @@ class Minifloat(CodecFamily):
         return self._of_channels(grouped.mul_(first[..., None]).mul_(second[..., None]))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
-        """A codec whose scales per run are binary32, and streams for it that decode to the same bits."""
+        """A codec whose scales per run are float32, and streams for it that decode to the same bits."""
         if self.run_scale != "scale" or self.scale_dtype == "fp32":
             return self, streams
         return replace(self, scale_dtype="fp32"), {**streams, "scale": streams["scale"].to(torch.float32)}
@@ -327,7 +327,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 
 
 def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
-    """``largest`` / ``most`` in binary16 (``half``) or binary32; one unit more where a subnormal scale would saturate values."""
+    """``largest`` / ``most`` in binary16 (``half``) or float32; one unit more where a subnormal scale would saturate values."""
     largest = largest.clamp_max(_LARGEST_SCALED)
     scale = _over(largest, most).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)

@@ -27,7 +27,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def norm_rule_of(options: Options) -> str:
-    """The rule that a recipe asks for."""
+    """The rule that a recipe requests."""
     return options.choice("norm_rule", SKETCHED if options.sketched else NORM_RULES[0], NORM_RULES)
 
 

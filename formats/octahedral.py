@@ -55,7 +55,7 @@ class Octahedral(CodecFamily):
     """``b_dir`` bits for each of two octahedral coordinates and ``b_norm`` bits for the norm of every three rotated values.
 
     ``direction_table`` holds the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms,
-    both ascending, little-endian binary32. ``rounding`` and ``norm_rule`` steer the encoder and are not stored.
+    both ascending, little-endian float32. ``rounding`` and ``norm_rule`` steer the encoder and are not stored.
     """
 
     id: ClassVar[str] = "octahedral"
@@ -265,7 +265,7 @@ def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[An
 
 
 def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows scaled so that their squares fit binary32, the norms ``[row, 1]`` of the scaled rows, and the true norms ``[row]``."""
+    """Rows scaled so that their squares fit float32, the norms ``[row, 1]`` of the scaled rows, and the true norms ``[row]``."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SQUARES_FIT[0] and length.max() < _SQUARES_FIT[1]):
         return rows, length, length[:, 0]

@@ -38,7 +38,7 @@ def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) ->
 def codebook_directions(table: bytes) -> torch.Tensor:
     """The unit directions of all pairs of magnitudes, float32 ``[3, levels^2]``; entry i + levels * j has xi = c_i, eta = c_j.
 
-    ``table`` holds the ascending magnitudes c, little-endian binary32. Source: OCTOPUS Eq. 6, in binary64.
+    ``table`` holds the ascending magnitudes c, little-endian float32. Source: OCTOPUS Eq. 6, in binary64.
     """
     magnitudes = numpy.frombuffer(table, "<f4").astype(numpy.float64)
     eta, xi = (axis.ravel() for axis in numpy.meshgrid(magnitudes, magnitudes, indexing="ij"))

@@ -145,7 +145,7 @@ class Options:
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
 
     def _note(self, name: str, text: str, omitted: str | None) -> None:
-        """Note the spelling ``text`` of a word that was given, unless leaving it out means the same."""
+        """Record the spelling ``text`` of a word that was given, unless leaving it out means the same."""
         self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:

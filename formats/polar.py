@@ -55,7 +55,7 @@ class Level:
 class Polar(CodecFamily):
     """``bits`` holds the bits per angle of each level, joined by dots; the radii after the last level have the dtype ``norm``.
 
-    ``angle_table`` holds the angles of every level above the first, ascending, little-endian binary32; the first is uniform.
+    ``angle_table`` holds the angles of every level above the first, ascending, little-endian float32; the first is uniform.
     ``norm_rule`` steers the encoder and is not stored.
     """
 
@@ -254,7 +254,7 @@ def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor
 
 @kept_on_device
 def uniform_directions(bins: int) -> torch.Tensor:
-    """(cos, sin) of each bin centre, float32 ``[bins, 2]``."""
+    """(cos, sin) of each bin center, float32 ``[bins, 2]``."""
     return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of binary32, whatever a process has chosen for its own (spec/README.md, Rotation)."""
+"""Matrix products of float32, whatever a process has chosen for its own (spec/README.md, Rotation)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FEWEST_ROWS = 16
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``rows @ matrix``, float32 ``[..., row, k]`` and ``[..., k, column]``, each result with the error of sums of binary32.
+    """``rows @ matrix``, float32 ``[..., row, k]`` and ``[..., k, column]``, each result with the error of sums of float32.
 
     Where the process lets products round their factors to tf32 or bf16, these are of binary64. On the CPU a row's result does not depend
     on how many others there are.

@@ -109,7 +109,7 @@ class Search:
 class Grid:
     """For every cell of the octahedral map, the codewords of ``codebook`` that can be nearest in it.
 
-    Row r is a list of codewords: column k of ``_lists`` holds its k-th codeword, or repeats its first. Lists of two come
+    Row r is a list of codewords: column k of ``_lists`` contains its k-th codeword, or repeats its first. Lists of two come
     first, each stored once for all cells that share it. Longer lists follow by length: ``_starts[k]`` is the first row
     with more than k codewords.
     """

@@ -138,7 +138,7 @@ class RawPositions(KeptTokens):
         return replaced(x, token, sequence, chosen, token_group), self.stored(x, token, sequence, start)
 
     def stored(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-        """The streams that hold each ``token`` of a ``sequence`` of ``x``, as ``encode``."""
+        """The streams that contain each ``token`` of a ``sequence`` of ``x``, as ``encode``."""
         values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
 
@@ -224,7 +224,7 @@ def slots_of(tokens: int, least: int = 0) -> int:
 def in_slots(
     raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> Slots:
-    """The raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones where they are more than the slots.
+    """The raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones if they are more than the slots.
 
     ``norms`` are those of ``RawPositions.choose``, and ``misfits`` what ``head_norms.misfit`` finds, for sides that share scales.
     A page does not know where in its sequence it stands: the first tokens are no other ones here. A token of high norm comes before those

@@ -107,7 +107,7 @@ class Rotation:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """The rotation, which all codecs with these parameters share. Raises as ``Rotation`` does."""
+    """The rotation, which all codecs with these parameters share. Raises the errors of ``Rotation``."""
     return Rotation(kind, dim, seed)
 
 

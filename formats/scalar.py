@@ -48,7 +48,7 @@ class ScalarPart(NamedTuple):
 class Scalar(CodecFamily):
     """``bits`` per value, sign included, and ``bits_high`` on the channels of the coded frame that ``high_channels`` sets.
 
-    ``magnitude_table`` holds the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian binary32;
+    ``magnitude_table`` holds the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian float32;
     ``high_magnitude_table`` those of ``bits_high``. ``high_channels`` has one bit per channel, lowest bit first.
     Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` steers the encoder and is not stored.
     """

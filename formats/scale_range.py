@@ -1,4 +1,4 @@
-"""8-bit scales and centres: a code is linear in the square root, over a range per head and run (spec/codecs/group.md, Scales of 8 bits).
+"""8-bit scales and centers: a code is linear in the square root, over a range per head and run (spec/codecs/group.md, Scales of 8 bits).
 
 Equal steps of the root are finer for small values, so outlier channels of a head cost the groups of its ordinary channels little.
 """
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 SCALE, CENTRE = 0, 1
-"""Indices into a (scale, centre) pair and into a range: its four numbers are step and minimum of the root for each of the two."""
+"""Indices into a (scale, center) pair and into a range: its four numbers are step and minimum of the root for each of the two."""
 
 LARGEST = 255.0**2
-"""The largest scale or centre that is encoded: squares stay below the largest binary16 however a range is rounded."""
+"""The largest scale or center that is encoded: squares stay below the largest binary16 however a range is rounded."""
 
 _STEPS = 255
 _HALF_LIMIT = 65520.0
@@ -29,7 +29,7 @@ _GROWTH = 1 / 2
 
 
 def pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
-    """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to binary16 pairs (scale, centre).
+    """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to binary16 pairs (scale, center).
 
     ``scale_range`` is the range of the run, binary16 ``[batch, kv_head, 1, 4]``.
     """
@@ -37,7 +37,7 @@ def pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
 
 
 def nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The uint8 codes nearest to scales or centres ``[batch, kv_head, row, group]``, and the float32 values of these codes."""
+    """The uint8 codes nearest to scales or centers ``[batch, kv_head, row, group]``, and the float32 values of these codes."""
     step, minimum = _step_and_minimum(scale_range, member)
     codes = ((_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
     return codes, _squares(codes, scale_range, member).to(torch.float16).to(torch.float32)
@@ -62,7 +62,7 @@ def _root(values: torch.Tensor) -> torch.Tensor:
 def chosen(
     blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
-    """The range for a run whose ``blocks`` have these scales and centres, ``[batch, kv_head, row, group]`` each.
+    """The range for a run whose ``blocks`` have these scales and centers, ``[batch, kv_head, row, group]`` each.
 
     ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined, and
     otherwise widened, so that repeated appends seldom need another range. ``empty`` is returned if there are no values.

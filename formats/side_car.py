@@ -1,6 +1,6 @@
 """The interface of every side-car: its parameters, its streams, and its place in coding (spec/side-cars.md).
 
-A side-car file holds one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
+A side-car file contains one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
 
 1. ``KeptTokens`` take whole tokens out of the values.
 2. ``ValueMap`` maps the values of each head linearly, before the codec's rotation leads to the coded frame.
@@ -49,7 +49,7 @@ class SideCar(ABC):
     """A side-car with its parameters bound to one head dim.
 
     Every subclass of a kind is a frozen dataclass whose first field is ``dim``. A field with ``compare=False`` and a default steers
-    the encoder only: no header holds it.
+    the encoder only: no header contains it.
     """
 
     name: ClassVar[str]
@@ -106,7 +106,7 @@ class SideCar(ABC):
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Refuse stored bytes that no writer may produce; ``arrays`` are all streams of the side. Raises InvalidPayload.
 
-        Without a check of its own, a side-car's binary16 and binary32 values are finite.
+        Without a check of its own, a side-car's binary16 and float32 values are finite.
         """
         for name in self.layout(1, 1, 0):
             if arrays[name].dtype.kind == "f":
@@ -233,7 +233,7 @@ class FramePart(SideCar):
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
         """Measure ``run``, whose blocks are in the coded frame; ``before`` are the streams of the run that precedes it in its side.
 
-        The step returns the rest, and the streams that hold the part.
+        The step returns the rest, and the streams that contain the part.
         """
 
     @abstractmethod

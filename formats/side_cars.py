@@ -246,7 +246,7 @@ class WithSideCars(Codec):
         return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
-        """The streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` holds the parts taken out."""
+        """The streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` contains the parts taken out."""
         if not self.sketches:
             return {}
         given, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)

@@ -56,7 +56,7 @@ def _keep(key: tuple[Any, ...], made: torch.Tensor) -> None:
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child: a thread of the parent may hold it and does not exist in the child."""
+    """Replace the lock in a forked child: a thread of the parent may have it and does not exist in the child."""
     global _lock
     _lock = threading.Lock()
 

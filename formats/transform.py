@@ -53,7 +53,7 @@ _SYMBOLS_AT_ONCE = 1 << 22
 class Transform(CodecFamily):
     """Levels at 2^(-``step`` / 16) of the columns of the frames of ``side`` of ``layer`` in the basis with SHA-256 ``basis``.
 
-    ``chunk`` tokens are coded together. ``source`` holds the frames for a codec that has been given its basis; it is not stored.
+    ``chunk`` tokens are coded together. ``source`` contains the frames for a codec that has been given its basis; it is not stored.
     """
 
     id: ClassVar[str] = "transform"
@@ -215,7 +215,7 @@ class Transform(CodecFamily):
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
         """The symbols of ``streams`` in pieces of whole sequences of a token group, in the order of groups, sequences and heads.
 
-        Each is the number of its first chunk, and its symbols. Raises as ``source_for``.
+        Each is the number of its first chunk, and its symbols. Raises the errors of ``source_for``.
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)

@@ -1,4 +1,4 @@
-"""The chunks of the codec transform: levels of columns to the streams that hold them, and back to symbols (spec/codecs/transform.md).
+"""The chunks of the codec transform: levels of columns to the streams that contain them, and back to symbols (spec/codecs/transform.md).
 
 Everything here is of integers and exact; what the symbols stand for is in ``transform.py``.
 """

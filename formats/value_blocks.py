@@ -57,7 +57,7 @@ def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, An
 
 
 def values_between(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-    """Values ``[start, stop)`` of the flattened array, valid until other values of it are asked for."""
+    """Values ``[start, stop)`` of the flattened array, valid until other values of it are requested."""
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
 
 

@@ -233,7 +233,7 @@ def _class_of(value: Any) -> Any:
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """Return the launcher of a compiled kernel, and its arguments between the stream and the kernel's own.
 
-    Triton's launcher is one of Python, which asks for scratch memory, around one of C: enough for kernels that have none.
+    Triton's launcher is one of Python, which requests scratch memory, around one of C: enough for kernels that have none.
     """
     run, behind = kernel.run, (kernel.packed_metadata, None, None, None)
     scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]

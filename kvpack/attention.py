@@ -170,7 +170,7 @@ def check_call(
     sink_logits: torch.Tensor | None,
     lengths: object = None,
 ) -> tuple[Side, Side]:
-    """The sides of ``layer``, if ``attend`` takes these arguments. Raises what it raises."""
+    """The sides of ``layer``, if ``attend`` takes these arguments. Raises the same errors."""
     k, v = _sides(layer)
     _check(q, k, v, causal, sliding_window, softcap, scale)
     _check_held(q.shape[2], layer, sliding_window, lengths)
@@ -181,7 +181,7 @@ def check_call(
 def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     """``kvpack.kernels.attend.attention`` if it can attend ``layer`` with ``q``; None if torch must decode and attend.
 
-    Raises what ``uses_triton`` raises.
+    Raises the errors of ``uses_triton``.
     """
     if not dispatch.uses_triton(q.device) or q.requires_grad:
         return None
@@ -195,7 +195,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     """``kvpack.kernels.attend.many_queries`` if it can attend ``layer`` with ``q``, which ``attention_kernels`` does not take.
 
-    Raises what ``uses_triton`` raises.
+    Raises the errors of ``uses_triton``.
     """
     if not dispatch.uses_triton(q.device) or q.requires_grad:
         return None
@@ -207,7 +207,7 @@ def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 def cpu_attention(q: torch.Tensor, layer: Layer) -> Prepared | None:
     """Attention by C kernels over ``layer``, prepared once; None if torch must decode and attend.
 
-    Raises what ``uses_c`` raises.
+    Raises the errors of ``uses_c``.
     """
     if not dispatch.uses_c(q.device) or q.requires_grad or layer.k is None or layer.v is None:
         return None

@@ -16,7 +16,7 @@ _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 _SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _WEIGHTS = ("*.safetensors", "*.bin")
-"""Files of weights, the better kind first: a repository may hold both."""
+"""Files of weights, the better kind first: a repository may contain both."""
 
 
 def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None) -> Path:

@@ -83,7 +83,7 @@ class ByteTokenizer:
 
 
 def load_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer in the folder of a model; None where it has none."""
+    """The tokenizer in the folder of a model; None if it has none."""
     if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     return transformers_library().AutoTokenizer.from_pretrained(folder)

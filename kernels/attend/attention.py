@@ -34,7 +34,7 @@ _prepared: WeakKeyDictionary[Layer, dict[Any, Prepared]] = WeakKeyDictionary()
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if these kernels take the layer: every segment has a tile loader, and a KV head's query rows are few."""
+    """Return True if these kernels support the layer: every segment has a tile loader, and a KV head's query rows are few."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
@@ -64,7 +64,7 @@ def attend(
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
     """softmax(scale q k^T) v over a layer that ``supports`` takes, for queries like ``q``: kept with the layer, and then called.
 
-    Tiles are binary16 (raw ones have their own dtype) and sums binary32: the result is within 2e-3 of the exact one in the
+    Tiles are binary16 (raw ones have their own dtype) and sums float32: the result is within 2e-3 of the exact one in the
     2-norm, as long as no decoded value is above 65504. Calling what is prepared does not wait for the device and reads nothing from
     it, so that a CUDA graph holds the call.
     """

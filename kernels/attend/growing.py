@@ -1,6 +1,6 @@
-"""Attention over a layer that grows: launches that stay the same, so that a CUDA graph may hold them, over work that is rewritten.
+"""Attention over a layer that grows: launches that stay the same, so that a CUDA graph may contain them, over work that is rewritten.
 
-A layer's raw tail is a buffer with room for more tokens than it holds; how many it holds is read on the device. Its pages change
+A layer's raw tail is a buffer with room for more tokens than it holds; how many it contains is read on the device. Its pages change
 only between steps, and their addresses are in tables on the device: such a change writes the tables again.
 """
 
@@ -32,7 +32,7 @@ ROOM_FOR_PAGES = 8
 class GrowingCall:
     """A call of attention for queries ``q`` like a first one, over ``layer``, whose tails are whole buffers.
 
-    ``layer`` is one that ``supports`` accepts. The tokens that each sequence holds are ``lengths`` of a call, int32 ``[batch]``, and
+    ``layer`` is one that ``supports`` accepts. The tokens that each sequence contains are ``lengths`` of a call, int32 ``[batch]``, and
     ``starts``, if the options say that calls give them, the first that its queries see. The window of the options, if any, is found on
     the device: it begins elsewhere in each call.
     """
@@ -48,7 +48,7 @@ class GrowingCall:
 
     @staticmethod
     def supports(q: torch.Tensor, layer: Layer) -> bool:
-        """Return True if these kernels take the layer for queries like ``q``."""
+        """Return True if these kernels support the layer for queries like ``q``."""
         return GrowingCall.takes_layer(layer) and supports(q, layer)
 
     @staticmethod

@@ -38,7 +38,7 @@ FEWEST_TOKENS = 256
 """Tokens of a block, however many sequences there are."""
 
 MAX_QUERIES = 1 << 13
-"""Queries that share a pass over the tokens: their sums are binary32. Decoding again takes a hundredth of attending as many."""
+"""Queries that share a pass over the tokens: their sums are float32. Decoding again takes a hundredth of attending as many."""
 
 ROWS_OF_A_PROGRAM = 128
 """Rows of a query that a program of cuDNN's or FlashAttention's takes."""

@@ -47,7 +47,7 @@ MANY_ROWS, ROTATED_ROWS = 1024, 64
 """Padded rows from which a program rotates queries of several sequences, and how many of their rows."""
 
 ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
-"""Columns of all parts that such a program holds at once, the channels that it writes, and its warps."""
+"""Columns of all parts that such a program contains at once, the channels that it writes, and its warps."""
 
 ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
 """Most rows, and most parts at once, where columns are channels, and nothing is rotated; and the parts of each warp."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Change = Callable[[torch.Tensor], torch.Tensor]
 
 DECODED_BYTES = 64 << 20
-"""Bytes of binary32 values that torch decodes at once where no fused kernel decodes."""
+"""Bytes of float32 values that torch decodes at once where no fused kernel decodes."""
 
 ALIGNED = 64
 """Elements of which a block takes whole multiples."""
@@ -248,7 +248,7 @@ def _work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:
 
 
 def _group_start(side: Side, token: int) -> int:
-    """The first token of the group of tokens that holds ``token``."""
+    """The first token of the group of tokens that contains ``token``."""
     first = 0
     for page in side.runs:
         if first <= token < first + page.tokens:

@@ -1,6 +1,6 @@
 """The attention kernel: one work item of packed tokens per program (``merge`` then sums what all of them give).
 
-A program holds a block of query rows (the query heads of one KV head, and their q_len queries) and walks its tokens in tiles
+A program contains a block of query rows (the query heads of one KV head, and their q_len queries) and walks its tokens in tiles
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
 S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
 

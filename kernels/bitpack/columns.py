@@ -185,7 +185,7 @@ def load_columns(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """The columns that hold each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
+    """The columns that contain each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
     column = symbol % WIDTH
     value = tl.full(mask.shape, 0, tl.int32 if COLUMN_BYTES <= 3 else tl.int64)
     for plane in tl.static_range((COLUMN_BYTES + 1) // 2):

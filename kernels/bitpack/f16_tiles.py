@@ -71,7 +71,7 @@ def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.
 
 @triton.jit
 def scale_and_centre(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """The binary16 scale (low half) and centre (high half) of int32 ``scales`` of any shape: what ``affine`` takes."""
+    """The binary16 scale (low half) and center (high half) of int32 ``scales`` of any shape: what ``affine`` takes."""
     if FAST:
         scale, centre = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
@@ -107,7 +107,7 @@ def binary16_bits(value: float) -> int:
 
 @triton.constexpr_function
 def _affine(position: int, bits: int, middle: float) -> str:
-    """(code - ``middle``) * scale + centre on two words: the code becomes bits of a binary16's fraction that leave one for a half."""
+    """(code - ``middle``) * scale + center on two words: the code becomes bits of a binary16's fraction that leave one for a half."""
     spare = int(middle % 1 > 0)
     shared = (FRACTION_BITS - spare) // bits * bits
     # The same shift for as many fields as can share it: the assembler then does it once.
@@ -139,7 +139,7 @@ def affine(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """(code - ``MIDDLE``) * scale + centre in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``.
+    """(code - ``MIDDLE``) * scale + center in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``.
 
     ``MIDDLE`` is the middle code, or the whole one above it, which saves a shift of codes that begin at bit 0.
     """

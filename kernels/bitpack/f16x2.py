@@ -102,7 +102,7 @@ def _affine(bits: int) -> str:
 
 @triton.jit
 def affine_f16x2(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """(code - 2^BITS / 2) * scale + centre of two codes of ``BITS`` (at most 8) bits, 16 bits apart; all three are f16x2 in layout."""
+    """(code - 2^BITS / 2) * scale + center of two codes of ``BITS`` (at most 8) bits, 16 bits apart; all three are f16x2 in layout."""
     if FAST:
         value = tl.inline_asm_elementwise(_affine(BITS), "=r,r,r,r", [codes, scale, centre], dtype=tl.uint32, is_pure=True, pack=1)
     else:

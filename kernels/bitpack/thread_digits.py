@@ -58,7 +58,7 @@ class TwoDigitPiece(NamedTuple):
 
 
 def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
-    """The columns of stream ``number`` of a row that holds all ``packings``."""
+    """The columns of stream ``number`` of a row that contains all ``packings``."""
     first_word = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
     packing = packings[number]
     return RowPacking(first_word, packing.column_bytes, packing.width, packing.bases[0], packing.binary)
@@ -112,7 +112,7 @@ def _piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def most_fields(packing: RowPacking) -> int:
-    """The most fields that a column of as many bytes could have."""
+    """Maximum number of fields that a column of as many bytes could have."""
     fields = 1
     while packing.base ** (fields + 1) <= 1 << 8 * packing.column_bytes:
         fields += 1

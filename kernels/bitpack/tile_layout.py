@@ -2,7 +2,7 @@
 
 Values are loaded transposed so that the matrix units' own loads from shared memory transpose them back.
 
-Where rows of words are narrow, tiles are *dual*: a row holds the words of two tokens. The first half of its columns belongs to one
+Where rows of words are narrow, tiles are *dual*: a row contains the words of two tokens. The first half of its columns belongs to one
 token and the second half to another, ``SECOND_OFFSET`` tokens further on (0: tiles are not dual). Where rows are narrower still, the
 two tokens alternate every ``Tiles.interleave`` columns.
 """

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 SMALLEST_WIDTH = 16
-"""Fewest columns of a tile: the step of the matrix units."""
+"""Minimum number of columns of a tile: the step of the matrix units."""
 
 WIDEST_DIGIT = 14
-"""Most bits of a digit: one word holds an index into a table of its values."""
+"""Maximum number of bits of a digit: one word holds an index into a table of its values."""
 
 
 def tile_width(packing: Columns) -> int:

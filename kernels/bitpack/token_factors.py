@@ -1,4 +1,4 @@
-"""One factor per token: a norm or a scale, in binary16 or binary32, or a byte of a norm's logarithm.
+"""One factor per token: a norm or a scale, in binary16 or float32, or a byte of a norm's logarithm.
 
 It is loaded with the rows of a tile, and read as float32 ``[warp, token]``.
 """

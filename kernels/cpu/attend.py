@@ -1,4 +1,4 @@
-"""attend on the CPU: the compiled kernels over packed pages of any number, within binary32's rounding of the exact result.
+"""attend on the CPU: the compiled kernels over packed pages of any number, within float32's rounding of the exact result.
 
 Sources: FlashAttention's running softmax, flash decoding's split of the tokens; OCTOPUS Eq. 13 for queries and values in the coded frame.
 """

@@ -172,7 +172,7 @@ class RawSlots(Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None where it was not built, or from other sources than these."""
+    """The library; None if it was not built, or from other sources than these."""
     for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
         try:
             found = ctypes.CDLL(str(path))

@@ -1,6 +1,6 @@
 """Pages of engines on the CPU: one side of several layers of a page, between an engine's own memory and the streams of a row.
 
-A plan holds everything about a call except addresses, so that a page costs no allocation and no description.
+A plan contains everything about a call except addresses, so that a page costs no allocation and no description.
 """
 
 from __future__ import annotations

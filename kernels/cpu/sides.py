@@ -34,7 +34,7 @@ _TORCH = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": 
 
 
 class Stretch(Protocol):
-    """Consecutive runs of packed tokens with their ``ends``; streams hold the rows of run after run."""
+    """Consecutive runs of packed tokens with their ``ends``; streams contain the rows of run after run."""
 
     @property
     def codec(self) -> Codec: ...
@@ -111,7 +111,7 @@ _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDiction
 
 
 def parts_of(side: Side) -> list[SidePart] | None:
-    """The parts of a side: its pages, then its tail; None if C does not take its codec, side-cars or strides."""
+    """The parts of a side: its pages, then its tail; None if C does not support its codec, side-cars or strides."""
     parts: list[SidePart] = []
     packed = side.packed_tokens
     if packed:

@@ -36,8 +36,8 @@ MANY_BYTES = 1 << 22
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
     """Write all tokens of a side to ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame.
 
-    Returns False, and writes nothing, if C does not take its codec, its strides, side-cars other than balanced frames, channel scales and
-    raw tokens, or a dtype that is not in ``DTYPES``. ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    Returns False, and writes nothing, if C does not support its codec, its strides, side-cars other than balanced frames, channel scales
+    and raw tokens, or a dtype that is not in ``DTYPES``. ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.parts_of(side)) is None:

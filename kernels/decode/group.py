@@ -60,7 +60,7 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 
 def _as_pairs(scales: torch.Tensor) -> torch.Tensor:
-    """``[..., 2]`` of scale and centre as integers ``[..., 1]``, so that one load reads both; copied only if not aligned for it."""
+    """``[..., 2]`` of scale and center as integers ``[..., 1]``, so that one load reads both; copied only if not aligned for it."""
     *strides, last = scales.stride()
     if last != 1 or any(step % 2 for step in (scales.storage_offset(), *strides)):
         scales = scales.clone(memory_format=torch.contiguous_format)
@@ -82,7 +82,7 @@ def _square(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def _scaled(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
-    """Codes, counted from the middle, times scales and plus centres."""
+    """Codes, counted from the middle, times scales and plus centers."""
     if RANGE >= 0:
         value = code * _square(pair, streams[RANGE], 0) + _square(pair >> 8, streams[RANGE], 2)
     else:

@@ -348,7 +348,7 @@ def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW
 
 @triton.jit
 def as_float32(bits: tl.tensor) -> tl.tensor:
-    """Elements of 16 bits as binary16, and those of 32 bits as binary32, in float32."""
+    """Elements of 16 bits as binary16, and those of 32 bits as float32, in float32."""
     if bits.dtype == tl.int16:
         value = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:

@@ -81,7 +81,7 @@ _kept: WeakKeyDictionary[Side, dict[Any, Kept]] = WeakKeyDictionary()
 def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode tokens ``[start, stop)`` of the pages of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, token ``start`` first.
 
-    Returns the ranges of tokens, counted from the first of the side, that are left to be written: of a codec that no kernel takes, or if
+    Returns the ranges of tokens, counted from the first of the side, that are left to be written: of a codec that no kernel supports, or if
     they begin within a group of tokens, and of the raw tail. What decodes all tokens is kept with the side. Raises InvalidParameter unless
     streams are as their codec lays them out.
     """

@@ -116,7 +116,7 @@ TABLE_CODECS: dict[type[Codec], TableCodec] = {
     Angle: TableCodec(_angle, lambda codec, device: bin_directions(codec.bins, device)),
     Quaternion: TableCodec(_quaternion, lambda codec, device: codewords(codec.seed, codec.secondary, device)),
 }
-"""The codecs that this kernel decodes, by exact class: a subclass may hold more than its parent's streams."""
+"""The codecs that this kernel decodes, by exact class: a subclass may contain more than its parent's streams."""
 
 
 @lru_cache(maxsize=64)

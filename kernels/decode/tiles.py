@@ -43,7 +43,7 @@ WARPS = 4
 """Warps of a program: with one to eight, and loads of one to three tiles ahead, an H200 took as long."""
 
 TOKENS = 32
-"""Tokens of a warp's tile, except for loaders of which a thread holds rows."""
+"""Tokens of a warp's tile, except for loaders of which a thread contains rows."""
 
 PROGRAMS = 1 << 10
 """Programs that fill a device: with fewer tokens, each takes fewer."""
@@ -316,7 +316,7 @@ def block_of(
 
 @triton.jit
 def _page_of(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW: tl.constexpr) -> tl.tensor:
-    """The page that holds ``block``: the last one whose first block is not behind it."""
+    """The page that contains ``block``: the last one whose first block is not behind it."""
     page = block * 0
     end = page + pages
     while end - page > 1:

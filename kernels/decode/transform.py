@@ -44,7 +44,7 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     ``rotated`` says nothing, for there is no rotation. Any words give some values. Raises InvalidParameter when a stream is not as
-    ``codec.layout`` says, and what ``Transform.source_for`` raises.
+    ``codec.layout`` says, and the errors of ``Transform.source_for``.
     """
     if pages is not None:
         return False

@@ -44,7 +44,7 @@ TILE_PAIRS = 1 << 11
 
 SMALLEST_SUM = 2.0**-40
 LARGEST_SUM = 2.0**60
-"""Bounds between which sums of a token's norms lose nothing in binary32."""
+"""Bounds between which sums of a token's norms lose nothing in float32."""
 
 ZERO = -65504.0
 OCTAVES = 8.0
@@ -59,7 +59,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support."""
     plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
     if plan is None:
         return False

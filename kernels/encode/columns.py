@@ -1,7 +1,7 @@
 """columns(n, A, F) written on the GPU: digits times place values, as products of the matrix units (spec/README.md, Bit packing).
 
 A column is a sum of digits times places. A place is split into limbs that binary16 holds exactly, of 16 bits where bases are
-powers of two and of 8 bits elsewhere; the sums of limbs are integers that binary32 holds exactly, and a carry joins them.
+powers of two and of 8 bits elsewhere; the sums of limbs are integers that float32 holds exactly, and a carry joins them.
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
@@ -32,10 +32,10 @@ WARPS = 2
 """Warps of a program that packs: with four, Triton 3.6 takes Hopper's matrix units, and gives them wrong addresses of digits."""
 
 _PIECE_BITS = 8
-"""Bits of a digit per product: times a limb, they stay within the integers that binary32 holds."""
+"""Bits of a digit per product: times a limb, they stay within the integers that float32 holds."""
 
 _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
-"""Bounds of the sums by the bits of a limb: binary32 is exact, and the carry of two limbs fits 31 bits."""
+"""Bounds of the sums by the bits of a limb: float32 is exact, and the carry of two limbs fits 31 bits."""
 
 
 class Piece(NamedTuple):
@@ -119,7 +119,7 @@ def _pieces(term: Term) -> list[Term]:
 
 
 def _places(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
-    """The place of each of the kernel's ``symbols`` in each column of its tile, 0 where it has none."""
+    """The place of each of the kernel's ``symbols`` in each column of its tile, 0 if it has none."""
     width = max(SMALLEST_AXIS, next_power_of_two(packing.width))
     places = [[0] * width for _ in range(symbols)]
     for number, symbol in enumerate(term.symbols or range(min(symbols, packing.symbols))):

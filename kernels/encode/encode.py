@@ -1,6 +1,6 @@
 """Encode on the GPU in one pass over the input: the codecs that have a kernel here; ``formats/`` encodes the rest.
 
-A kernel takes every option that its codec stores, and local searches. Whatever it does not take, and every run with a value that it
+A kernel supports every option that its codec stores, and local searches. Whatever it does not take, and every run with a value that it
 flags (``rows.flag_unless``), is left to ``formats/``, which gives the same streams or raises the error.
 """
 
@@ -23,7 +23,7 @@ _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": 
 
 
 class Encoding(NamedTuple):
-    """Streams to be filled: ``run()`` launches the kernels, and is False where they do not take the codec's options.
+    """Streams to be filled: ``run()`` launches the kernels, and is False if they do not take the codec's options.
 
     They hold the codes once ``flag``, int32 ``[1]``, is seen to be 0.
     """
@@ -37,7 +37,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
     ``before`` holds the streams of the run that it continues. None if ``formats/`` is to encode it: codecs, options and values that
-    the kernels do not take.
+    the kernels do not support.
     """
     encoding = prepare(codec, x, before)
     if encoding is None or not encoding.run() or encoding.flag.item():

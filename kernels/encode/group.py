@@ -60,7 +60,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support."""
     plan = _plan(codec, x.device)
     small = codec.scale_dtype == "u8"
     # Scales of 8 bits depend on the whole run, and on the run before it: a page of an engine has one run.
@@ -229,7 +229,7 @@ def _stored_half(value: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr) -> tl.t
 
 @triton.jit
 def _key(value: tl.tensor) -> tl.tensor:
-    """Bits of binary32 in the order of their values, int32; the same function turns them back into bits."""
+    """Bits of float32 in the order of their values, int32; the same function turns them back into bits."""
     return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
@@ -252,7 +252,7 @@ def _extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
-    """``scale_range.chosen`` of a first run: step and minimum of scales, then of centres, binary16 ``[1, 1]``."""
+    """``scale_range.chosen`` of a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
     high = _root(_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
     last = _root(_extreme(extremes, 1))
@@ -324,11 +324,11 @@ def _encode(
 
     ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
     ``[token, 1]``, and tiles are ``[token, channel]``.
-    ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, centre); ``token_scales`` are
+    ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, center); ``token_scales`` are
     those of ``_token_scales``, and ``products`` what ``_unbiased_token_scales`` takes. Extremes and scales are
     ``[token group, channel]`` or ``[token, channel group]``.
     With scales of 8 bits ``scales`` is int16, ``ranges`` is ``[batch, kv_head, 4]``, and one launch only fills ``extremes``, int32
-    ``[batch, kv_head, 3]`` (``MEASURED``): the keys of the largest scale, of the largest centre, and of the largest of their opposites.
+    ``[batch, kv_head, 3]`` (``MEASURED``): the keys of the largest scale, of the largest center, and of the largest of their opposites.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     if origins is not None:

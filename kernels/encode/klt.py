@@ -3,8 +3,8 @@
 Widths are data to the kernels, so that those of all layers and sides of a model are compiled once: one kernel writes a byte per column,
 and another packs the columns of a width.
 
-Matrices of bases are binary32. The matrix units take them, and rows, as sums of bfloat16: of the products of their parts those are left
-out that are below the last bit of binary32.
+Matrices of bases are float32. The matrix units take them, and rows, as sums of bfloat16: of the products of their parts those are left
+out that are below the last bit of float32.
 """
 
 # Triton has no types, and tuples of tensors are of several lengths.
@@ -38,7 +38,7 @@ BLOCK_WORDS = 1024
 COLUMNS = tl.constexpr(RUN_COLUMNS)
 
 PARTS = tl.constexpr(3)
-"""bfloat16 numbers whose sum is a binary32."""
+"""bfloat16 numbers whose sum is a float32."""
 
 PARTS_OF = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """bfloat16 numbers whose sum is a value of a row."""
@@ -52,7 +52,7 @@ class OnDevice(NamedTuple):
     """The rows of a basis in device memory, as the kernels read them, for some widths.
 
     ``matrix``, bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, is what channels add to columns, of runs that have a width; the
-    sum of its parts is binary32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and the squares of weights.
+    sum of its parts is float32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and the squares of weights.
     ``tables``, float32 ``[kv_head, entry]``, has for each run its entries, the bounds between these, and a value. ``runs``, int32
     ``[run, _OF_RUN]``, are their widths, their first entries and their first columns in the order of streams.
     """
@@ -74,7 +74,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not take.
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not support.
 
     That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, and
     InvalidParameter for another number of heads and for a matrix without an inverse.

@@ -43,7 +43,7 @@ _WIDEST, _SHORT = tl.constexpr(8), tl.constexpr(HEAD_RUN_COLUMNS)
 class OnDevice(NamedTuple):
     """The rows of a basis in device memory, as the kernels read them, for some widths; tiles have ``COLUMNS`` columns in order.
 
-    ``matrix``, bfloat16 ``[kv_head, tile, part, padded dim, COLUMNS]``, is what channels add to columns; the sum of its parts is binary32.
+    ``matrix``, bfloat16 ``[kv_head, tile, part, padded dim, COLUMNS]``, is what channels add to columns; the sum of its parts is float32.
     ``columns``, float32 ``[kv_head, tile, 2, COLUMNS]``, has means, and the squares of weights, 0 for columns without codes. ``tables``,
     float32 ``[kv_head, entry]``, has for each table its entries, the bounds between these, and a value. ``numbers``, int32
     ``[kv_head, tile, _OF_COLUMN, COLUMNS]``, are the widths of columns and the first entries of their tables. ``places``, int32

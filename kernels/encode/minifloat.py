@@ -42,7 +42,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support.
 
     A scale per run is at first that of the run before, 0 if there is none; with ``origins`` each of the batch is a run of its own.
     """

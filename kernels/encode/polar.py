@@ -56,7 +56,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take.
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support.
 
     It does not take a level with an odd number of radii, the last of which has no partner, nor dims of more than one product.
     """
@@ -120,7 +120,7 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 @kept_on_device
 def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """(cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are bins' centres."""
+    """(cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are bins' centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
     found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, found, strict=True):

@@ -49,7 +49,7 @@ TILE_CHUNKS = 1 << 10
 
 SMALLEST_RADIUS = 2.0**-40
 LARGEST_RADIUS = 2.0**60
-"""Bounds between which the largest radii of tokens lose nothing in binary32."""
+"""Bounds between which the largest radii of tokens lose nothing in float32."""
 
 
 def encode(
@@ -60,7 +60,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not take."""
+    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support."""
     plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
     if plan is None:
         return False

@@ -2,7 +2,7 @@
 
 A rotation's entries are +1 and -1, which every input type holds exactly: the product is as exact as the sum of its values. A row
 that a kernel does not encode as ``formats/`` would raises a flag, and the whole run is encoded there: values that are not finite
-or do not fit their width, whose error it names, and values whose squares leave binary32.
+or do not fit their width, whose error it names, and values whose squares leave float32.
 """
 
 # Triton has no types.
@@ -36,7 +36,7 @@ MAX_PRODUCTS = 256
 
 SMALLEST_SQUARE = 2.0**-80
 LARGEST_SQUARE = 2.0**80
-"""Bounds between which squares of norms lose nothing in binary32."""
+"""Bounds between which squares of norms lose nothing in float32."""
 
 STREAMS_ALIGNED = 16
 """Bytes that divide the places of streams from one of ``Origins`` to another."""
@@ -44,7 +44,7 @@ STREAMS_ALIGNED = 16
 _STREAMS_ALIGNED = tl.constexpr(STREAMS_ALIGNED)
 
 _PARTS = 3
-"""bfloat16 numbers whose sum is a binary32."""
+"""bfloat16 numbers whose sum is a float32."""
 
 
 def block_tokens(x: torch.Tensor, most: int) -> int:
@@ -113,13 +113,13 @@ def _components(rotation: Rotation, count: int, symbols: int, block: int, dtype:
 
 @kept_on_device
 def values_of(table: bytes) -> torch.Tensor:
-    """A table of little-endian binary32, as float32."""
+    """A table of little-endian float32, as float32."""
     return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
 
 
 @kept_on_device
 def bounds_of(table: bytes) -> torch.Tensor:
-    """The bounds between neighbors in a table within [0, 1], and one above all: a kernel takes no tensor without elements."""
+    """The bounds between neighbors in a table within [0, 1], and one above all: a kernel supports no tensor without elements."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 

@@ -101,7 +101,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """The range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two binary32."""
+    """The range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two float32."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -128,10 +128,10 @@ def _range(words: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
-    """The exponent field of the binary32 power of two that a linear range is decoded over.
+    """The exponent field of the float32 power of two that a linear range is decoded over.
 
     That of binary16 is at most the largest step's or 1/256 of the largest minimum's, so that norms over it are below 2^11. That
-    of binary32 is above all norms in size, but the largest binary32s.
+    of float32 is above all norms in size, but the largest binary32s.
     """
     if len(words) == 1:
         high = tl.maximum(words[0] & 0x7C00, ((words[0] >> 16) & 0x7C00) - (8 << 10))
@@ -170,7 +170,7 @@ def middle_norm(bits: int) -> int:
 
 @triton.jit
 def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """(scale, centre) of norms or their logarithms over the token's factor: (code - ``middle_norm``) * scale + centre, float32.
+    """(scale, center) of norms or their logarithms over the token's factor: (code - ``middle_norm``) * scale + center, float32.
 
     ``words`` are the token's range.
     """

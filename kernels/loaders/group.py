@@ -1,6 +1,6 @@
 """group as tiles (spec/codecs/group.md): one affine step per bit field.
 
-A *scale* here is the 32-bit element of the stream of scales: the binary16 scale and centre of one group.
+A *scale* here is the 32-bit element of the stream of scales: the binary16 scale and center of one group.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -54,7 +54,7 @@ ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) 
 class GroupConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    A row of the stream of scales has ``scales_per_row``; ``kind`` says which of them a tile needs, and ``whole_rows`` whether rows are
+    A row of the stream of scales has ``scales_per_row``; ``kind`` selects which of them a tile needs, and ``whole_rows`` whether rows are
     loaded whole. A step makes one tile of ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in
     ``span`` columns.
     """
@@ -301,7 +301,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """(code - middle) * scale + centre of the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """(code - middle) * scale + center of the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile

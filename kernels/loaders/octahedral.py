@@ -1,7 +1,7 @@
 """octahedral as tiles (spec/codecs/octahedral.md): three tiles per field, of the first, second and third coordinates of its triplets.
 
-A table holds the directions with positive signs, and signs are flipped after the lookup. Where a symbol is one short digit, the table
-holds whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``) indices and signs have streams of their own.
+A table contains the directions with positive signs, and signs are flipped after the lookup. Where a symbol is one short digit, the table
+contains whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``) indices and signs have streams of their own.
 """
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.

@@ -1,7 +1,7 @@
 """polar as tiles (spec/codecs/polar.md): each thread holds a token and multiplies directions down the tree of radii.
 
 Products are binary16, so the radius of the last level stays out of them: a single one is the token's factor, and several are divided by
-a power of two near the largest. ``polar_steps`` says which angles a step looks up, and in which table.
+a power of two near the largest. ``polar_steps`` selects which angles a step looks up, and in which table.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -68,7 +68,7 @@ class PolarConstants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """The loader of ``codec``, or None if a level has an unequal pair, several radii are binary32, or the head dim is too large."""
+    """The loader of ``codec``, or None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MAX_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):

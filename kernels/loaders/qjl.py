@@ -156,7 +156,7 @@ def _words(
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """For values, one binary16 tile ``[warp, column, token]``: -1 if a bit of the fields of ``STEP`` is 1, and 1 where it is 0."""
+    """For values, one binary16 tile ``[warp, column, token]``: -1 if a bit of the fields of ``STEP`` is 1, and 1 if it is 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 DUAL_WIDTH = SMALLEST_WIDTH // 2
-"""Words per row, if a tile holds two rows side by side."""
+"""Words per row, if a tile contains two rows side by side."""
 
 APART, NEIGHBOURS = 1, 2
 """Arrangements of two tokens per row: all second tokens of the tile after all first ones, or each after its first."""
@@ -72,7 +72,7 @@ class Tiles:
     whole_groups: int = 1
     """Tokens per group: a tile of at most as many, which begins at a multiple of them, is in one token group."""
     most_tokens: int = 32
-    """Most tokens of a warp's tile: more where tokens share scales or have few, so that registers hold them."""
+    """Maximum number of tokens of a warp's tile: more where tokens share scales or have few, so that registers hold them."""
     loads_ahead: bool = False
     """True if registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
     many_copies: bool = False

@@ -96,7 +96,7 @@ def takes_rows(rows: torch.Tensor) -> bool:
 
 
 def encode(lane: Lane, job: Job) -> bool:
-    """Fill the streams of ``lane`` in all rows; False for what the kernels do not take."""
+    """Fill the streams of ``lane`` in all rows; False for what the kernels do not support."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)
@@ -119,7 +119,7 @@ def encode(lane: Lane, job: Job) -> bool:
 
 
 def decode(lane: Lane, job: Job) -> bool:
-    """Decode the streams of ``lane`` in all rows whose status is 0; False for what the kernels do not take."""
+    """Decode the streams of ``lane`` in all rows whose status is 0; False for what the kernels do not support."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)

@@ -1,7 +1,7 @@
 """The columns of a codec's tiles, and the matrices between their frame and the original one.
 
-A matrix holds the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys). There is one for
-all sequences and heads, or as many as the basis of a codec has.
+A matrix contains the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys). There is one
+for all sequences and heads, or as many as the basis of a codec has.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
-    """The loader of tiles that hold two tokens per row, which are as ``dual`` says; None if rows have another number of words."""
+    """The loader of tiles that contain two tokens per row, which are as ``dual`` says; None if rows have another number of words."""
     if isinstance(codec, WithSideCars):
         found = dual_tiles_of(codec.codec, dual)
         # Tiles hold no means.

@@ -18,7 +18,7 @@ MAX_SMALL_TILES = 4
 """Tiles per side above which registers, not shared memory, limit the programs of a multiprocessor."""
 
 MAX_SMALL_BYTES, MANY_TOKENS = 64, 6000
-"""Most bytes of codes per token, and fewest tokens per multiprocessor, with which more tokens at once are faster."""
+"""Maximum number of bytes of codes per token, and fewest tokens per multiprocessor, with which more tokens at once are faster."""
 
 MANY_BYTES = 256
 """Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
@@ -117,7 +117,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
 
-    A patch holds as many of a side's tiles as fit next to tables of ``table_bytes`` in every program of a multiprocessor; 0 if not
+    A patch contains as many of a side's tiles as fit next to tables of ``table_bytes`` in every program of a multiprocessor; 0 if not
     even one does: it is then made without.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens
@@ -133,6 +133,6 @@ def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tupl
 
 
 def _bytes(stream: Stream, aligned: int) -> int:
-    """Bytes per token in a tile of 32 or more tokens, which holds one row for all tokens that share it, or one row per token."""
+    """Bytes per token in a tile of 32 or more tokens, which contains one row for all tokens that share it, or one row per token."""
     shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
     return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

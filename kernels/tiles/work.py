@@ -170,7 +170,7 @@ def load_tiles(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows hold of each, and the signs next to it, if any.
+    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows contain of each, and the signs next to it, if any.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the one whose row is ``first``; with ``MASKED``
     those from ``end`` on are not loaded. If the side is dual, half as many tiles of twice as many tokens.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpack.evaluation.models import Text
 
 LINES = 5
-"""The number of key lines in a prompt; each is asked for."""
+"""The number of key lines in a prompt; each is requested."""
 
 LINE_BYTES = len(b"\n[[key QWERTY = 8J2K9XPL]]\n")
 

@@ -72,7 +72,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``chosen`` recipes with both rules as ``quality.run`` does, without needles, and return JSON values.
 
-    Raises InvalidParameter for a recipe that the rule does not change, and what ``quality.run`` raises.
+    Raises InvalidParameter for a recipe that the rule does not change, and the errors of ``quality.run``.
     """
     pairs = {}
     for recipe in chosen:

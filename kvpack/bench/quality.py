@@ -4,7 +4,7 @@ A window of ``tokens`` tokens is read in two parts. The first is prefilled by th
 saved and loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at once, appending their keys and
 values, which are packed too. What it predicts there is compared with what the uncompressed model predicts in the same place.
 
-Without a text of the user's, a language model reads windows of prose and of code and one long window; it is asked for pass keys in
+Without a text of the user's, a language model reads windows of prose and of code and one long window; it is requested pass keys in
 prompts of several lengths, and generates a text, of which the packed caches are told token by token.
 """
 

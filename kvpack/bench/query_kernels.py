@@ -35,7 +35,7 @@ QUERIES = (2, 8, 16, 32, 64, 128, 512, 2048, 8192)
 RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3", "kv=octahedral:b=3", "kv=angle:n=128", "kv=polar:b=3", "bf16")
 
 CHECKED_QUERIES = 64
-"""Queries whose result is compared with that of binary32."""
+"""Queries whose result is compared with that of float32."""
 
 
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:

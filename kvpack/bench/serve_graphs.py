@@ -72,7 +72,7 @@ class StaticStates:
 
 
 def cache_of_length(tokens: int, layers: int) -> Any:
-    """A transformers cache that says that it holds ``tokens`` tokens, and keeps none: a layer gives back what it is given."""
+    """A transformers cache that says that it contains ``tokens`` tokens, and keeps none: a layer gives back what it is given."""
     library: Any = transformers_library()
 
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]

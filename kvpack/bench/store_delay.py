@@ -1,6 +1,6 @@
 """kvpack bench store --location --delay: a store and an engine's pages on a server that is so many milliseconds away.
 
-A relay on this machine holds every request back, so that a server nearby stands for one far away. It adds no time for bytes.
+A relay on this machine delays every request, so that a server nearby stands for one far away. It adds no time for bytes.
 """
 
 from __future__ import annotations

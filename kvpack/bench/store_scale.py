@@ -1,6 +1,6 @@
 """kvpack bench store --location: what a store of many entries costs, at a location that keeps them.
 
-Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location that holds fewer than asked for is
+Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location that contains fewer than asked for is
 filled first. What is measured then stores some more, under the location's present size as its budget.
 """
 
@@ -276,7 +276,7 @@ class _Scale:
 
 @contextmanager
 def _timed_waits(waits: list[float]) -> Iterator[None]:
-    """Note for every entry the ms from the first round of another process to room for the entry, less its own rounds."""
+    """Record for every entry the ms from the first round of another process to room for the entry, less its own rounds."""
     real_round, real_reserve = Evictor._try_round, Evictor.reserve
     begun: list[float] = []
     own = [0.0]

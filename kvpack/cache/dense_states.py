@@ -1,4 +1,4 @@
-"""The keys and values of a model's own cache, their positions, and states; a cache that holds anything else is refused by name.
+"""The keys and values of a model's own cache, their positions, and states; a cache that contains anything else is refused by name.
 
 Only the transformers classes listed here are accepted; for any other class every attribute is examined.
 transformers is not imported: its caches are recognized by class name.
@@ -61,7 +61,7 @@ class DenseLayer(NamedTuple):
 def dense_states(past: Any) -> list[DenseLayer]:
     """The layers of a cache in any form that callers use.
 
-    Raises InvalidType for anything but a cache, InvalidParameter for a cache that holds more than keys and values, and
+    Raises InvalidType for anything but a cache, InvalidParameter for a cache that contains more than keys and values, and
     InvalidParameter for a cache that is empty or whose layers do not hold tokens of the same range.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):

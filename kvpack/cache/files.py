@@ -189,7 +189,7 @@ def read_to(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises as ``load``."""
+    """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises the errors of ``load``."""
     with float32_no_grad(bus.device), file:
         _with_basis(file, basis)
         part = _part(file, layers, tokens)

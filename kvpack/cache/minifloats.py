@@ -36,7 +36,7 @@ class Minifloats:
     ``elements`` is ``[batch, kv_head, token, dim]`` of torch.float8_e4m3fn or float8_e5m2, or ``[batch, kv_head, token, dim / 2]`` of
     torch.float4_e2m1fn_x2, with the even channel in the lower 4 bits. They may be uint8 too if ``element`` names them: e4m3, e5m2 or e2m1.
 
-    ``scales`` says how values share scales:
+    ``scales`` selects how values share scales:
 
     - float32 or float16 of one number, or ``[batch, 1, 1]``: per tensor; ``[kv_head]`` or ``[batch, kv_head, 1]``: per head;
       ``[batch, kv_head, token]``: per token. ``granularity`` ("tensor", "head", "token") decides where the shape leaves a choice.

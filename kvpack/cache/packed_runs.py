@@ -1,6 +1,6 @@
 """The packed tokens of a side: runs (tokens encoded together), stored one after another, and runs (one run each).
 
-A file may have one run per token. A stretch holds consecutive runs as the file stores them, one array per stream, and creates a
+A file may have one run per token. A stretch contains consecutive runs as the file stores them, one array per stream, and creates a
 page only on request, so that a run costs a few bytes.
 """
 
@@ -33,7 +33,7 @@ _TOKENS_COUNTED = 1 << 12
 
 
 _SHOWN = 4
-"""The most runs that a repr lists."""
+"""Maximum number of runs that a repr lists."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -107,7 +107,7 @@ class Side:
         return [0, *self._runs.ends.tolist(), self.tokens]
 
     def place(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
-        """The page that holds tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
+        """The page that contains tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
         if start >= self.packed_tokens:
             return None, self.packed_tokens
         number = bisect_right(self.boundaries, start, 0, len(self.runs)) - 1
@@ -137,7 +137,7 @@ class Side:
 
         Where kernels decode runs in one pass, those of one codec are one launch; all else is decoded tile by tile. Such a kernel
         rotates back in binary16 products if ``dtype`` has 16 bits, with an error below 2^-11 of each token's norm. C kernels, on the CPU,
-        do so in binary32.
+        do so in float32.
         Raises InvalidType unless ``dtype`` is a floating-point one.
         """
         check_floating(dtype)
@@ -315,7 +315,7 @@ class Side:
         return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """The streams of all runs, in arrays that hold the rows of consecutive runs; a ``merged()`` side has one of each."""
+        """The streams of all runs, in arrays that contain the rows of consecutive runs; a ``merged()`` side has one of each."""
         return [stretch.streams for stretch in self._runs.stretches]
 
     def repacked(self, codec: Codec) -> Side:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class _Group:
     """Sides, each with its place in one piece of memory of ``nbytes`` bytes: of one layer, or of layers one after another.
 
-    ``span`` holds them in the file, with the same places, if the device checks them; the host checks others, side by side.
+    ``span`` contains them in the file, with the same places, if the device checks them; the host checks others, side by side.
     """
 
     sides: Sequence[tuple[SidePlaces, int]]
@@ -53,9 +53,9 @@ def load_layers(
 ) -> dict[int, Layer]:
     """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
-    Bytes are copied as soon as they are read, while those that follow are read. With all tokens, a layer's streams are views of one
-    buffer, and the device checks what its kernels can, once all is there: digests, the codec's rules, and what only decoding all symbols
-    tells. The host waits for that; what it checks itself, it checks before the copy. Raises as ``File.read_side``, the first error in the
+    Bytes are copied as soon as they are read, while those that follow are read. With all tokens, a layer's streams are views of one buffer,
+    and the device checks what its kernels can, once all is there: digests, the codec's rules, and what only decoding all symbols tells. The
+    host waits for that; what it checks itself, it checks before the copy. Raises the errors of ``File.read_side``, the first error in the
     order of the file, those that the device finds last, digests first, and OutOfBounds as ``Cache.slice``. ``progress`` counts pieces.
     """
     header = file.header
@@ -142,7 +142,7 @@ def _check(
 
 
 def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:
-    """The groups of the sides of ``layers``, in order: those that the device checks and the file holds one after another, of a copy."""
+    """The groups of the sides of ``layers``, in order: those that the device checks and the file contains one after another, of a copy."""
     groups: list[_Group] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))

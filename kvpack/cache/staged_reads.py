@@ -40,7 +40,7 @@ _BEHIND = 2
 _READERS = 14
 """Threads that only read."""
 _DIRECT_READERS = 8
-"""The fewest threads that read past the page cache: so many requests keep a disk busy."""
+"""Minimum number of threads that read past the page cache: so many requests keep a disk busy."""
 _CHECKERS = 16
 """Threads that also check what they read."""
 _WAITING = 2

@@ -40,7 +40,7 @@ def save_from(
 ) -> int:
     """Write ``cache``, on the device of ``bus``, to ``path`` as ``save`` does, and return the bytes written.
 
-    Raises as ``save``.
+    Raises the errors of ``save``.
     """
     with float32_no_grad(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
         return write_pieces(path, cache.contents, pieces, durable=durable, progress=progress)

@@ -1,4 +1,4 @@
-"""The states of a cache's layers at several positions: what lets a model that keeps states go on from the middle of a prompt."""
+"""The states of a cache's layers at several positions: what lets a model that keeps states continue from the middle of a prompt."""
 
 from __future__ import annotations
 

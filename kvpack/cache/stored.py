@@ -1,4 +1,4 @@
-"""The parts of a cache as a file holds them: sides from their tensors and back, and the cache that a header describes."""
+"""The parts of a cache as a file contains them: sides from their tensors and back, and the cache that a header describes."""
 
 from __future__ import annotations
 

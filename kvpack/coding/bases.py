@@ -120,7 +120,7 @@ class Basis:
 
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
-        """Return the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises as ``load`` does."""
+        """Return the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises the errors of ``load``."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidType(f"data is {shown(data)}, expected the bytes of a basis file; Basis.load takes its path")
         return cls(bytearray(data), where)

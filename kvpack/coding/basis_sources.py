@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
-    """The basis that a caller gives for packing: an object, or the path of one. Raises as ``Basis.load``."""
+    """The basis that a caller gives for packing: an object, or the path of one. Raises the errors of ``Basis.load``."""
     given: Any = source
     if isinstance(given, Basis):
         return given
@@ -91,7 +91,7 @@ def _size(entry: os.DirEntry[str]) -> int:
 def bound(header: Header, source: Any = None) -> Header:
     """``header`` with codecs of sides that have the bases they need, from ``source`` as ``find`` takes it.
 
-    A codec whose rows are in the file needs none; it has its basis if ``source`` holds it, for tokens that are added where no rows are.
+    A codec whose rows are in the file needs none; it has its basis if ``source`` contains it, for tokens that are added where no rows are.
     Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}

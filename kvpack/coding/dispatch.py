@@ -42,7 +42,7 @@ ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
     """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None if the codec itself is to encode it.
 
-    ``before`` holds the streams of the run that it continues. The codec itself encodes where no kernels run, what they do not take, and
+    ``before`` contains the streams of the run that it continues. The codec itself encodes where no kernels run, what they do not take, and
     values that it may refuse. Raises what ``uses_triton`` and ``uses_c`` raise.
     """
     if uses_c(x.device):
@@ -62,7 +62,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``, on kernels where ``uses_triton``.
 
-    Raises InvalidParameter when a stream is not laid out as the codec says, and what ``uses_triton`` raises.
+    Raises InvalidParameter when a stream is not laid out as the codec says, and the errors of ``uses_triton``.
     """
     if isinstance(codec, WithSideCars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -83,7 +83,7 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def checks_values(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_values`` checks what ``codec.check`` does, on ``device``. Raises what ``uses_triton`` raises."""
+    """Return True if ``check_values`` checks what ``codec.check`` does, on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -112,7 +112,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]])
 
 
 def checks_chunks(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_chunks`` checks what ``codec.check_chunks`` does, on ``device``. Raises what ``uses_triton`` raises."""
+    """Return True if ``check_chunks`` checks what ``codec.check_chunks`` does, on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -133,7 +133,7 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
 
 
 def checks_digests(nbytes: int, device: torch.device) -> bool:
-    """Return True if ``digests`` takes tensors of ``nbytes`` and more on ``device``. Raises what ``uses_triton`` raises."""
+    """Return True if ``digests`` takes tensors of ``nbytes`` and more on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels.bitpack import digests

@@ -79,12 +79,12 @@ def encode(
 
 
 def misfits_of(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """``head_norms.misfit`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales. Raises what ``encode`` raises."""
+    """``head_norms.misfit`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales. Raises the errors of ``encode``."""
     return misfit(_coded_norms(codec, x, where, None), shared)
 
 
 def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-    """``codec.coded_norms`` of ``x``. Raises what ``encode`` raises."""
+    """``codec.coded_norms`` of ``x``. Raises the errors of ``encode``."""
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)

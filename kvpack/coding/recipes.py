@@ -14,7 +14,7 @@ The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" s
 "transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=1,0.6,4".
 Keys of other codecs in balanced frames need one too: "k=scalar:b=2,frame=balanced".
 For example "kvpack-3", "octopus-3;layers=0,-1:k=raw;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32".
-Where a recipe is asked for, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
+Where a recipe is requested, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
 Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
 """
 
@@ -202,7 +202,7 @@ class Recipe:
 
     @property
     def takes_basis(self) -> bool:
-        """True if a basis changes it: a clause needs one, or is a preset that uses one where it is given."""
+        """True if a basis changes it: a clause needs one, or is a preset that uses one if it is given."""
         return self.needs_basis or self._names_own
 
     @property

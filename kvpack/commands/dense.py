@@ -1,10 +1,10 @@
 """kvpack unpack and kvpack pack: kvpack files to and from safetensors files of dense keys and values.
 
-A dense file holds the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0, and the states of
+A dense file contains the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0, and the states of
 recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. The known token ids are ``token_ids``, int64
 ``[row, token]``, one row where all rows have the same. Its metadata ``kvpack.unpacked`` is JSON: ``model``, the model's identity, and
 ``start``, the position of the first token, or, where layers start elsewhere or have no tensors, ``{"range": position, "layers":
-[position of each]}``. If the file has them, ``metadata`` holds the user's texts and numbers, ``position_offsets`` those of the
+[position of each]}``. If the file has them, ``metadata`` contains the user's texts and numbers, ``position_offsets`` those of the
 cache, ``undetermined`` the inputs that token ids do not determine, each as ``[text, position]``, and ``hidden`` the tokens that an
 attention mask hid, as ``[row, start, stop]``.
 """

@@ -222,7 +222,7 @@ def _uniform(layers: int, heads: int, tokens: int, dim: int) -> list[_Priced | N
 
 
 def _tokens_of(layer: LayerShape | None, tokens: int) -> _Priced | None:
-    """A layer of a model after ``tokens`` tokens: a sliding window holds its own."""
+    """A layer of a model after ``tokens`` tokens: a sliding window contains its own."""
     return None if layer is None else _Priced(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 

@@ -258,7 +258,7 @@ def _until(until: int | None) -> str:
 
 
 def run_rm(arguments: argparse.Namespace) -> int:
-    """Remove the entries that fit all that is asked for, except pinned ones."""
+    """Remove the entries that fit all that is requested, except pinned ones."""
     from kvpack.coding.recipes import parse_recipe
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.removal import Choice, remove

@@ -1,7 +1,7 @@
-"""The demo: a small model's KV cache packed in several recipes, each file continued from in a process of its own.
+"""The demo: a small model's KV cache packed in several recipes, each file continued from in its own process.
 
-The writing process prefills 2,000 tokens of real text that holds five key lines, packs and saves. A reading process
-sees only the file: it attends over the packed layers, answers the five keys, goes on with the text, and scores
+The writing process prefills 2,000 tokens of real text that contains five key lines, packs and saves. A reading process
+sees only the file: it attends over the packed layers, answers the five keys, continues with the text, and scores
 the 500 bytes that really follow. Tokens are bytes.
 """
 
@@ -136,7 +136,7 @@ def read(path: str) -> dict[str, Any]:
 def continue_from(past: Cache | Any) -> dict[str, Any]:
     """Answer the keys, continue, and score the true continuation, all from one prefilled cache.
 
-    ``past`` is a packed Cache, attended as it is, or a transformers cache. It holds BOS and all of the prompt except its last byte.
+    ``past`` is a packed Cache, attended as it is, or a transformers cache. It contains BOS and all of the prompt except its last byte.
     """
     from kvpack.integrations.transformers import KvpackCache
 

@@ -297,7 +297,7 @@ class _OffsetCache(DynamicCache):  # type: ignore[misc]
 
 
 def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:
-    """An uncompressed cache of the model, which holds ``pairs``."""
+    """An uncompressed cache of the model, which contains ``pairs``."""
     offsets = key_offsets(model)
     return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
 

@@ -1,4 +1,4 @@
-"""Atomic writes: at every moment a file's name holds the old bytes or the new, never a mixture (spec/container.md, Writing)."""
+"""Atomic writes: at every moment a file contains the old bytes or the new, never a mixture (spec/container.md, Writing)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
 """The prefix and suffix of an unfinished file's name."""
 LOCKED_SUFFIX = "-locked.tmp"
-"""The suffix of an unfinished file on which its writer holds an exclusive ``flock``: without a lock, the writer is dead."""
+"""The suffix of an unfinished file on which its writer contains an exclusive ``flock``: without a lock, the writer is dead."""
 
 _ATTEMPTS = 100
 """Maximum number of times that a writer creates a file again because a sweep removed it before the writer had the lock."""

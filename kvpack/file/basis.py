@@ -1,4 +1,4 @@
-"""The required feature ``basis``: the file holds the rows of a model's basis in place of a cache (spec/basis.md)."""
+"""The required feature ``basis``: the file contains the rows of a model's basis in place of a cache (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HasSides(Protocol):
 
 
 def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader, which names the place, unless every side holds rows of a basis."""
+    """Raise InvalidHeader, which names the place, unless every side contains rows of a basis."""
     for number, layer in enumerate(layers):
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]

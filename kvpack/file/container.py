@@ -54,7 +54,7 @@ def write(
 ) -> int:
     """Write a file atomically and return its size in bytes.
 
-    ``arrays`` holds a C-contiguous buffer for every name of ``contents.layouts``. ``compress`` stores a tensor as a zstd
+    ``arrays`` contains a C-contiguous buffer for every name of ``contents.layouts``. ``compress`` stores a tensor as a zstd
     frame where that saves 3 % or more. ``durable`` syncs file and folder. ``progress(done, total)`` counts bytes.
     Raises InvalidParameter and LimitExceeded before anything is written, then WriteFailed.
     """

@@ -1,6 +1,6 @@
 """Find unknown features of a header by a walk over its msgpack that builds no objects (spec/container.md, Header tensor).
 
-A header of a later version may hold anything: other types, other limits, bytes that this version considers damaged. The walk
+A header of a later version may contain anything: other types, other limits, bytes that this version considers damaged. The walk
 looks only for ``format``, ``required`` and the ids of ``codecs``, and goes as far as the bytes go.
 """
 

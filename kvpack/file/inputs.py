@@ -17,13 +17,13 @@ from .hidden_tokens import Hidden
 from .limits import MAX_BINARY_BYTES
 
 FEATURE = "inputs"
-"""The name of the ignorable feature that holds the inputs in a file."""
+"""The name of the ignorable feature that contains the inputs in a file."""
 IDS_FEATURE = "token-ids"
-"""The prefix of the names of the ignorable features that hold all known ids where ``inputs`` does not."""
+"""The prefix of the names of the ignorable features that contain all known ids where ``inputs`` does not."""
 ROWS_FEATURE = "row-ids"
-"""The prefix of the names of the ignorable features that hold the ids of each row, where rows differ."""
+"""The prefix of the names of the ignorable features that contain the ids of each row, where rows differ."""
 MAX_IDS = 2**20
-"""The most ids that a file keeps, those of all rows together: they fill half of the largest header."""
+"""Maximum number of ids that a file keeps, those of all rows together: they fill half of the largest header."""
 ID_BYTES = 4
 """The bytes of a token id: unsigned, little-endian."""
 

@@ -121,7 +121,7 @@ def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Sp
 def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Read bytes ``[first, last)`` of ``span`` into all of ``memory`` by one read, and check the pads among them; digests are left.
 
-    Many threads that read wait for each other at every call: so each makes few. Raises as ``check_pads``.
+    Many threads that read wait for each other at every call: so each makes few. Raises the errors of ``check_pads``.
     """
     source.read_into(span.begin + first, memory)
     check_pads(source, span, first, last, memory)

@@ -35,7 +35,7 @@ _MASK = 2**64 - 1
 _WORDS_AT_ONCE = 1 << 14
 
 compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # noqa: E731
-"""Adds words to a checksum in C; None where it does not run. Set by ``kvpack.coding.dispatch``."""
+"""Adds words to a checksum in C; None if it does not run. Set by ``kvpack.coding.dispatch``."""
 
 
 class Frame(NamedTuple):

@@ -75,7 +75,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int, what: str = "a file
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> str:
-    """The text of a UTF-8 file, without a byte order mark. Raises as ``read_bytes``, and InvalidParameter for other bytes."""
+    """The text of a UTF-8 file, without a byte order mark. Raises the errors of ``read_bytes``, and InvalidParameter for other bytes."""
     return read_text_and_mode(path, max_bytes, what)[0]
 
 
@@ -91,7 +91,7 @@ def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str =
 def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON file") -> Any:
     """The value of a JSON file; ``what`` names it in messages, such as "a JSON array of token ids".
 
-    Raises as ``read_text``, and InvalidParameter for invalid JSON and JSON nested too deeply.
+    Raises the errors of ``read_text``, and InvalidParameter for invalid JSON and JSON nested too deeply.
     """
     import json
 

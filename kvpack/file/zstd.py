@@ -27,7 +27,7 @@ def compressed(raw: memoryview) -> bytes | None:
 def decompressed(name: str, stored: memoryview, size: int, *, checksums: bool) -> memoryview:
     """Decode the frame ``stored`` to ``size`` writable bytes; nothing is allocated before the frame's header matches ``size``.
 
-    ``checksums`` says that the file has ``FEATURE``, so that a frame without a content checksum is refused: versions of libzstd decode
+    ``checksums`` means that the file has ``FEATURE``, so that a frame without a content checksum is refused: versions of libzstd decode
     some malformed frames to different values. Raises InvalidPayload, which begins with ``name``.
     """
     import zstandard

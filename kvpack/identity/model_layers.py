@@ -21,7 +21,7 @@ def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
     """The sliding window of each layer, none if no layer has one, and whether any layer keeps recurrent or convolution states.
 
     ``config`` is that of the model. Chunks of attention count as windows of their size: no token attends to an older one. Layers of an
-    encoder-decoder have neither: what they hold depends on the encoder, too.
+    encoder-decoder have neither: what they contain depends on the encoder, too.
     """
     if config.is_encoder_decoder:
         return (), False

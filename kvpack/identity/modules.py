@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"}
 """PEFT classes that replace one module of the model."""
 _AROUND = {"PeftModel", "PeftMixedModel", "BaseTuner"}
-"""PEFT classes that hold the whole model."""
+"""PEFT classes that contain the whole model."""
 _UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
 """PEFT classes whose output depends on arguments of a call, or on later tokens."""
 _OF_TORCH = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
@@ -45,7 +45,7 @@ class ModelPart(NamedTuple):
 def parts(model: torch.nn.Module) -> list[ModelPart]:
     """Every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
 
-    PyTorch's wrappers are left out: what they hold has the name that it has without them.
+    PyTorch's wrappers are left out: what they contain has the name that it has without them.
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
     check_model(model)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LONGEST_BYTES = 1024
-"""Maximum number of bytes of settings that are kept as text, because every entry's header holds them."""
+"""Maximum number of bytes of settings that are kept as text, because every entry's header contains them."""
 _LIMIT = "same_up_to"
 """The setting that is added if longer sequences have other frequencies."""
 

@@ -368,7 +368,7 @@ class LiveCache:
     def freeze(self, *, packed: bool = False) -> Cache:
         """All tokens as an immutable ``Cache``, which shares the pages and has the tail as its raw tail; this cache goes on.
 
-        With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe asks for a residual
+        With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe requests a residual
         window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
         Raises InvalidParameter if an update of all layers is under way, and InvalidParameter.
         """

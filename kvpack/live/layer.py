@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LiveLayer:
     """A layer that grows: an immutable ``layer`` first, then what ``update`` adds.
 
-    ``window`` is how many tokens are encoded together, ``newest`` how many stay raw, and ``room`` how many the raw tail holds at most.
+    ``window`` is how many tokens are encoded together, ``newest`` how many stay raw, and ``room`` how many the raw tail contains at most.
     With ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in errors, ``start`` is the position of
     the cache's first token.
     """
@@ -124,7 +124,7 @@ class LiveLayer:
     def frozen(self, packed: bool = False) -> Layer:
         """All tokens as an immutable layer whose values never change; in whole windows they are packed.
 
-        With ``packed``, so is the tail, in whole token groups, or in whole windows where the recipe asks for a residual window. A layer to
+        With ``packed``, so is the tail, in whole token groups, or in whole windows where the recipe requests a residual window. A layer to
         which nothing was done is the one that it was made from.
         """
         self.commit()
@@ -197,7 +197,7 @@ class LiveLayer:
         self.version += 1
 
     def without_tokens(self, batch: int) -> Layer:
-        """A layer of the same codecs for ``batch`` sequences, which holds no tokens."""
+        """A layer of the same codecs for ``batch`` sequences, which contains no tokens."""
         with float32_no_grad(self.device):
             sides = {name: side.without_tokens(batch) for name, side in self.sides.items()}
         return Layer(sides.get("k"), sides.get("v"))
@@ -287,7 +287,7 @@ class LiveLayer:
 
     @contextmanager
     def _both_sides(self) -> Iterator[None]:
-        """Change both sides or, where that fails, as for want of memory, neither: they hold the same tokens."""
+        """Change both sides or, where that fails, as for want of memory, neither: they contain the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield

@@ -141,7 +141,7 @@ class LiveSide:
         return Side(self.codec, self._all_runs(), self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
-        """A side of the same codec for ``batch`` sequences, which holds no tokens."""
+        """A side of the same codec for ``batch`` sequences, which contains no tokens."""
         return Side(self.codec, (), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
 
     def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,8 +154,8 @@ class LiveSide:
     def frozen(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
         """The side with the first ``tokens`` tokens of the tail, whose values never change.
 
-        With ``packed``, they are packed in whole token groups, or in whole windows where the recipe asks for a residual window.
-        ``position`` and ``norms`` are those of the tokens behind the packed ones. Raises what ``encoded`` raises.
+        With ``packed``, they are packed in whole token groups, or in whole windows where the recipe requests a residual window.
+        ``position`` and ``norms`` are those of the tokens behind the packed ones. Raises the errors of ``encoded``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0

@@ -87,7 +87,7 @@ class Lane:
         return _Ready(self, tensors, keys, *self._compiled(), self._choosers(keys))
 
     def _compiled(self) -> tuple[Any, Any]:
-        """The encoder and the decoder of one layer, and of all of them together, in C; None if C does not take the codec."""
+        """The encoder and the decoder of one layer, and of all of them together, in C; None if C does not support the codec."""
         from kvpack.kernels.cpu import pages
 
         geometry, codec = self.geometry, self.plain

@@ -1,6 +1,6 @@
 """Mapped files and the page cache.
 
-``map_file`` maps a file without keeping it open: ``mmap.mmap`` holds a descriptor for as long as it lives, and a long prefix has many
+``map_file`` maps a file without keeping it open: ``mmap.mmap`` keeps a descriptor for as long as it lives, and a long prefix has many
 files.
 """
 

@@ -53,8 +53,8 @@ class Reader:
 
     Threads share each in pieces of up to ``piece_bytes``. With ``direct``, of ``open_direct``, which is closed at the end, these read past
     the page cache: reads and pieces begin at multiples of ``BLOCK``, in the file and in memory, which is written in whole blocks. None is
-    begun before ``allow``. A context manager: until its end the descriptor is read and ``memory``, which holds the addresses and is kept,
-    written. Raises MemoryError if no thread can be started.
+    begun before ``allow``. A context manager: until its end the descriptor is read and ``memory``, which contains the addresses and is
+    kept, written. Raises MemoryError if no thread can be started.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Number of threads a call has, threads that are kept from call to call, and concurrent calls in threads whose start nobody waits for.
 
 ``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the
-thread runs. Here a call that no thread has begun is made by the thread that asks for its result.
+thread runs. Here a call that no thread has begun is made by the thread that requests its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THREADS = "KVPACK_THREADS"
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
     """``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items taken.
 
-    With none waiting, threads that are done wait until the first result is asked for. When the iterator closes, it waits for running
+    With none waiting, threads that are done wait until the first result is requested. When the iterator closes, it waits for running
     calls and drops those not begun.
     """
     rest = iter(items)

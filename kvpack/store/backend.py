@@ -94,7 +94,7 @@ class Backend(Protocol):
         """As ``get``, with the tier of each entry. The first of ``keys`` comes from a tier slower than ``beyond``."""
 
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        """Note the use of a chain whose last entries were found and then checked, and copy these to tiers faster than their own."""
+        """Record the use of a chain whose last entries were found and then checked, and copy these to tiers faster than their own."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         """The bytes of one entry for inspection, or None; its use is not noted.
@@ -118,7 +118,7 @@ class Backend(Protocol):
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        """Note that ``chain``, from its first chunk on, is in use."""
+        """Record that ``chain``, from its first chunk on, is in use."""
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries, the last first, and return the keys that existed."""
@@ -145,7 +145,7 @@ class Backend(Protocol):
         """The pinned keys."""
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """The lease of ``key`` for at most ``seconds`` (leases.py); None while another holds it.
+        """The lease of ``key`` for at most ``seconds`` (leases.py); None while another has it.
 
         Where there can be no lease, as after a fault, it is one that everybody gets.
         """

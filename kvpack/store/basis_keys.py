@@ -16,7 +16,7 @@ DOMAIN = b"kvpack-basis 1"
 
 
 def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
-    """The keys of the entries that may hold the basis with SHA-256 ``digest``, the one to write first."""
+    """The keys of the entries that may contain the basis with SHA-256 ``digest``, the one to write first."""
     if cipher is None:
         return [digest]
     # One entry for each encryption key: one that is no longer at hand must not take the place of a readable one.

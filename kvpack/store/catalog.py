@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _FRONTS_AT_ONCE = 8
-"""Fronts that are asked for in one request: those of rows are the whole entries."""
+"""Fronts that are requested in one request: those of rows are the whole entries."""
 
 
 @dataclass(frozen=True)

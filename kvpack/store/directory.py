@@ -203,7 +203,7 @@ class Directory(OneTier):
             self._touch_others(chain)
 
     def _touch_others(self, chain: Sequence[bytes]) -> None:
-        """Note that a chain is in use whose files belong to others of the trusted group, too: these get the system's time, and no end."""
+        """Record that a chain is in use whose files belong to others of the trusted group, too: these get the system's time, and no end."""
         for key in reversed(chain):
             try:
                 os.utime(self._folder.path(key), follow_symlinks=False)
@@ -252,7 +252,7 @@ class Directory(OneTier):
         return [Stored(one.key, one.size, self._used(one)) for one in found]
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Note what entries are, by key."""
+        """Record what entries are, by key."""
         for at in range(0, len(texts), _DESCRIBED_AT_ONCE):
             self._index.describe(texts[at : at + _DESCRIBED_AT_ONCE])
 

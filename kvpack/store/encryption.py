@@ -36,7 +36,7 @@ _SPARE_BYTES = 15
 def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
     """The entry ``key`` decrypted by ``cipher``; without a cipher, an unencrypted entry unchanged.
 
-    Raises as ``Cipher.decrypt`` does, including NotKvpack for an unencrypted entry when there is a cipher.
+    Raises the errors of ``Cipher.decrypt``, including NotKvpack for an unencrypted entry when there is a cipher.
     """
     if cipher is not None:
         return cipher.decrypt(key, data)

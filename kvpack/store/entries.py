@@ -115,7 +115,7 @@ class Reader:
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
         """The caches of a chain's entries in order from chunk ``first`` on, as views of them, checked.
 
-        Raises as ``container.open_bytes`` does, and InvalidHeader when an entry is not the chunk of its key.
+        Raises the errors of ``container.open_bytes``, and InvalidHeader when an entry is not the chunk of its key.
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:

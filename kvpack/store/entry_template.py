@@ -71,7 +71,7 @@ class EntryTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
-        """The template of a file that holds one run per side, as a chunk does, without filters; None for any other."""
+        """The template of a file that contains one run per side, as a chunk does, without filters; None for any other."""
         header = file.header
         if any(tensor.filter != "none" for tensor in header.tensors):
             return None

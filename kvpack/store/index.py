@@ -1,4 +1,4 @@
-"""An index of a folder's entries, in SQLite: a hint, so that what asks for all entries costs what has changed (spec/store.md, Folder).
+"""An index of a folder's entries, in SQLite: a hint, so that what needs all entries costs what has changed (spec/store.md, Folder).
 
 Whoever puts or removes an entry changes its row in the same transaction, and notes the time of the entry's folder there. A folder
 whose time is another was changed by somebody who knows no index, or by one who was killed: its entries are listed again.
@@ -185,7 +185,7 @@ class Index:
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Note when rows, by number, were last used: (time, number)."""
+        """Record when rows, by number, were last used: (time, number)."""
         with self._guarded(), self._transaction() as connection:
             if connection is not None:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)

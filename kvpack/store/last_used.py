@@ -53,7 +53,7 @@ class Uses:
         self._lock = Lock()
 
     def note(self, chain: Sequence[bytes]) -> None:
-        """Note that ``chain``, from its first chunk on, is in use."""
+        """Record that ``chain``, from its first chunk on, is in use."""
         with self._lock:
             if not self._noted:
                 self._since = time.monotonic()

@@ -97,7 +97,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _taken(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """The lease of ``key``, None if another holds it until ``deadline``; and how often it was asked for."""
+        """The lease of ``key``, None if another has it until ``deadline``; and how often it was requested."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -123,7 +123,7 @@ class FileLease:
 
 
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
-    """The lease of ``key`` in a folder; None if another holds it, and has for less than ``seconds``. Raises OSError and KvpackError."""
+    """The lease of ``key`` in a folder; None if another has had it for less than ``seconds``. Raises OSError and KvpackError."""
     if not folder.trust.may_write:
         return NoLease()
     folder.make_folders()

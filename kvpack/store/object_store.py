@@ -53,7 +53,7 @@ _MERGE = 32
 MAX_RECORDS_BYTES = 256 * 2**20
 """Maximum number of bytes of all records of uses, or all pins, when they are read: 8 million keys."""
 _SEEN = 4096
-"""The most leases of others whose age is known."""
+"""Maximum number of leases of others whose age is known."""
 _EARLY_SECONDS = 0.25
 _HOLDS, _PINS, _USES, _LEASES = "holds/", "pins/", "uses/", "leases/"
 
@@ -71,7 +71,7 @@ class ObjectStore(OneTier):
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; others
     are taken from the environment, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every
     writer counts again each minute; ``ttl`` the seconds after which an entry that this store has put or used, and nobody since, expires;
-    ``timeout`` the most seconds per request. Raises what ``Objects`` raises.
+    ``timeout`` the most seconds per request. Raises the errors of ``Objects``.
     """
 
     private = False

@@ -1,4 +1,4 @@
-"""The names of pages in a store: of the namespace, the engine's key and the description that their rows hold (spec/row.md, Entries)."""
+"""The names of pages in a store: of the namespace, the engine's key and the description that their rows contain (spec/row.md, Entries)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Pages = PageBuffer | Sequence[PageBuffer]
 
 _LOADED_AT_ONCE = 1024
-"""Maximum number of pages that are asked for in one request, whatever their bytes."""
+"""Maximum number of pages that are requested in one request, whatever their bytes."""
 
 
 
@@ -149,7 +149,7 @@ class PageStore:
         of the pages before the first of ``keys``, which continue one another: an ancestor is evicted after its descendants. A page that
         is there already is kept; one that cannot be encoded is counted and left out. After one that finds no room no other is tried.
         Rows of up to 64 pages, of 64 MiB if these are more than one, are in memory at a time, and go to a server in one request.
-        Raises what ``PageCodec.encode_into`` raises.
+        Raises the errors of ``PageCodec.encode_into``.
         """
         keys, slots = self._checked(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
@@ -202,7 +202,7 @@ class PageStore:
         """Load the pages of ``keys`` into ``slots``, and return for each whether it was loaded; other slots are left as they were.
 
         ``pages`` are as for ``put``. Where keys continue one another, the first of them is evicted last. Rows of up to 64 MiB are in
-        memory at a time. Raises what ``PageCodec.decode_into`` raises.
+        memory at a time. Raises the errors of ``PageCodec.decode_into``.
         """
         keys, slots = self._checked(keys, slots)
         parts = self._parts(pages, slots, len(keys), written=True)
@@ -223,7 +223,7 @@ class PageStore:
         return loaded
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
-        """Note that ``keys``, which continue one another and ``ancestors``, are in use. Raises InvalidParameter."""
+        """Record that ``keys``, which continue one another and ``ancestors``, are in use. Raises InvalidParameter."""
         names = self._names([*_keys(ancestors, "ancestors"), *_keys(keys)])
         if names:
             self._backend.touch(names, time.time_ns())

@@ -1,4 +1,4 @@
-"""The pinned chains of a folder: one file per chain and owner, named by both, holds all its keys and up to when they are pinned.
+"""The pinned chains of a folder: one file per chain and owner, named by both, contains all its keys and up to when they are pinned.
 
 Pins of earlier versions have no owner and no end; they are in a folder of their own and go on to hold.
 """

@@ -5,7 +5,7 @@
     {kvpack}:sizes         a hash by key: its size in bytes
     {kvpack}:bytes         the sum of the sizes
     {kvpack}:lease:<key>   the token of whoever computes what is missing (leases.py)
-    {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
+    {kvpack}:contains         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
 The braces keep all of them on one node of a cluster. Only the entries are authoritative: if the rest is lost or inconsistent,
@@ -50,7 +50,7 @@ _BYTES_AT_ONCE = BATCH_BYTES
 _SCRIPT_BYTES = 8 * 2**20
 """The most bytes of entries that one call of a script stores, unless one entry alone has more: others wait for the server meanwhile."""
 _KEYS_AT_ONCE = 1000
-"""Maximum number of keys of one request that asks for something of each."""
+"""Maximum number of keys of one request."""
 _FRONTS_AT_ONCE = 256
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for an entry that it refuses. For an entry that exists already, it returns the front and the size."""

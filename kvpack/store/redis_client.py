@@ -49,7 +49,7 @@ _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_erro
 
 class Client:
     """The server at ``url``, whose answers have at most ``max_bytes``; ``timeout`` are the seconds that a request may take.
-    ``uses_ttl`` says that entries expire, which servers of some policies evict first.
+    ``uses_ttl`` means that entries expire, which servers of some policies evict first.
 
     No method raises for a fault of the server: it is counted. The constructor raises InvalidParameter for an invalid URL and for a
     server of another protocol, and MissingPackage without the package redis.

@@ -71,7 +71,7 @@ class _Exchange:
             self._socket.settimeout(min(left, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
-        """As for a socket. Raises as ``recv`` does."""
+        """As for a socket. Raises the errors of ``recv``."""
         room = memoryview(buffer).cast("B")
         data = self.recv(min(len(room), args[0]) if args and args[0] else len(room), *args[1:])
         room[: len(data)] = data

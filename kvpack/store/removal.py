@@ -29,7 +29,7 @@ class Choice:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """The keys of what is chosen: chunks, with the states after them, and, where only an age is asked for, pages of engines."""
+        """The keys of what is chosen: chunks, with the states after them, and, where only an age is requested, pages of engines."""
         chains = None if self.tenant is None else _of_tenant(catalog, self.tenant)
         chosen = {key for key, entry in catalog.entries.items() if (chains is None or key in chains) and self._matches(entry)}
         chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}

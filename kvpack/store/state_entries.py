@@ -1,4 +1,4 @@
-"""The states after a chunk to an entry's bytes and back: a kvpack file that holds no tokens (spec/store.md, States)."""
+"""The states after a chunk to an entry's bytes and back: a kvpack file that contains no tokens (spec/store.md, States)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NamedStates:
 
 
 def is_states(file: container.File) -> bool:
-    """Return True if an open entry holds states, by its header."""
+    """Return True if an open entry contains states, by its header."""
     return FEATURE in file.header.ignorable
 
 
@@ -78,7 +78,7 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
 def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
     """The states in the entry ``data``, checked, as views of it.
 
-    Raises as ``container.open_bytes`` does, and InvalidHeader when they are not those after the chunk.
+    Raises the errors of ``container.open_bytes``, and InvalidHeader when they are not those after the chunk.
     """
     from kvpack.cache import files
     from kvpack.cache.states import states_of

@@ -192,14 +192,14 @@ class Store:
         return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
     def _usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys of the longest stored prefix that a model can go on from."""
+        """The keys of the longest stored prefix that a model can continue from."""
         keys = keys[: self._backend.present(keys)]
         return keys if self._states is None else self._states.usable(keys)
 
     def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
-        """Store every whole chunk of the prefix that ``cache`` holds packed, and return the number of tokens now stored.
+        """Store every whole chunk of the prefix that ``cache`` contains packed, and return the number of tokens now stored.
 
-        ``cache`` is a packed cache, or an object that holds one as ``packed``, from the first token on; tokens of a raw tail are not
+        ``cache`` is a packed cache, or an object that contains one as ``packed``, from the first token on; tokens of a raw tail are not
         stored. ``token_ids`` has one id per token of the cache: cut the longer of the two, as ``token_ids[:-1]`` if the newest
         token has no key yet. A cache that knows all its own ids (``Cache.inputs``) is stored up to the shorter of the two.
 

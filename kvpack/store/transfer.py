@@ -106,7 +106,7 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> Exported:
     """The prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
 
-    ``source`` is the path of the basis that the file needs, or of a folder that holds it. Raises InvalidParameter without ids,
+    ``source`` is the path of the basis that the file needs, or of a folder that contains it. Raises InvalidParameter without ids,
     MissingFile, MissingBasis, and the errors of loading a file.
     """
     from kvpack.cache import files

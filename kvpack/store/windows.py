@@ -44,7 +44,7 @@ class Windows:
 
 
 def check_held(cache: Cache, stored: int) -> None:
-    """Check that every layer still holds the tokens that follow the first ``stored``, which are stored already.
+    """Check that every layer still contains the tokens that follow the first ``stored``, which are stored already.
 
     Raises InvalidParameter if nothing is stored; later chunks may be missing because they were evicted, so then a KvpackWarning is issued.
     """

@@ -178,7 +178,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
     """Return the scope of the frames in windows of ``tokens`` tokens, or None and the reason for having none.
 
     Frequencies of RoPE are those of at most ``longest`` tokens. Raises InvalidParameter for keys that turn in an unknown way, if ``scope``
-    asks for frames, and InvalidParameter for layers without keys.
+    requests frames, and InvalidParameter for layers without keys.
     """
     if scope not in (None, "none", *SCOPES):
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")

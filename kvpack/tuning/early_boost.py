@@ -16,7 +16,7 @@ EARLY = 4
 """The first layers that are boosted; then twice and four times as many."""
 
 RUNS = 5
-"""The most recipes that are measured."""
+"""Maximum number of recipes that are measured."""
 
 Rungs = dict[str, list[str]]
 

@@ -19,7 +19,7 @@ UNIFORM = 6
 """The number of uniform recipes measured: the most promising by their sensitivities."""
 
 ROUNDS = 2
-"""The most rounds of exchanges."""
+"""Maximum number of rounds of exchanges."""
 
 EXCHANGES = 4
 """Recipes that a round usually measures after its single changes, for the progress alone."""

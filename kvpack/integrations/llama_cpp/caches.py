@@ -61,15 +61,15 @@ def import_slot(
 
     ``kv_heads`` are the heads of keys and values, of all layers or of each: the file has only their channels together. ``windows`` has
     the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own.
-    ``latents`` says that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as
-    llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` says that it is llama.cpp's;
+    ``latents`` means that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as
+    llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` means that it is llama.cpp's;
     ``model``, as for ``kvpack.pack``, adds its name, for example. Metadata keeps
     what else ``export_slot`` needs. Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, with the recipe ``raw`` alone: llama.cpp may
     have rotated them, and the file does not say whether. No codec holds those of q4_1, q5_1 and iq4_nl: a cache of such a slot has no
     tokens, but states after the last one, which opaque.py describes.
 
     Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: positions that are not
-    consecutive, several sequences, images, recurrent states; and what ``kvpack.pack`` raises.
+    consecutive, several sequences, images, recurrent states; and the errors of ``kvpack.pack``.
     """
     where = path_text(path)
     fields = model_fields(model)

@@ -1,6 +1,6 @@
 """Slots in a quantized type that no codec of kvpack holds: their blocks are kept byte for byte, as states of their layers.
 
-A block of q4_1 and q5_1 is d * code + m, m being the block's least value in binary16; the codec group would have the centre
+A block of q4_1 and q5_1 is d * code + m, m being the block's least value in binary16; the codec group would have the center
 m + (2^bits - 1) / 2 * d, which needs more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
 
 Every layer then has a state for its keys and one for its values, uint8 ``[1, token, byte]``, of tokens by position, named as

@@ -129,14 +129,14 @@ class Reader:
         return begin
 
     def take(self, count: int, what: str) -> bytearray:
-        """The next ``count`` bytes. Raises as ``skip``."""
+        """The next ``count`` bytes. Raises the errors of ``skip``."""
         begin = self.skip(count, what)
         data = bytearray(count)
         self.read_into(memoryview(data), begin)
         return data
 
     def numbers(self, layout: str, what: str) -> tuple[int, ...]:
-        """The next numbers of a struct layout. Raises as ``skip``."""
+        """The next numbers of a struct layout. Raises the errors of ``skip``."""
         return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), what))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:

@@ -57,7 +57,7 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
     """The geometry of one object. Raises InvalidParameter for one that is not keys and values.
 
-    ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same; ``fused`` says that
+    ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same; ``fused`` means that
     objects of one plane hold keys and values.
     """
     split = len(shape) == 4 and shape[0] == 2

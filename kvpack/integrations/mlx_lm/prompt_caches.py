@@ -60,7 +60,7 @@ def import_prompt_cache(
     A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no model: the caller knows it.
     ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm
     does not write, and for a layer of which keys and values of consecutive tokens are not all: quantized ones, those of a window that
-    keeps tokens before it, and states; and what ``kvpack.pack`` raises.
+    keeps tokens before it, and states; and the errors of ``kvpack.pack``.
     """
     where = path_text(path)
     arrays, file = tensor_files.read(where, lambda names, metadata: _checked(where, names, metadata))
@@ -200,7 +200,7 @@ def _number(where: str, text: str) -> int:
 
 
 def _as_held(number: int, layer: Layer, pair: list[torch.Tensor], window: int | None) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
-    """The class that holds a layer, its arrays, and its counts in the order of the class's state."""
+    """The class that contains a layer, its arrays, and its counts in the order of the class's state."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
     if max(layer.seen, window or 0) > _MAX_COUNT:
         raise InvalidParameter(f"{held} in a window of {window}, and mlx-lm's counts are at most {_MAX_COUNT}")

@@ -205,7 +205,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 class Pool:
-    """One host pool over its store: ``pages`` are its memory, None where its own flat pages are kept byte for byte."""
+    """One host pool over its store: ``pages`` are its memory, None if its own flat pages are kept byte for byte."""
 
     def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
         self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages

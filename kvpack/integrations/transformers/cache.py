@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 MAX_ROWS = 2**20
-"""The most sequences that a cache is asked to hold."""
+"""Maximum number of sequences that a cache is asked to hold."""
 _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) decodes them in eager code"
 
 
@@ -63,7 +63,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     With ``model``, a transformers model or a PEFT wrapper of one, its attention is switched to "kvpack" until ``release`` or the end of
     a ``with`` block (plain tensors go to the attention that was set before), the cache is checked against it, forward passes are
     recorded (``packed.inputs``), and ``generate`` is refused other token ids than the cache's. A model whose attention
-    cannot take packed layers then gets dense keys and values, decoded layer by layer for each call, and a KvpackWarning tells so;
+    cannot take packed layers then gets dense keys and values, decoded layer by layer for each call, and a KvpackWarning says so;
     ``dense`` says at once whether it does.
 
     A model with rotary positions of several dimensions, such as Qwen2-VL, continues where the cache's positions end, which a
@@ -73,7 +73,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model
     computes the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one
     attends to, or the model's RoPE turns keys of either by the frequencies of long sequences (dynamic, longrope), none are, and a
-    KvpackWarning tells so. The cache must hold its token ids, those of each row of a batch, and depend on nothing else but padding.
+    KvpackWarning says so. The cache must hold its token ids, those of each row of a batch, and depend on nothing else but padding.
 
     Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused,
     and told which mask to give. ``packed.inputs.hidden`` lists them.
@@ -502,7 +502,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def go_back(self, tokens: int) -> int:
         """Keep the first ``tokens`` tokens, or as many as there are states for (``states_at``), and return how many are kept.
 
-        Raises OutOfBounds for more tokens than the cache holds, and what ``crop`` raises.
+        Raises OutOfBounds for more tokens than the cache holds, and the errors of ``crop``.
         """
         tokens, held = integer(tokens, "tokens"), self.passes.record.tokens
         if not 0 <= tokens <= held:

@@ -89,8 +89,8 @@ class Chat:
     ) -> Self:
         """The chat in the file at ``path``, to be continued with the same model, in this or any other process.
 
-        ``messages`` replaces those in the file. Raises what ``kvpack.load`` raises, and InvalidParameter for a file that holds no messages,
-        or whose messages cannot be read with this tokenizer.
+        ``messages`` replaces those in the file. Raises the errors of ``kvpack.load``, and InvalidParameter for a file that contains no
+        messages, or whose messages cannot be read with this tokenizer.
         """
         cache = load(path, device=execution_device(model), basis=basis)
         found = messages_in(cache, tokenizer) if messages is None else messages
@@ -137,7 +137,7 @@ class Chat:
         """Save the packed cache with the messages as a kvpack file, and return its bytes; ``options`` are those of ``kvpack.save``.
 
         Texts that are in the file's token ids are not stored again. Raises LimitExceeded if the others do not fit: ``messages=False``
-        leaves all out, and ``Chat.load(..., messages=...)`` takes them. Raises what ``kvpack.save`` raises.
+        leaves all out, and ``Chat.load(..., messages=...)`` takes them. Raises the errors of ``kvpack.save``.
         """
         cache = self.cache
         given = options.pop("metadata", None) or cache.metadata

@@ -55,7 +55,7 @@ class Computed:
         return next((line.sums.shape[0] for line in self._lines.values()), 0)
 
     def add(self, past: TransformersCache, tokens: int) -> None:
-        """Note the tokens of ``past`` from ``self.tokens`` up to ``tokens``, as they are now."""
+        """Record the tokens of ``past`` from ``self.tokens`` up to ``tokens``, as they are now."""
         sides = list(_sides(past))
         self._seen = [weakref.ref(x) for _, _, x in sides]
         sums = _all_checksums([x[:, :, max(first, self.tokens) - first : tokens - first] for _, first, x in sides])

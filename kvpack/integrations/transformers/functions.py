@@ -28,7 +28,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function over a packed layer (``key``), or over tensors, which go to the model's own attention.
 
-    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask ``[batch, 1, 1, 1]`` of int32 holds the
+    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask ``[batch, 1, 1, 1]`` of int32 contains the
     first token that each sequence sees (``masks.mask``); with any other, the layer of a KvpackCache is decoded for the call.
     Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout, a position bias,
     no window over a layer that keeps one;
@@ -116,7 +116,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The first token that each sequence sees, int32 ``[batch]``, where a mask holds that; else None."""
+    """The first token that each sequence sees, int32 ``[batch]``, where a mask contains that; else None."""
     # Flex attention has masks of its own, which are no tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None

@@ -140,7 +140,7 @@ class Passes:
         return len(self._inside) == 1 and self._inside[0] is module
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
-        """Note the beginning of a call over a cache of ``start`` tokens; return the pass before it if that never ended."""
+        """Record the beginning of a call over a cache of ``start`` tokens; return the pass before it if that never ended."""
         # Of a call that failed in compiled code, or was interrupted, nobody tells the end.
         if module in self._inside:
             del self._inside[self._inside.index(module) :]
@@ -155,7 +155,7 @@ class Passes:
         return unfinished
 
     def leave(self, module: torch.nn.Module) -> Pass | None:
-        """Note the end of a call; return the pass if the call was the outermost."""
+        """Record the end of a call; return the pass if the call was the outermost."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
         if self._inside:
@@ -421,7 +421,7 @@ class _Segments(_Watched):
 
 
 class _PreparePositions(_Watched):
-    """``_prepare_position_ids_for_generation``, which goes on from what the model kept of the prompt before, whatever the cache is of."""
+    """``_prepare_position_ids_for_generation``, which continues from what the model kept of the prompt before, whatever the cache is of."""
 
     name = "_prepare_position_ids_for_generation"
 
@@ -459,7 +459,7 @@ def _kvpack_caches(past: Any) -> list[Any]:
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:
-    """``passes_over`` what holds the tokens of ``generate``: of a cache of two parts, the second holds what the encoder was given."""
+    """``passes_over`` what contains the tokens of ``generate``: of a cache of two parts, the second contains what the encoder was given."""
     return passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
 
 

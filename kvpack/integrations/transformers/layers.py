@@ -46,7 +46,7 @@ class Decoding:
 
 
 class AbsentLayer(DummyLayer):  # type: ignore[misc]
-    """A layer that holds nothing: it uses the keys and values of another."""
+    """A layer that contains nothing: it uses the keys and values of another."""
 
     packed = Layer(None, None)
     is_sliding = False
@@ -56,11 +56,11 @@ class AbsentLayer(DummyLayer):  # type: ignore[misc]
         """Do nothing: this layer attends to no tokens of its own."""
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Do nothing: this layer holds no tokens."""
+        """Do nothing: this layer contains no tokens."""
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Layer ``number`` of a live cache; a sliding-window layer may hold only the newest tokens that it has seen.
+    """Layer ``number`` of a live cache; a sliding-window layer may contain only the newest tokens that it has seen.
 
     ``window`` is the model's sliding window for it, None when it has none or the model is not known. ``decoding`` is told when
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
@@ -188,7 +188,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def check_window(skipped: int, older: int, window: int | None) -> None:
-    """Raise InvalidParameter when a query attends to tokens that the layer skipped, and it holds ``older`` ones before the queries."""
+    """Raise InvalidParameter when a query attends to tokens that the layer skipped, and it contains ``older`` ones before the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
         raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")

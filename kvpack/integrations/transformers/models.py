@@ -81,7 +81,7 @@ class Expected:
         return [*known, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
-        """For each layer of the model's own cache, whether it holds keys and values of its own.
+        """For each layer of the model's own cache, whether it contains keys and values of its own.
 
         Raises InvalidParameter for a layer that keeps anything else, and for a model that takes no cache of layers.
         """
@@ -240,7 +240,7 @@ class Named:
 
     @property
     def weights(self) -> str:
-        """The digest of the weights, empty where they cannot be read."""
+        """The digest of the weights, empty if they cannot be read."""
         return self.fields.get("weights", "")
 
 
@@ -272,7 +272,7 @@ def identity_for(model: Any, basis: Basis) -> dict[str, str]:
 
 
 def sample_of(model: Any) -> str:
-    """The sample of a model's weights that files of earlier versions name; empty where they cannot be read."""
+    """The sample of a model's weights that files of earlier versions name; empty if they cannot be read."""
     try:
         return weights_sample(_parts(model))
     except InvalidParameter:
@@ -280,7 +280,7 @@ def sample_of(model: Any) -> str:
 
 
 def weights_now(model: Any) -> str:
-    """The digest of a model's weights as they are now; empty where they cannot be read."""
+    """The digest of a model's weights as they are now; empty if they cannot be read."""
     try:
         return weights_of(_parts(model)).text
     except InvalidParameter:
@@ -291,7 +291,7 @@ def check_identity(cache: Cache, model: Any) -> Named:
     """Raise InvalidParameter, naming what differs, when the cache names a model by ``Identity.of`` and this is another.
 
     Where both know digests of the weights, these are compared, and the name is not: the same model may be in another folder. A
-    KvpackWarning tells of weights that are compared in part, or cannot be read.
+    KvpackWarning reports weights that are compared in part, or cannot be read.
     Returns ``named(model)``, empty if the cache names none.
     """
     if not cache.model.get("config"):

@@ -90,7 +90,7 @@ class Pass:
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Note whether positions given to the model, or by it to a part of it, are those that follow the cache."""
+        """Record whether positions given to the model, or by it to a part of it, are those that follow the cache."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():

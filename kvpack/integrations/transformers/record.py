@@ -22,7 +22,7 @@ _PENDING_BYTES = 1 << 24
 """Maximum number of bytes of masks that such passes keep."""
 
 _SHOWN = 4
-"""The most stretches of hidden tokens that a message lists."""
+"""Maximum number of stretches of hidden tokens that a message lists."""
 
 _OTHER_ADAPTERS = "were computed with other adapters than the first token"
 
@@ -221,7 +221,7 @@ class Record:
             self._findings = [found for found in self._findings if found.what != PADDED]
 
     def _see(self, start: int, stop: int, seen: Pass) -> list[str]:
-        """Note which of the tokens ``[start, stop)`` the mask of their pass hid, and return what it says of them."""
+        """Record which of the tokens ``[start, stop)`` the mask of their pass hid, and return what it says of them."""
         mask = seen.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]

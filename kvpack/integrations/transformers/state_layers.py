@@ -132,7 +132,7 @@ def kept_states(layers: Sequence[Any]) -> States:
 
 
 def restore(layers: Sequence[Any], states: States) -> None:
-    """Let cache layers go on from copies of ``states``; those without any begin again."""
+    """Let cache layers continue from copies of ``states``; those without any begin again."""
     for own, kept in zip(layers, states, strict=True):
         if isinstance(own, StateLayer):
             device = own.device
@@ -142,7 +142,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
 
 
 def keep_states(layers: Sequence[Any], cache: Cache) -> None:
-    """Let cache layers go on from the states of ``cache``. Raises InvalidParameter if one lacks those of the other."""
+    """Let cache layers continue from the states of ``cache``. Raises InvalidParameter if one lacks those of the other."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (own, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(own, StateLayer)

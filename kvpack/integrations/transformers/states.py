@@ -26,7 +26,7 @@ class CapturedStep(NamedTuple):
 class PackedLength(int):
     """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask.
 
-    ``first_visible`` tells the first token that a layer with this mask attends to: layers may hold more than the one that was asked.
+    ``first_visible`` tells the first token that a layer with this mask attends to: layers may contain more than the one that was asked.
     ``leave_to_attention`` notes whether the model's own attention has a mask where packed attention needs none. ``check_mask`` is told the
     attention mask of the pass. ``captured`` is given where a CUDA graph captures the step.
     """

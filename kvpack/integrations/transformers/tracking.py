@@ -42,7 +42,7 @@ _SHARED = (
 class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
-    ``assisted`` says whether the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` says whether
+    ``assisted`` is True if the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` is True if
     the cache keeps states, which are of no use once a pass has failed. ``first`` is what ``watched`` is named where the cache was compared
     with it, None for an empty cache, which is named at its first token. A pass has the cache's ``turns`` from its beginning to its end.
     """
@@ -132,7 +132,7 @@ class Tracking:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
-        """Note the end of a call, with or without a result."""
+        """Record the end of a call, with or without a result."""
         if self._muted:
             return
         ended = self._passes.leave(module)
@@ -212,7 +212,7 @@ class Tracking:
             self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:
-        """Note what differs from the model of the first token, if weights are not what they were."""
+        """Record what differs from the model of the first token, if weights are not what they were."""
         model, seen = None if self._watched is None else self._watched(), self._passes.current
         if model is None or seen is None or self._state is None or self._first is None:
             return
@@ -225,7 +225,7 @@ class Tracking:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """Note the tokens since the last call if weights have changed and passes saw no change, as of changes through ``data``."""
+        """Record the tokens since the last call if weights have changed and passes saw no change, as of changes through ``data``."""
         if self._latest is None or self._first is None or self._state is None or not self._latest.weights:
             return
         # Every pass looks at a few weights: those have changed since the last one.
@@ -315,7 +315,7 @@ class Tracking:
             )
 
     def crop(self, tokens: int) -> None:
-        """Note that the cache dropped all but the first ``tokens`` tokens."""
+        """Record that the cache dropped all but the first ``tokens`` tokens."""
         self.record.crop(tokens)
         self._verified = min(self._verified, tokens)
         if self._positions is not None:
@@ -330,11 +330,11 @@ class Tracking:
         return self._failed or self._running
 
     def restored(self) -> None:
-        """Note that states are those after the cache's last token again."""
+        """Record that states are those after the cache's last token again."""
         self._failed = False
 
     def reset(self) -> None:
-        """Note that the cache dropped all tokens."""
+        """Record that the cache dropped all tokens."""
         self.crop(0)
         self.restored()
 
@@ -344,7 +344,7 @@ class Tracking:
             self._positions.check_given(self.record.tokens)
 
     def appended(self, tokens: int) -> None:
-        """Note that a layer has now seen ``tokens`` tokens."""
+        """Record that a layer has now seen ``tokens`` tokens."""
         if tokens > self.record.tokens:
             self.record.add(tokens - self.record.tokens, self._passes.current)
 

@@ -1,8 +1,8 @@
 """KvpackConnector: vLLM's OffloadingConnector, which passes the model's settings and cache layers on to kvpack's spec or tier.
 
-``placement`` says where rows are. In ``"primary"``, vLLM's own memory of the host holds them: ``KvpackSpec`` packs in the worker, and a
+``placement`` says where rows are. In ``"primary"``, vLLM's own memory of the host contains them: ``KvpackSpec`` packs in the worker, and a
 block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. In
-``"store"``, that memory holds pages, and ``KvpackTier`` below it packs them into a store of kvpack's own.
+``"store"``, that memory contains pages, and ``KvpackTier`` below it packs them into a store of kvpack's own.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[PageCodec]], cell: int, blocks: int) -> None:
     """Have ``tier`` report as failed what it brought to the chunks of ``view`` and is no row of ``codecs`` and of the chunk's key.
 
-    ``codecs`` has for each group, by vLLM's number of it, one for each cell of ``cell`` bytes in a chunk, which holds ``blocks`` rows, at
-    least one of them not absent.
+    ``codecs`` has for each group, by vLLM's number of it, one for each cell of ``cell`` bytes in a chunk, which contains ``blocks`` rows,
+    at least one of them not absent.
     """
     submit, finished = tier.submit_load, tier.get_finished_jobs
     running: dict[int, Any] = {}

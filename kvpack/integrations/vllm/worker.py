@@ -128,7 +128,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return found
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for transfers; vLLM asks for their results by ``get_finished``."""
+        """Wait for transfers; vLLM requests their results by ``get_finished``."""
         for transfer in self._running:
             if transfer.number in job_ids:
                 transfer.done(wait=True)

@@ -65,7 +65,7 @@ TRANSFORM_STREAMS = 6
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
 
-GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
+_GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 """Error reduction by each further bit of a column."""
 
 _STEPS = 100
@@ -291,7 +291,7 @@ class Basis:
         found = {}
         for place in self._rows:
             weights = self._run_weights[*place, own]
-            widths = (weights[:, None] * GAINS > slope).sum(1)
+            widths = (weights[:, None] * _GAINS > slope).sum(1)
             if not widths.any():
                 widths[weights.argmax()] = 1
             found[place] = bytes(widths.tolist())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .bases import GAINS
 from .presets import OWN, RAW_CLAUSE, calibrated_codec
 
 if TYPE_CHECKING:
@@ -48,10 +47,10 @@ def _clause(layers: str, side: str, bits: int, trellis: bool, basis: Basis) -> s
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
     """The widths of at most ``average`` bits on average, 1 at least, of places that lose ``losses`` at one width.
 
-    A bit goes where it lowers the loss most (Shoham and Gersho 1988): a bit more lowers the loss of any place in the same proportion.
+    A bit goes where it lowers the loss most (Shoham and Gersho 1988): each divides the loss of a place by about 4.
     """
     found = dict.fromkeys(losses, 1)
     for _ in range(int((average - 1) * len(losses))):
-        place = max((place for place in losses if found[place] < MAX_WIDTH), key=lambda place: losses[place] * GAINS[found[place]])
+        place = max((place for place in losses if found[place] < MAX_WIDTH), key=lambda place: losses[place] * 4.0 ** -found[place])
         found[place] += 1
     return found

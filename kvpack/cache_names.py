@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 NAMES = ("cache", "past_key_values", "layer_past")
-"""The arguments in which a model's forward takes its cache. Models with code of their own keep the older names."""
+"""Names of the cache argument of a model's forward. Models with custom code still use the older names."""
 
 
 def over(model: Callable[..., Any], cache: Any) -> dict[str, Any]:

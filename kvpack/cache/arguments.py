@@ -1,4 +1,4 @@
-"""Checks of argument types; each message says what to write instead."""
+"""Checks of argument types; each message names the correct call."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise InvalidParameter unless ``value`` is None or a number that a float holds; ``what`` names it in the message."""
+    """Raise InvalidType unless ``value`` is None or a number that a float can represent; ``what`` names it in the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{what} is {shown(value)}, expected a number")
 
 
 def explained(kind: type[Kind]) -> type[Kind]:
-    """Make ``kind``, a frozen dataclass, explain to users of transformers what to give a model in its place."""
+    """Make errors of ``kind``, a frozen dataclass, tell transformers users which object to pass to a model instead."""
     refuse: Any = kind.__setattr__
 
     def missing(self: object, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Checksums of keys and values by token, which tell whether they are those that inputs were recorded for."""
+"""Checksums of keys and values by token, which show whether inputs were recorded for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 """The integers of as many bytes as a number: equal numbers have equal bits, NaN too."""
 
 _WORD_BYTES = 8
-"""The bytes of the integers that are summed, modulo 2^64; each contains several numbers where a head has whole ones."""
+"""Bytes of the integers that are summed, modulo 2^64; each combines several numbers if a head has whole integers."""
 
 _WORDS_AT_ONCE = 1 << 20
 """The integers that are summed at once."""

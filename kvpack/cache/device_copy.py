@@ -98,7 +98,7 @@ class StreamBus:
 
 @cache
 def _stream_of(number: int) -> Any:
-    """The stream for copies of a device: memory that is freed on a stream is reused on it alone."""
+    """Return the copy stream of a device. Memory freed on a stream is reused only on that stream."""
     return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
 
 

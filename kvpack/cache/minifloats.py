@@ -190,7 +190,7 @@ class Minifloats:
         return scale
 
     def _check_values(self) -> None:
-        """Raise InvalidParameter for what no file holds, by the name of the format and the first place."""
+        """Raise InvalidParameter for values that no file can store, with the name of the format and the first place."""
         form, streams = ELEMENTS[self._element], self.streams
         if form.finite < 1 << form.bits - 1:
             _refuse((self._bytes & 0x7F) >= form.finite, f"an {self._element} of elements", self._bytes)

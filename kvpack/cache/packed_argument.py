@@ -1,4 +1,4 @@
-"""The check that an argument is a packed cache; its message says what to write instead."""
+"""Check that an argument is a packed cache; the message names the correct call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cache import Cache
 
 
 def check_packed(given: Any, call: str) -> None:
-    """Raise InvalidType unless ``given`` is a Cache; ``call`` is the call to write, with ``{}`` where the cache goes."""
+    """Raise InvalidType unless ``given`` is a Cache. ``call`` is the correct call for the message, with ``{}`` in place of the cache."""
     if isinstance(given, Cache):
         return
     if isinstance(getattr(given, "packed", None), Cache):

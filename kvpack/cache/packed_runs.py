@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 _TOKENS_COUNTED = 1 << 12
-"""The number of tokens, per sequence and head, whose entries are counted at once."""
+"""Number of tokens per sequence and head whose entries are counted together."""
 
 
 _SHOWN = 4

@@ -175,7 +175,7 @@ def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tenso
 
 
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
-    """Raise InvalidParameter for keys and values other than those that ``inputs`` were recorded for, where all layers are given."""
+    """Raise InvalidParameter if keys and values differ from those that ``inputs`` were recorded for, provided that all layers are given."""
     given = {(number, name): (x, start + held.skipped) for number, held in enumerate(states) for name, x in (("k", held.k), ("v", held.v))}
     sums = inputs.sums or {}
     if sums.keys() != {place for place, (x, _) in given.items() if has_checksums(x)}:

@@ -269,7 +269,8 @@ class Side:
             return replace(self, runs=self._runs.added(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """The tail, then ``x``, exactly: in the tail's dtype if that holds ``x``, otherwise in a dtype that holds both.
+        """Return the tail followed by ``x``, exactly: in the tail's dtype if it represents ``x``, otherwise in a dtype that represents
+        both.
 
         Raises InvalidType if the runs have kept every value so far, but would round values of ``x``.
         """
@@ -315,7 +316,7 @@ class Side:
         return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """The streams of all runs, in arrays that contain the rows of consecutive runs; a ``merged()`` side has one of each."""
+        """Streams of all runs, in arrays with the rows of consecutive runs; a ``merged()`` side has one run."""
         return [stretch.streams for stretch in self._runs.stretches]
 
     def repacked(self, codec: Codec) -> Side:
@@ -348,7 +349,7 @@ def _where_apart(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """The sequences of which a token group of any of ``sides`` is decoded at once: at least one."""
+    """Return the number of sequences, at least one, of which a token group of any of ``sides`` can be decoded at once."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
 
 

@@ -68,7 +68,7 @@ class Copy:
 def staged(
     copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """The bytes of each copy in staging memory, reused once what the caller has begun to copy by the next one is copied.
+    """Yield the bytes of each copy in staging memory, which is reused once the caller's copies of earlier bytes have finished.
 
     Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked, nor digests that the device checks.
     """
@@ -81,7 +81,7 @@ def staged(
 def _read_by_library(
     compiled: ctypes.CDLL, copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
-    """``staged`` for copies with spans of an open file. Raises MemoryError at once where no thread can be started.
+    """Run ``staged`` for copies with spans of an open file. Raises MemoryError immediately if no thread can be started.
 
     A file that is not in the page cache is read past it, into whole blocks of the staging memory, if its file system allows that.
     """

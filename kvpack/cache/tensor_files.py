@@ -194,7 +194,7 @@ def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> Non
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
-    """Refuse a shape that no torch tensor can have, such as an empty one of 2^63 tokens."""
+    """Raise an error for a shape that no torch tensor can have, such as an empty one of 2^63 tokens."""
     if len(shape) > _MAX_DIMS:
         raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} sizes, the limit is {_MAX_DIMS}")
     if shape and max(shape) > MAX_TOKENS:

@@ -1,4 +1,4 @@
-"""Bases: the files that hold what a model's keys and values are described in (spec/basis.md), and the bits that recipes take by one."""
+"""Basis files, which describe the keys and values of one model (spec/basis.md), and the choice of bits for recipes that use one."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ class BalancedKeys(NamedTuple):
 
 
 class BasisFile:
-    """An open basis file at ``where``, of which the header alone was read."""
+    """An open basis file at ``where``; only its header has been read."""
 
     def __init__(self, source: Source, where: str) -> None:
         self._source, self.where = source, where
@@ -410,7 +410,7 @@ def _check_is_basis(file: container.File) -> None:
 
 
 def weights_key(dtype: str) -> str:
-    """The key in the identity of a basis of the weights of its model loaded in ``dtype``, where that is not its own."""
+    """Return the identity key, in a basis, of its model's weights loaded in ``dtype``, if that is not the checkpoint's dtype."""
     return f"weights.{dtype}"
 
 

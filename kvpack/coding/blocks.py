@@ -47,7 +47,7 @@ def caches_of(device: torch.device) -> int:
 
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
-    """Call ``work(start, stop)`` for every block; on the CPU, in as many threads as torch has. Raises the first error.
+    """Call ``work(start, stop)`` for every block; on the CPU, in as many threads as PyTorch uses. Raises the first error.
 
     The caller is in ``float32_no_grad``; the threads enter it too, because modes are per thread.
     """

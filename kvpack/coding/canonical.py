@@ -114,7 +114,7 @@ def _side(rules: Sequence[tuple[Items, Spelled]]) -> tuple[Spelled, list[Excepti
 
 
 def _exceptions(rules: Sequence[tuple[Range, Spelled]], base: Spelled) -> list[Exceptions]:
-    """``rules`` without what later ones replace and what ``base`` does anyhow, in an order that depends on what they do alone."""
+    """Return ``rules`` without those that later rules replace or that repeat ``base``, in an order that depends only on their effect."""
     left: list[tuple[Range, Spelled]] = []
     for one, codec in reversed(rules):
         parts = [one]

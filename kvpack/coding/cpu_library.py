@@ -26,7 +26,7 @@ def levels() -> tuple[str, ...]:
 
 @cache
 def warn_missing() -> None:
-    """Warn, once per process, that tensors on the CPU are handled by PyTorch operations alone (KvpackWarning)."""
+    """Warn, once per process, that PyTorch operations handle tensors on the CPU (KvpackWarning)."""
     warnings.warn(
         f"attention and unpacking on the CPU are by PyTorch operations, several times slower than by {SHORTFALL}; "
         "KVPACK_KERNELS=torch turns this warning off",

@@ -83,7 +83,7 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def checks_values(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_values`` checks what ``codec.check`` does, on ``device``. Raises the errors of ``uses_triton``."""
+    """Return True if ``check_values`` performs the checks of ``codec.check`` on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -133,7 +133,7 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
 
 
 def checks_digests(nbytes: int, device: torch.device) -> bool:
-    """Return True if ``digests`` takes tensors of ``nbytes`` and more on ``device``. Raises the errors of ``uses_triton``."""
+    """Return True if ``digests`` supports tensors of ``nbytes`` and more on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels.bitpack import digests
@@ -249,7 +249,7 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def uses_c(device: torch.device) -> bool:
-    """Return True if tensors on ``device`` are handled by the C kernels, where these take their codec.
+    """Return True if the C kernels handle tensors on ``device``, provided that they support the codec.
 
     Issues a KvpackWarning, once, where tensors on the CPU lack them. Raises InvalidParameter when KVPACK_KERNELS is unknown, or is
     "cpu" where the C kernels were not built.

@@ -105,7 +105,7 @@ def _raw_options(clause: str) -> str:
 
 
 def _with_raw(options: str, raw: str) -> str:
-    """A codec's ``options`` and those of the clause about raw tokens, unless it names such tokens itself."""
+    """Return a codec's ``options`` with those of the clause about raw tokens, unless the codec has its own."""
     own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
     return ",".join(part for part in (options, "" if own else raw) if part)
 

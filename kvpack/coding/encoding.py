@@ -231,7 +231,7 @@ def _encode_in_blocks(
 
 
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
-    """The first token of each block that is encoded at once, and the one behind its last."""
+    """Return the first token of each block that is encoded together, and the end of the last block."""
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
     multiple = max(_GROUP_MULTIPLE, codec.token_group)

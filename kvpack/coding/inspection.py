@@ -1,4 +1,4 @@
-"""inspect and verify: what a file holds, and whether every byte of it is right."""
+"""inspect and verify: the contents of a file, and whether every byte of it is valid."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Recipe:
 
     @classmethod
     def recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """The recipe that a file, entry or row records, whose presets mean what they meant when their names were recorded.
+        """Return the recipe that a file, entry or row records; presets in it have the meaning that they had when they were recorded.
 
         Its ``text`` is the recorded one, so that a row can be compared with it; ``canonical`` is what is recorded today.
         Raises InvalidParameter, also for a text that is no recipe, which is valid in a file.
@@ -202,7 +202,7 @@ class Recipe:
 
     @property
     def takes_basis(self) -> bool:
-        """True if a basis changes it: a clause needs one, or is a preset that uses one if it is given."""
+        """True if a basis changes the recipe: a clause needs one, or a preset uses one if it is given."""
         return self.needs_basis or self._names_own
 
     @property

@@ -31,7 +31,7 @@ CHECKED_DIM = 128
 """The head dim for which clauses are checked."""
 
 _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
-"""The dtypes of the codecs whose option ``dtype`` is that of their input if it is not given."""
+"""Input dtypes of the codecs whose option ``dtype`` defaults to the dtype of their input."""
 
 _BALANCED_SCALE = ("channel_scale", BALANCED)
 WORDS_OF_BASES = (f"{OPTION}=", "=".join(_BALANCED_SCALE))

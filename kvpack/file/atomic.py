@@ -344,7 +344,9 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Get the blocks of a new file at once, where the file system can: found page by page, they take half as long again as the bytes."""
+    """Allocate the blocks of a new file at once, if the file system supports it. Allocation page by page takes half as long again as the
+    write.
+    """
     if _FALLOCATE is not None and nbytes >= _RESERVED_BYTES:
         # Writing tells what is wrong where this fails.
         _FALLOCATE(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))

@@ -112,7 +112,9 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:
-    """Open a file that is already in memory; tensors are views of ``data``. Raises as ``open_file``, naming ``where``."""
+    """Open a file that is already in memory; tensors are views of ``data``. Raises the errors of ``open_file``, with ``where`` as
+    the name.
+    """
     if memory_limit is not None:
         with _located(where):
             check_size(len(data), memory_limit)

@@ -45,7 +45,7 @@ def check_size(size: int, memory_limit: int) -> None:
 
 
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded for a file whose header, once parsed, could take too much."""
+    """Raise LimitExceeded for a file whose parsed header could need too much memory."""
     parts = {f"the {size} bytes of the file": size, f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes)}
     _check(parts, memory_limit)
 

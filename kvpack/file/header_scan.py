@@ -46,7 +46,9 @@ class _Ended(Exception):
 
 
 def news(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
-    """Find what a reader with these ``features`` and ``codecs`` does not know in the header ``data``, in linear time."""
+    """Return the features and codecs of the header ``data`` that a reader with ``features`` and ``codecs`` does not know, in linear
+    time.
+    """
     walk = _Walk(data)
     found: dict[str, int | str | None] = {}
     try:

@@ -19,9 +19,9 @@ from .limits import MAX_BINARY_BYTES
 FEATURE = "inputs"
 """The name of the ignorable feature that contains the inputs in a file."""
 IDS_FEATURE = "token-ids"
-"""The prefix of the names of the ignorable features that contain all known ids where ``inputs`` does not."""
+"""Prefix of the names of the ignorable features with all known ids, if ``inputs`` does not contain them."""
 ROWS_FEATURE = "row-ids"
-"""The prefix of the names of the ignorable features that contain the ids of each row, where rows differ."""
+"""Prefix of the names of the ignorable features with the ids of each row, if rows differ."""
 MAX_IDS = 2**20
 """Maximum number of ids that a file keeps, those of all rows together: they fill half of the largest header."""
 ID_BYTES = 4
@@ -93,7 +93,7 @@ class Inputs:
 
     @classmethod
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[Hidden, ...], first: int) -> Inputs:
-        """The inputs of a cache from position ``first`` on whose ``rows`` have these ids, as many for each.
+        """Return the inputs of a cache from position ``first`` on whose ``rows`` have these ids, the same number for each.
 
         ``undetermined`` has texts with the positions of their first tokens; that rows differ is added where it is not among them.
         """
@@ -218,7 +218,7 @@ class Inputs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
-        """Parse the result of ``to_bytes``; any other bytes give inputs of which nothing is known."""
+        """Parse the result of ``to_bytes``; any other bytes give inputs that are not known."""
         try:
             end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
             if len(data) < max(8, end):

@@ -1,4 +1,4 @@
-"""Write a file whose tensors come piece by piece, such as from a device: data first, each at its final place, and the header last.
+"""Streamed writing of files whose tensors arrive in pieces, such as from a device: data first, each at its final place, then the header.
 
 Nothing is held in memory but the pieces on their way. Until the rename, the file has another name, as with ``container.write``.
 """

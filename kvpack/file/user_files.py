@@ -29,7 +29,7 @@ THREADS = 16
 
 _PIECE_BYTES = 2**20
 _MAX_PATH = 4096
-"""Maximum number of bytes of a path: the system takes no more."""
+"""Maximum number of bytes of a path that the system accepts."""
 _RELEASED = "the file was released"
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -67,7 +67,7 @@ def open_regular(path: str | os.PathLike[str], what: str = "a regular file") -> 
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> bytes:
-    """The bytes of the regular file ``path``; ``what`` names it in messages, such as "a recipe file".
+    """Return the bytes of the regular file ``path``; ``what`` names it in messages, such as "a recipe file".
 
     Raises MissingFile as ``open_regular``, and for a file that cannot be read; LimitExceeded for more than ``max_bytes`` bytes.
     """
@@ -89,7 +89,7 @@ def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str =
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON file") -> Any:
-    """The value of a JSON file; ``what`` names it in messages, such as "a JSON array of token ids".
+    """Return the value in a JSON file; ``what`` names the file in messages, such as "a JSON array of token ids".
 
     Raises the errors of ``read_text``, and InvalidParameter for invalid JSON and JSON nested too deeply.
     """

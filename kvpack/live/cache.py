@@ -384,7 +384,7 @@ class LiveCache:
         return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
 
     def truncate(self, tokens: int, layer: int | None = None) -> None:
-        """Keep the first ``tokens`` tokens that every layer, or one, has seen. Raises OutOfBounds for those that are not held."""
+        """Keep the first ``tokens`` tokens of every layer, or of one. Raises OutOfBounds for tokens that are no longer there."""
         tokens = integer(tokens, "tokens")
         self._settle()
         chosen = self._chosen(layer)
@@ -455,14 +455,14 @@ class LiveCache:
                 self._changed(number)
 
     def _changed(self, layer: int) -> bool:
-        """Let the steps over a layer take it as it is now; whether launches changed."""
+        """Prepare the steps over a layer for its current state; return True if launches changed."""
         steps = self._steps[layer]
         changed = steps is not None and steps.changed()
         self.launches += changed
         return changed
 
     def _check_captured(self, layer: int) -> None:
-        """Raise InvalidParameter if a graph captures what is not kernels alone."""
+        """Raise InvalidParameter if the captured calls need more than kernels."""
         if self._captures:
             raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels alone, which a CUDA graph could hold")
 

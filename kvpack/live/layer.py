@@ -65,7 +65,7 @@ class LiveLayer:
 
     @property
     def older_tokens(self) -> int:
-        """The number of tokens before the tail: in pages, except for those that one side has not finished a token group with."""
+        """Number of tokens before the tail: packed ones, and those of a token group that one side has not completed."""
         return self._one_side.older_tokens
 
     @property
@@ -139,7 +139,7 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """``kvpack.attend`` over all tokens, those of the last update as they were given."""
+        """``kvpack.attend`` over all tokens; those of the last update are attended as they were given."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
@@ -287,7 +287,7 @@ class LiveLayer:
 
     @contextmanager
     def _both_sides(self) -> Iterator[None]:
-        """Change both sides or, where that fails, as for want of memory, neither: they contain the same tokens."""
+        """Change both sides or, if that fails, for example because memory runs out, neither: sides have the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield

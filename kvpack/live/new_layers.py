@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 WINDOW = 128
-"""Tokens that are encoded together where the recipe does not say how many."""
+"""Number of tokens that are encoded together if the recipe does not set a window."""
 
 ROOM = 2
 """Windows that the raw tail has room for, besides its newest tokens: steps may go on for a window after one is full."""
 
 NEWEST = 128
-"""The newest tokens, which stay raw where the recipe does not say how many are encoded together: the next ones attend to them the most."""
+"""Number of newest tokens that stay raw if the recipe does not set a window: the next tokens attend to them the most."""
 
 
 def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:

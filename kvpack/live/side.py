@@ -1,4 +1,4 @@
-"""One side of a live layer: packed runs, the last of which is filled in place, and a raw tail in a buffer of its own."""
+"""One side of a live layer: packed runs, of which the last is filled in place, and a raw tail in its own buffer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEWEST_WINDOWS = 8
 
 @dataclass
 class OpenPage:
-    """A page with room for ``capacity`` tokens, of which the first ``filled`` are there. Rows once written do not change."""
+    """A page with room for ``capacity`` tokens, of which the first ``filled`` are present. Rows do not change once written."""
 
     codec: Codec
     capacity: int
@@ -117,7 +117,7 @@ class LiveSide:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the side holds, with the room that is not filled."""
+        """Bytes of memory in use, including unfilled space."""
         packed = sum(stream.nbytes for stretch in self._runs.stretches for stream in stretch.streams.values())
         filled = sum(stream.nbytes for page in self._open for stream in page.streams.values())
         return packed + filled + self.unfinished.nbytes + self.tail.nbytes
@@ -219,7 +219,7 @@ class LiveSide:
         self.packed_tokens = state.runs.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
-        """Keep tokens ``[start, stop)`` of those before the tail; ``start`` is where a token group begins, or ``stop``."""
+        """Keep tokens ``[start, stop)`` of those before the tail; ``start`` begins a token group or equals ``stop``."""
         runs, packed = self._all_runs(), self.packed_tokens
         self._open, self._joined = [], None
         self._runs = runs.slice(min(start, packed), min(stop, packed))

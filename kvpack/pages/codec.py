@@ -81,7 +81,7 @@ class PageCodec:
         self.close()
 
     def close(self) -> None:
-        """End the codec's threads; it takes no more calls."""
+        """End the codec's threads. It accepts no further calls."""
         self._closed = True
         self._host.close()
 
@@ -91,7 +91,7 @@ class PageCodec:
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
-        """Encode the pages in ``slots`` to ``rows``, and return for each page None or the error for which it has no row.
+        """Encode the pages in ``slots`` to ``rows``; return, for each page, None or the error for which it has no row.
 
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``; what follows a row in its
         buffer is left as it is. ``keys`` are the engine's names of the pages, of any bytes. The row of a page with an error does not

@@ -61,7 +61,7 @@ class PageJob:
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
-        """For each page None, or the error for which it was left out, once the device is done."""
+        """Return, for each page, None or the error for which it was skipped, once the device has finished."""
         if self._finish is not None:
             if self._event is not None:
                 self._event.synchronize()

@@ -31,7 +31,7 @@ DTYPES = {
 }
 """torch dtypes of an engine's values by name; u8 are slots whose bytes mean nothing to kvpack."""
 COMPUTED = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
-"""The dtype, which holds every one of their values, that values of 8 bits are encoded from and decoded to."""
+"""Dtype from and to which 8-bit values are coded; it represents each of their values exactly."""
 MAX_BYTES = 2**40
 """Maximum number of bytes of an engine's page whose meaning is not known."""
 FEATURE = "page-dtype"

@@ -1,4 +1,4 @@
-"""Lanes: one side of consecutive layers whose codecs are alike, between slots of an engine's memory and rows, in C where that takes it."""
+"""Lanes: one side of consecutive layers with the same codec, copied between slots of an engine's memory and rows, in C if C supports it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class PageLayout:
 
     @property
     def digest(self) -> str:
-        """A name of the layout that says where values are: what ``Identity.of_engine`` takes."""
+        """Name of the layout, from the places of its values: the ``layout`` for ``Identity.of_engine``."""
         data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
         return hashlib.sha256(data).hexdigest()
 
@@ -155,7 +155,7 @@ class PageLayout:
                     bits_of(pool)[slot].index_put_((place,), values)
 
     def _checked(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
-        """``slots`` of ``pool`` as integers, for each of which ``staging`` has one."""
+        """Return ``slots`` of ``pool`` as integers; ``staging`` has one slot for each."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
             raise InvalidType(f"staging is {shown(staging)}, expected a PageBuffer, as PageLayout.staging makes one")

@@ -1,4 +1,6 @@
-"""Raw tokens for which an engine's pages have no room: counted, and warned of once where other tokens pay for them."""
+"""Raw tokens for which an engine's pages have no room. They are counted, with one warning if other tokens lose precision because of
+them.
+"""
 
 from __future__ import annotations
 

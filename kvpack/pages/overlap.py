@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _MAX_STEPS = 10_000
-"""Choices that a search takes; those of layouts in use take tens."""
+"""Maximum number of steps of a search; layouts in use need tens."""
 
 
 class Strided(NamedTuple):

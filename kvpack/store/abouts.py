@@ -1,4 +1,4 @@
-"""The texts by which an index says what entries are (spec/store.md, Index)."""
+"""Texts by which an index describes entries (spec/store.md, Index)."""
 
 from __future__ import annotations
 

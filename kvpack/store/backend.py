@@ -20,7 +20,7 @@ MAX_ENTRY_BYTES = 512 * 2**20
 """The default limit for the bytes of one entry, and Redis' limit for one string; a larger entry is never read."""
 
 BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
-"""A writer hands over at most so many entries, of so many bytes (at least one entry), in one ``put_all``."""
+"""Maximum number of entries, and of their bytes (at least one entry), that a writer passes to one ``put_all``."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     @property
     def private(self) -> bool:
-        """True if only this user can have written what is read, so that digests alone are enough."""
+        """True if only this user can have written the entries, so that checking digests is enough."""
 
     @property
     def parts(self) -> Sequence[Backend]:

@@ -64,7 +64,7 @@ class StoredBasis:
         return self._basis is not None or any(self._backend.present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
-        """The basis, read from the store once; None when it is neither given nor there."""
+        """Return the basis, read from the store once; None if it is neither given nor stored."""
         if self._basis is None:
             self._basis = next((found for key in self.keys if (found := self._found(key)) is not None), None)
         return self._basis

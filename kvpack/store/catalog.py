@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _FRONTS_AT_ONCE = 8
-"""Fronts that are requested in one request: those of rows are the whole entries."""
+"""Number of entry fronts per request; the fronts of rows are whole entries."""
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ class Directory(OneTier):
         return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
 
     def undescribed(self, also: str | None = None) -> Sequence[Stored]:
-        """The entries that the index does not describe, and those that it says are of the kind ``also``."""
+        """Return the entries that the index does not describe, and those that it describes as the kind ``also``."""
         found = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
         return [Stored(one.key, one.size, self._used(one)) for one in found]
 
@@ -308,7 +308,7 @@ class Directory(OneTier):
         self._index.close()
 
     def _restore(self) -> None:
-        """Let ancestors be used later than their descendants, as they are until a copy of the folder gives them other times."""
+        """Correct last uses so that ancestors are used no earlier than their descendants, which a copy of the folder may have changed."""
         for key, used in restored_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)

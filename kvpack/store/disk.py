@@ -26,7 +26,7 @@ def block_bytes(path: str) -> int:
 
 
 def taken_by(*paths: str) -> int:
-    """The bytes that files and folders themselves take on the disk; what is not there takes none."""
+    """Return the disk space of these files and folders; missing ones need none."""
     total = 0
     for path in paths:
         try:

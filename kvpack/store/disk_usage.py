@@ -27,7 +27,7 @@ _MAGIC = b"kvpusag2"
 _FIELDS = struct.Struct("<8s8sQQQQQ")
 _ID_BYTES = _SUM_BYTES = 8
 _MAX_RUNS = 32
-"""The runs of machines that are remembered; a machine that is forgotten counts the folder once more."""
+"""Maximum number of remembered machine runs. A forgotten machine counts the folder once more."""
 _MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
@@ -59,7 +59,7 @@ class Count(NamedTuple):
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> Count:
-        """The count once somebody has put an entry within ``budget``."""
+        """Return the count after a put within ``budget``."""
         if budget is None or self.largest(budget) > budget:
             return self
         return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 FEATURE = "prefix-store-2"
 """The ignorable feature that names a chunk: its key, its parent's, the digests of its payload and of its other inputs, its token ids."""
 OLD_FEATURES = ("prefix-store",)
-"""The features of older entries, whose keys cover less of the identity: stores no longer look for such keys."""
+"""Features of older entries, whose keys cover less of the identity; stores no longer look for such keys."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 Shape = tuple[tuple[tuple[str, int, int], ...], ...]
 """For each layer its sides, each with its heads and head dim."""
 
 _COST, _FREE_BYTES = 4, 2**26
-"""An entry may take so many times its bytes, and so many bytes more, by the bound of kvpack/file/footprint.py."""
+"""Memory bound of an entry: this multiple of its bytes, plus a constant (kvpack/file/footprint.py)."""
 
 _THREADS = 4
 _TEMPLATES = 32

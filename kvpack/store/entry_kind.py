@@ -38,7 +38,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Form:
-    """The entries that a store takes: at most ``max_bytes`` each, and encrypted with one of ``key_ids`` unless that is None."""
+    """Limits on the entries of a store: at most ``max_bytes`` each, encrypted with one of ``key_ids`` unless that is None."""
 
     max_bytes: int = MAX_ENTRY_BYTES
     key_ids: frozenset[bytes] | None = None

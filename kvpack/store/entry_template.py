@@ -49,7 +49,7 @@ class SidePlan:
     like: Side
 
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
-        """The side of an entry, whose whole bytes ``arrays`` holds by dtype."""
+        """Return the side of an entry; ``arrays`` contains all of its bytes by dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
         return Side(self.like.codec, (PackedRun(self.like.codec, self.entry.runs[0], streams),), self.like.tail, self.like.window)
 

@@ -34,14 +34,14 @@ STALE_SECONDS = 3600
 """The age at which an unfinished file counts as abandoned if no lock tells."""
 
 FUTURE_NS = 3600 * 10**9
-"""A last use further in the future than this comes from a wrong clock: such entries are evicted first, in order."""
+"""Nanoseconds into the future after which a last use must come from a wrong clock; such entries are evicted first, in order."""
 
 _BEYOND = 64
 """A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
 _MAX_BEYOND = 256
-"""The most that it removes more where it need not list what is there."""
+"""Maximum number of additional entries that an eviction removes if it need not list the folder."""
 _MAX_AT_ONCE = 384
-"""The most that one such round removes, so that it takes some ten milliseconds."""
+"""Maximum number of entries per round, so that a round takes about ten milliseconds."""
 _PAGE = 64
 """Entries that are removed before others may change the index."""
 _LOST = 32
@@ -73,7 +73,7 @@ class Reservation:
         self._counted = self._evictor.reserve(cost, self._kept, lambda: os.ftruncate(descriptor, self._size))
 
     def give_back(self) -> None:
-        """Release the bytes of an entry whose unfinished file is gone. Raises OSError."""
+        """Return the reserved bytes of an entry whose unfinished file is gone. Raises OSError."""
         self._evictor.usage.give_back(self._cost, self._counted)
 
 
@@ -167,7 +167,7 @@ class Evictor:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Try to take an advisory lock that ends with its process; only evictors take it."""
+        """Try to acquire an advisory lock, which ends with its process; only evictors use it."""
         descriptor = self._open_lock()
         try:
             self.folder.trust.own(descriptor)
@@ -257,7 +257,7 @@ class Evictor:
         return freed
 
     def _page(self, going: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
-        """The next keys, of as many entries as take the ``missing`` bytes, or a page of them."""
+        """Return the next keys: as many entries as free the ``missing`` bytes, or one page."""
         page: list[bytes] = []
         while missing > 0 and len(page) < _PAGE and (found := next(going, None)) is not None:
             page.append(found[0])
@@ -265,7 +265,7 @@ class Evictor:
         return page
 
     def _freed(self, keys: list[bytes], before: Count | None) -> int:
-        """Remove entries, and return what they took on the disk, which the count ``before`` gets back if there is one."""
+        """Remove entries, subtract their disk space from the count ``before``, if given, and return it."""
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
         self._counters.add("evicted_bytes", sum(removed.values()))
@@ -275,7 +275,7 @@ class Evictor:
         return freed
 
     def sweep(self) -> None:
-        """Remove unfinished files whose writer is gone: nobody holds the lock, or without locks, the file is old."""
+        """Remove unfinished files whose writer has ended: nobody has their lock or, without locks, they are old."""
         for path, status in self.folder.unfinished():
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime

@@ -78,7 +78,7 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 
 
 def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
-    """The states of ``cache`` at the ends of chunks, of which ``packed`` tokens hold whole ones, by position.
+    """Return the states of ``cache`` at the ends of chunks that lie within ``packed`` tokens, by position.
 
     Raises InvalidParameter if there are none although there is a whole chunk.
     """

@@ -60,7 +60,7 @@ class Folder:
         return -(-size // self.block) * self.block
 
     def overhead(self) -> int:
-        """The bytes that the folders themselves, and the files beside the entries, take on the disk."""
+        """Return the disk space of the folders, and of files other than entries."""
         firsts = [f"{self.root}/{first:x}" for first in range(16)]
         beside = [f"{self.root}/{name}" for name in BESIDE]
         return disk.taken_by(self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *firsts, *self.leaves, *beside)
@@ -104,7 +104,7 @@ class Folder:
             yield from self.entries(folder)
 
     def entries(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """(key, status) of every entry in one of ``ENTRY_FOLDERS``. Files that ``path`` gives no key are not entries, and are let be."""
+        """Return (key, status) of every entry in one of ``ENTRY_FOLDERS``. Other files, for which ``path`` has no key, are ignored."""
         for name, status in regular_files(os.path.join(self.root, folder), self._counters):
             if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
                 yield bytes.fromhex(name), status

@@ -29,7 +29,7 @@ _DIGEST_BYTES = 8
 
 
 def hold_of(owner: Any, seconds: Any) -> Hold:
-    """A hold of so many ``seconds`` from now for ``owner``, None for this process. Raises InvalidParameter."""
+    """Return a pin that ends in ``seconds`` seconds, for ``owner`` (None: this process). Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = checked_owner(owner)
     if name is None:
@@ -47,7 +47,7 @@ def checked_owner(owner: Any) -> str | None:
 
 
 def owner_digest(owner: str) -> bytes:
-    """The bytes that tell an owner's pin of a chain from those of other owners."""
+    """Return the bytes that distinguish an owner's pin of a chain from the pins of other owners."""
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 

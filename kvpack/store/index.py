@@ -1,4 +1,5 @@
-"""An index of a folder's entries, in SQLite: a hint, so that what needs all entries costs what has changed (spec/store.md, Folder).
+"""An SQLite index of a folder's entries. It is a hint, so that listing all entries costs only as much as has changed (spec/store.md,
+Folder).
 
 Whoever puts or removes an entry changes its row in the same transaction, and notes the time of the entry's folder there. A folder
 whose time is another was changed by somebody who knows no index, or by one who was killed: its entries are listed again.
@@ -47,7 +48,7 @@ Row = tuple[int, bytes, int, int]
 
 
 class Totals(NamedTuple):
-    """Entries, their bytes, and what they take on the disk."""
+    """Number of entries, their bytes, and their disk space."""
 
     entries: int
     size: int
@@ -55,7 +56,7 @@ class Totals(NamedTuple):
 
 
 class Index:
-    """The index of ``folder``, where there is one or ``build`` makes one. Safe to use from any thread, and after a fork.
+    """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork.
 
     No method raises for a fault of SQLite or the system: it answers None, and the caller lists the folder.
     """
@@ -102,7 +103,7 @@ class Index:
             self._forget()
 
     def add(self, key: bytes, size: int, used_ns: int, about: str | None, rename: Callable[[], None]) -> None:
-        """Call ``rename``, which gives an entry its name, and note it with a text that says what it is, if that is known.
+        """Call ``rename``, which gives an entry its name, and index the entry with its descriptive text, if known.
 
         What ``rename`` raises is raised.
         """
@@ -125,7 +126,7 @@ class Index:
         once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
-        """Call ``unlink`` for each of ``keys``, which returns the bytes of an entry that it removed, and note what is gone."""
+        """Call ``unlink`` for each of ``keys``, which returns the size of a removed entry, and remove those entries from the index."""
         removed: dict[bytes, int] = {}
         done = 0
         with self._guarded(), self._transaction() as connection:
@@ -144,7 +145,7 @@ class Index:
         return removed
 
     def refresh(self) -> bool:
-        """List the folders again that were changed by others; return whether the index tells what is there."""
+        """List folders that other processes have changed; return True if the index then matches the folder."""
         known = False
         with self._guarded():
             stale = self._stale()
@@ -200,7 +201,7 @@ class Index:
         return None
 
     def abouts(self) -> list[tuple[str | None, int, int]] | None:
-        """(text, entries, bytes) for every text that ``describe`` was given, None for entries that nobody has described."""
+        """Return (text, entries, bytes) for every text passed to ``describe``; the text is None for entries without a description."""
         asked = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guarded():
             connection = self._opened()
@@ -209,7 +210,7 @@ class Index:
         return None
 
     def undescribed(self, also: str = "") -> list[Stored]:
-        """The entries that nobody has described, and those whose text is like ``also``."""
+        """Return the entries without a description, and those whose text is like ``also``."""
         asked = (
             "SELECT id, rest, size, used FROM entries "
             "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"

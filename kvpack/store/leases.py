@@ -97,7 +97,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _taken(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """The lease of ``key``, None if another has it until ``deadline``; and how often it was requested."""
+        """Return the lease of ``key``, None if another holder has it until ``deadline``; and the number of requests for it."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1

@@ -1,4 +1,4 @@
-"""Metrics of stores in the registry of prometheus_client, where that is installed."""
+"""Metrics of stores in the registry of prometheus_client, if that is installed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Collector:
 
 
 def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
-    """Have ``registry`` (default: prometheus_client's own) collect what ``store.prometheus()`` tells; unregister what is returned.
+    """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``; return an object to
+    unregister.
 
     ``add`` of what is returned takes further stores, whose ``labels`` differ. Raises MissingPackage without prometheus_client.
     """

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 REQUESTS = 16
 """The most concurrent requests."""
 PUTS = 8
-"""The most concurrent puts, each of which takes memory for its entry."""
+"""Maximum number of concurrent puts, each of which needs memory for its entry."""
 RECOUNT_SECONDS = 60.0
 """The age at which a writer counts the stored bytes again, because others write too."""
 _SLACK = 16

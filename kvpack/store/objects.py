@@ -26,7 +26,7 @@ _CLIENT_SETTINGS = {
     *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout"),
     "user_agent",
 }
-"""Settings that obstore takes separately from those of the store."""
+"""Settings that obstore accepts separately from those of the store."""
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
 

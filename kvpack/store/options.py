@@ -1,4 +1,4 @@
-"""The options of a store: those of each location, and those of the entries in all of them."""
+"""Options of a store: those of each location, and those of the entries in all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST = {"max_bytes": 0, "min_free": 0, "ttl": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class LocationOptions:
-    """The options of one location, where None means not given; a kind of location takes some of them (locations.py)."""
+    """Options of one location; None means not given. Each kind of location supports some of them (locations.py)."""
 
     max_bytes: int | None = None
     """A budget for all entries there, of all writers."""
@@ -45,7 +45,7 @@ class LocationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(LocationOptions):
-    """The options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
+    """Options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
 
     write_back: bool | None = None
     """True if tiers other than the first are written in the background."""

@@ -94,7 +94,7 @@ class Pins:
                 yield name, os.path.join(folder, name)
 
     def _read(self, name: str, path: str, *, told: bool = False) -> Pin | None:
-        """The pin in a file, in effect or not; None for a file that is gone, and for one that is no pin of the owner's.
+        """Return the pin in a file, whether or not it is in effect; None for a file that is missing or is not a pin of the owner.
 
         That is a fault, unless it has been ``told``.
         """

@@ -53,7 +53,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
 
 def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
-    """Every entry, but those of a folder that its index knows to be chunks, states or pages."""
+    """Return every entry that may need collection: all except those that the folder's index lists as chunks, states or pages."""
     if cipher is None and isinstance(backend, Directory) and backend.described() is not None:
         describe_new(backend)
         return backend.undescribed(also="bases")
@@ -101,7 +101,7 @@ def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | No
 
 
 def _recipe(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
-    """The recipe of an entry: "" where nobody with these keys can read it, None if that cannot be told."""
+    """Return the recipe of an entry: "" if it cannot be read with these keys, None if that cannot be determined."""
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
         data = _clear(backend, stored, cipher, front=True)

@@ -277,7 +277,9 @@ class Redis(OneTier):
         return {place: done.get(place, False) for place in entries}
 
     def _outcome(self, place: int, result: Any, replaced: set[int]) -> bool | None:
-        """Return True if an entry is stored by what the script says of it; None to try again, ``replaced`` to replace what is there."""
+        """Return True if the script's reply means that the entry is stored; None to try again, ``replaced`` to replace the existing
+        entry.
+        """
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
         kind = self._form.kind(*result)

@@ -1,4 +1,4 @@
-"""Checks of what a server answers: one that is not Redis, or that somebody has changed, may answer anything.
+"""Checks of server replies: a server that is not Redis, or that somebody has modified, may reply with anything.
 
 Each check returns the answer. Raises NotRedis, which counts as a server that does not answer.
 """

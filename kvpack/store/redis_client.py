@@ -38,7 +38,7 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "pin": integer,
     "release": integer,
 }
-"""The check of each script's answer; that of "put" depends on what is put."""
+"""Check of each script's reply; the check of "put" depends on what is put."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
 """Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
 _CALLER = 8
@@ -48,8 +48,8 @@ _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_erro
 
 
 class Client:
-    """The server at ``url``, whose answers have at most ``max_bytes``; ``timeout`` are the seconds that a request may take.
-    ``uses_ttl`` means that entries expire, which servers of some policies evict first.
+    """A client of the server at ``url``. Replies have at most ``max_bytes``; ``timeout`` is the number of seconds for a request.
+    ``uses_ttl`` means that entries expire; servers with some policies evict these first.
 
     No method raises for a fault of the server: it is counted. The constructor raises InvalidParameter for an invalid URL and for a
     server of another protocol, and MissingPackage without the package redis.

@@ -1,4 +1,4 @@
-"""Counting what a Redis server holds, in pages: no call takes long, and others put, load and evict in between.
+"""Counting the entries of a Redis server in pages: no call takes long, and other clients can put, load and evict in between.
 
 The server keeps the state of a count, which all writers share: the keys counted so far, their sum, and the cursor. Every script that
 changes an entry changes the sum of those that are counted, so that the sum is exact when the last page is counted.

@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 BYTES_A_SECOND = 2**20
-"""A request and its answer may take the timeout, and a second more for so many bytes that have gone or come."""
+"""Bytes per second that extend the timeout of a request and its reply."""
 
 
 def limited(connection: type[Any], max_bytes: int) -> type[Any]:
-    """``connection``, a class of redis-py, whose requests end in time, and whose answers at ``max_bytes``."""
+    """Return ``connection``, a class of redis-py, with limits on the time of requests and on the size of replies, ``max_bytes``."""
 
     class Limited(connection):  # type: ignore[misc]
         """A connection that counts from each request on."""
@@ -28,7 +28,7 @@ def limited(connection: type[Any], max_bytes: int) -> type[Any]:
 
 
 class _Exchange:
-    """A socket, which gives up where a request and its answer take more than ``seconds``, or the answer has more than ``max_bytes``.
+    """A socket that gives up if a request and its reply take more than ``seconds``, or if the reply has more than ``max_bytes``.
 
     Each MiB that has gone or come allows a second more.
     """

@@ -1,4 +1,4 @@
-"""Choose what to remove from a store: by model, recipe, age or tenant, as the headers of its entries tell.
+"""Choice of entries to remove from a store: by model, recipe, age or tenant, from the headers of the entries.
 
 Entries do not name their tenant: those of one are found by the roots of their chains, which the tenant is hashed into.
 """
@@ -29,7 +29,7 @@ class Choice:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """The keys of what is chosen: chunks, with the states after them, and, where only an age is requested, pages of engines."""
+        """Return the keys of the chosen entries: chunks, the states after them, and, if the choice is by age only, pages of engines."""
         chains = None if self.tenant is None else _of_tenant(catalog, self.tenant)
         chosen = {key for key, entry in catalog.entries.items() if (chains is None or key in chains) and self._matches(entry)}
         chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}
@@ -46,7 +46,7 @@ class Choice:
 
 
 def chains_from(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
-    """The keys of the chunks whose chains begin at one of ``roots``, without a gap."""
+    """Return the keys of the chunks whose chains begin at one of ``roots``, without a gap."""
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
         children[entry.named.parent].append(key)

@@ -332,7 +332,7 @@ class Store:
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys of a prefix's entries: those of its chunks, and that of the states after them if the model keeps any."""
+        """Return the keys of a prefix's entries: those of its chunks, and that of the states after them if the model has states."""
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
@@ -397,7 +397,7 @@ class Store:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def _loaded(self, keys: Sequence[bytes]) -> Cache | None:
-        """The cache of the longest stored prefix, once no other worker computes what is missing."""
+        """Return the cache of the longest stored prefix, once no other worker is computing the missing chunks."""
 
         def load() -> Cache | None:
             found = self._loader.load if self._states is None else self._states.load

@@ -223,7 +223,7 @@ class Tiers:
     def _in_turn(
         self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
-        """(tier, its answer) for as long as a tier has the next of ``keys``; ``count`` gives the number of keys in an answer.
+        """Yield (tier, reply) while a tier has the next of ``keys``; ``count`` returns the number of keys in a reply.
 
         The fastest tier is asked first each time, and no tier twice for a key that it lacks; for the first key only tiers slower
         than ``beyond``.

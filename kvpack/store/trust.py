@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660
-"""The modes of what is made for a trusted group; what is made in a folder of that mode belongs to its group."""
+"""Modes of files and folders for a trusted group; anything made in a folder with that mode belongs to its group."""
 _MAX_GROUP = 2**32 - 2
 
 _NEVER = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -182,7 +182,7 @@ class Trust:
             raise Untrusted(f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: users other than its owner may write it")
 
     def _refused(self, status: os.stat_result) -> int:
-        """The bits of a mode that let somebody write who is not trusted."""
+        """Return the mode bits that allow writing by somebody who is not trusted."""
         return stat.S_IWOTH if self.trusted is not None and status.st_gid == self.trusted else OTHERS_WRITE
 
 

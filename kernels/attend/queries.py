@@ -23,7 +23,7 @@ class Queries(NamedTuple):
     ``[1, 1, row]``: ``half_sum`` is what signs take of it (``qjl.half_sum``) and ``offset`` what all of its scores have, or 0;
     ``scale`` is what its scores are multiplied by, ``position`` its token, and ``second`` whether its scores are of the second of two
     tokens in a tile's row. ``products`` points to its product with the mean of page 0 (``key_mean.load_products``), each of the ``pages``
-    having ``padded``; all are None without means.
+    having ``padded``; none of them is used without means.
     """
 
     tiles: Any
@@ -32,9 +32,9 @@ class Queries(NamedTuple):
     scale: Any
     position: Any
     second: Any
-    products: Any = None
-    pages: Any = None
-    padded: Any = None
+    products: Any
+    pages: Any
+    padded: Any
 
 
 @triton.constexpr_function
@@ -86,7 +86,7 @@ def load_queries(
     if K.offset:
         offset = tl.load(begin + sum_of(WIDTHS) * padded + row)[None, None, :]
     scale = tl.load(scales + sequence * padded + row)[None, None, :]  # [1, 1, row]
-    of_pages = None
+    of_pages = 0
     if K.means is not None:
         of_pages = (products + sequence.to(tl.int64) * pages * padded + row)[None, None, :]
     return Queries(tiles, of_signs, offset, scale, position + (row % q_len)[None, None, :], second, of_pages, pages, padded)

@@ -107,6 +107,21 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument(
         "--generate", type=int, default=768, metavar="N", help="measure the divergence along N generated tokens; 0 for none (default: 768)"
     )
+    _add_model_options(quality)
+    quality.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
+    quality.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the windows, needles, twins and generated text (default: 0)"
+    )
+    quality.add_argument(
+        "--norm-rules", action="store_true", help="compare KL with and without norm_rule=norm, for every preset that it changes"
+    )
+    quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg here")
+    add_json(quality)
+    quality.set_defaults(run=run_quality)
+
+
+def _add_model_options(quality: Any) -> None:
+    """Add the options that change the model, or what is compared."""
     quality.add_argument(
         "--twin",
         type=float,
@@ -134,16 +149,6 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument(
         "--peers", action="store_true", help="also measure transformers' quantized caches, with quanto and HQQ if they are installed"
     )
-    quality.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
-    quality.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the windows, needles, twins and generated text (default: 0)"
-    )
-    quality.add_argument(
-        "--norm-rules", action="store_true", help="compare KL with and without norm_rule=norm, for every preset that it changes"
-    )
-    quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg here")
-    add_json(quality)
-    quality.set_defaults(run=run_quality)
 
 
 def _add_attend(kinds: Any) -> None:
@@ -222,7 +227,7 @@ def _add_serve(kinds: Any) -> None:
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run ``bench serve``. Raises InvalidParameter for a batch and tokens that are not two numbers."""
-    from kvpack.bench import serve
+    from kvpack.bench import serve, serve_tables
     from kvpack.formats.errors import InvalidParameter
 
     contexts = None
@@ -238,7 +243,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback,
             dtype=arguments.dtype, compiled=arguments.compiled,
         )  # fmt: skip
-    print_report(report, serve.show, arguments)
+    print_report(report, serve_tables.show, arguments)
     return 0
 
 

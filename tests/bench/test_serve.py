@@ -12,7 +12,7 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.bench import device_times, serve, serve_cpu, serve_peers, serve_turns
+from kvpack.bench import device_times, serve, serve_cpu, serve_peers, serve_tables, serve_turns
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import transformers_library
@@ -50,7 +50,7 @@ def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pyte
         1, {**dense, "cache": "DynamicCache, flash", "step_seconds": 0.5, "generate_seconds": 0.5, "graph_seconds": None}
     )
     monkeypatch.setenv("COLUMNS", "240")
-    serve.show(report)
+    serve_tables.show(report)
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "octopus-3" in line and "2 x 40" in line]
     assert [cell for cell in row[5:] if cell != "/"] == [
         *("1000.00", "0.50", "2.00"), *("3000.00", "1.50", "6.00"), *("1000.00", "0.25", "2.00", "1.00"), *("500.00", "0.50", "4"),
@@ -78,7 +78,7 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
     report = {"shape": "small", "layers": 1, "device": "a device", "dtype": "fp32", "weights_bytes": 1, "first_token": []}
     report["decode"] = [{"batch": 1, "tokens": 40 if row in rows[:4] else 50, **row} for row in rows]
     monkeypatch.setenv("COLUMNS", "240")
-    serve.show(report)
+    serve_tables.show(report)
     printed = capsys.readouterr().out
     assert "1 x 40, QuantizedCache, none: ValueError: Unknown quantization backend `none`" in printed
     assert [line.split()[4:] for line in printed.splitlines() if "not timed" in line] == [["none", "not", "timed"]]
@@ -111,7 +111,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     packed = {**row, "cache": "octopus-3", "step_seconds": 3.0, "seconds_in_turn": others}
     report = {"shape": "small", "layers": 1, "device": "a device", "dtype": "fp32", "weights_bytes": 1, "first_token": []}
     monkeypatch.setenv("COLUMNS", "240")
-    serve.show({**report, "decode": [dense, packed]})
+    serve_tables.show({**report, "decode": [dense, packed]})
     printed = capsys.readouterr().out
     (line,) = [line.split() for line in printed.splitlines() if "octopus-3" in line]
     assert line[line.index("3000.00") :][:6] == ["3000.00", "0.75", "/", "0.50", "/", "1.50"]
@@ -145,7 +145,7 @@ def test_a_first_token_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, cap
         {**row, "from": "dense safetensors", "seconds": 2.0},
         {**row, "from": "octopus-3", "seconds": None, "error": found[1][1], "load_seconds": None},
     ]
-    serve.show(report)
+    serve_tables.show(report)
     assert "40 + 8, octopus-3: ValueError: the file is gone" in capsys.readouterr().out
 
 

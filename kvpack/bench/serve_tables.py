@@ -1,0 +1,99 @@
+"""The tables of ``kvpack bench serve``: decode steps, and times to the first token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpack.output import bytes_text, print_table
+
+from .serve import DENSE_FILE
+from .serve_cpu import ROUNDS, STEPS
+from .serve_peers import DYNAMIC, FLASH, NO_ROOM
+from .serve_turns import ALONE
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a table of decode steps and one of first tokens."""
+    _show_decode(report)
+    _show_first_tokens(report)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.2f}"
+
+
+def _ratio(mine: float | None, *peers: float | None) -> str:
+    return " / ".join(f"{mine / peer:.2f}" for peer in peers if mine is not None and peer is not None)
+
+
+def _show_decode(report: dict[str, Any]) -> None:
+    rows = []
+    errors: dict[str, str] = {}
+    dense: list[dict[str, Any]] = []
+    for row in report["decode"]:
+        if row["cache"] in (DYNAMIC, FLASH):
+            dense = [*(dense if row["cache"] != DYNAMIC else []), row]
+        error = row.get("error")
+        if error is not None and error != NO_ROOM:
+            errors.setdefault(f"{row['cache']}: {error}", f"{row['batch']} x {row['tokens']:,}")
+        rows.append(_decode_cells(row, dense, report["weights_bytes"]))
+    on_cpu, dtype = report["device"] == "cpu", report["dtype"]
+    title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights in {dtype}, on {report['device']}"
+    beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
+    step_beside = beside + " / alone" * any(ALONE in row.get("seconds_in_turn", {}) for row in report["decode"])
+    columns = [
+        "batch x tokens", "cache", "cache\nbytes", "step\nms", step_beside, "without\ngraphs, ms", step_beside,
+        "generate\nms/token", beside, f"x {dtype}\nin a graph",
+        "graph\nms", f"x {dtype}\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
+    ]  # fmt: skip
+    # Columns of what only devices have stay empty on a CPU.
+    shown = [number for number in range(len(columns)) if not on_cpu or any(row[number] for row in rows)]
+    print_table(title, [columns[number] for number in shown], [[row[number] for number in shown] for row in rows])
+    for error, place in errors.items():
+        print(f"{place}, {error}")
+    if on_cpu:
+        print(f"\nTimes are of the process, in one thread: means of {ROUNDS} rounds, each of {STEPS} steps, or tokens, of every cache.")
+    else:
+        print("\nA step is a call of the model, and of a length that is new, as in generate. Over packed caches calls replay graphs,")
+        print("and without graphs (graphs=False) run as they are; generate is timed once its kernels are compiled.")
+        print("Ratios of steps are of steps in turns, where both caches fit: the host is not equally fast at all times.")
+        print("alone: the model with no cache, and attention that gives back its queries; where steps take little more, the host decides.")
+        print("A StaticCache has a mask over all its room; generate compiles its steps where compiled is said (--compiled), once before.")
+        print(f"The {dtype} graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")
+
+
+def _decode_cells(row: dict[str, Any], dense: list[dict[str, Any]], weights_bytes: int) -> list[str]:
+    """The cells of a cache; ``dense`` are the rows of uncompressed caches of its batch and tokens."""
+    static = dense[0]["graph_seconds"]
+    known = row["peak_bytes"] is not None and row["cache_bytes"] is not None
+    peak = row["peak_bytes"] / (weights_bytes + row["cache_bytes"]) if known else None
+    graph, step, eager, generated = (row[f"{name}_seconds"] for name in ("graph", "step", "eager", "generate"))
+    in_turn = row.get("seconds_in_turn", {peer["cache"]: peer["step_seconds"] for peer in dense}).values()
+    size = "" if row["cache_bytes"] is None else bytes_text(row["cache_bytes"])
+    if generated is None:
+        size = NO_ROOM if row.get("error") == NO_ROOM else "not timed"
+    return [
+        f"{row['batch']} x {row['tokens']:,}", row["cache"], size,
+        _milliseconds(step), _ratio(step, *in_turn),
+        _milliseconds(eager), _ratio(eager, *in_turn),
+        _milliseconds(generated), _ratio(generated, *(peer["generate_seconds"] for peer in dense)), _ratio(generated, static),
+        _milliseconds(graph), _ratio(graph, static), "" if graph is None else f"{row['batch'] / graph:.0f}",
+        "" if peak is None else f"{peak:.3f}",
+    ]  # fmt: skip
+
+
+def _show_first_tokens(report: dict[str, Any]) -> None:
+    rows = []
+    for row in report["first_token"]:
+        own = [other for other in report["first_token"] if other["tokens"] == row["tokens"]]
+        seconds = {other["from"]: other["seconds"] for other in own}
+        rows.append([
+            f"{row['tokens']:,} + {row['suffix']}", row["from"], "" if "file_bytes" not in row else bytes_text(row["file_bytes"]),
+            _milliseconds(row.get("load_seconds")), _milliseconds(row["seconds"]), _ratio(row["seconds"], seconds["recompute"]),
+            _ratio(row["seconds"], seconds[DENSE_FILE]),
+        ])  # fmt: skip
+    columns = ["prefix +\nsuffix", "from", "file", "load\nms", "first token\nms", "x recompute", f"x {report['dtype']}\nfile"]
+    print_table("Time to the first token; files are in the page cache", columns, rows)
+    for row in report["first_token"]:
+        if "error" in row:
+            print(f"{row['tokens']:,} + {row['suffix']}, {row['from']}: {row['error']}")

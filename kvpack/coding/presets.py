@@ -82,8 +82,8 @@ def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
     return ";".join([*uniform, *(f"layers={boosted}:{clause}" for clause in changed)])
 
 
-def _all() -> dict[str, Preset]:
-    rotated = "rotation=hadamard"
+def _simple() -> dict[str, Preset]:
+    """Presets without loss, kvpack's own, and the formats of engines."""
     found = {"raw": Preset("kv=raw", "no compression, values as they come")}
     for name in ("bf16", "fp16", "fp32"):
         found[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
@@ -95,6 +95,12 @@ def _all() -> dict[str, Preset]:
     found["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")
     found["mxfp4"] = Preset("kv=minifloat:element=e2m1,scales=e8m0", "OCP MX: e2m1 in blocks of 32 channels")
     found["nvfp4"] = Preset("kv=minifloat:element=e2m1,scales=e4m3", "NVIDIA: e2m1 in blocks of 16 channels")
+    return found
+
+
+def _rotations() -> dict[str, Preset]:
+    """Presets whose keys are rotated."""
+    found = {}
     for b in (2, 3, 4):
         found[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
     for b in (2, 3, 4):
@@ -110,6 +116,12 @@ def _all() -> dict[str, Preset]:
         found[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline, symmetric groups of 4")
     for b in (2, 3, 4):
         found[f"polarquant-{b}"] = Preset(f"k=polar:b={b};v=group:b={b},g=32", "PolarQuant keys, values in groups")
+    return found
+
+
+def _groups() -> dict[str, Preset]:
+    """Presets of codes in groups."""
+    found, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"
         source = "OScaR" if g == 32 else f"OScaR in groups of {g}, its residual window"
@@ -130,6 +142,12 @@ def _all() -> dict[str, Preset]:
         found[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's naive int, groups of 128 channels")
     for b in (2, 3, 4):
         found[f"int-{b}-med3"] = Preset(f"kv=group:b={b},g=128,axis=channel,outliers=3", "HQMQ's naive int with Med3x")
+    return found
+
+
+def _directions() -> dict[str, Preset]:
+    """Presets of angles and of quaternions."""
+    found = {}
     found["turboangle-k8v4"] = Preset(";".join(_turboangle(128, 64)), "TurboAngle K8V4-log")
     found["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")
     for model, (layers, dim, boosted, k_bins, v_bins) in _MIXED_KV.items():
@@ -140,6 +158,11 @@ def _all() -> dict[str, Preset]:
     for s in (24, 48, 96, 192):
         for r in (4, 6):
             found[f"hqmq-s{s}-r{r}-med3"] = Preset(f"kv=quaternion:s={s},r={r},outliers=3", "HQMQ + Med3x")
+    return found
+
+
+def _all() -> dict[str, Preset]:
+    found = _simple() | _rotations() | _groups() | _directions()
     for name in ("octopus-2", "octopus-3", "octopus-4", "turboquant-2", "turboquant-3", "turboquant-4", "oscar-2", "oscar-2-u8"):
         keys, values = found[name].recipe.split(";")
         found[f"{name}-scaled"] = Preset(f"{keys},channel_scale=fp16;{values}", f"{found[name].source}, for keys with outlier channels")

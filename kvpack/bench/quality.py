@@ -137,12 +137,7 @@ def run(
     given = None if basis is None else Basis.load(basis)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [Recipe(recipe, given) for recipe in recipes]
-    if settings.offset is not None and given is not None:
-        raise InvalidParameter("--offset moves keys that the basis was not calibrated for: leave out --offset or --basis")
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to measure on the CPU")
-    if settings.peers and settings.offset is not None:
-        raise InvalidParameter("--offset moves the keys of kvpack's caches alone: leave out --offset or --peers")
+    _check(settings, given)
     peers = installed() if settings.peers else []
     if out is not None:
         picture.library()
@@ -166,19 +161,10 @@ def run(
         its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, score=None) if whole else settings
         parts.append(_Part(other, _sizes(replace(its, needles=0), other, other, most)))
     sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
-    twin = None
-    if settings.twin is not None:
-        difference = make_twin(network, settings.twin, sample, settings.seed)
-        twin = {"factor": settings.twin, "pairs_a_head": OUTLIER_PAIRS, "largest_logit_difference": difference}
-    offset = None
-    if settings.offset is not None:
-        difference = offset_keys(network, settings.offset, sample, settings.seed)
-        offset = {"factor": settings.offset, "largest_logit_difference": difference}
     report = {
         "model": name,
         "text": words.name,
-        "twin": twin,
-        "offset": offset,
+        **_changed(network, settings, sample),
         "inserted": settings.inserted,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
@@ -188,6 +174,28 @@ def run(
     if out is not None:
         _write(report, Path(out))
     return report
+
+
+def _check(settings: Settings, basis: Basis | None) -> None:
+    """Raise InvalidParameter for options that exclude each other, and for a device that is not there."""
+    if settings.offset is not None and basis is not None:
+        raise InvalidParameter("--offset moves keys that the basis was not calibrated for: leave out --offset or --basis")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to measure on the CPU")
+    if settings.peers and settings.offset is not None:
+        raise InvalidParameter("--offset moves the keys of kvpack's caches alone: leave out --offset or --peers")
+
+
+def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
+    """Change the keys of ``network`` as the settings ask, and return what the report says of it."""
+    found: dict[str, Any] = {"twin": None, "offset": None}
+    if settings.twin is not None:
+        difference = make_twin(network, settings.twin, sample, settings.seed)
+        found["twin"] = {"factor": settings.twin, "pairs_a_head": OUTLIER_PAIRS, "largest_logit_difference": difference}
+    if settings.offset is not None:
+        difference = offset_keys(network, settings.offset, sample, settings.seed)
+        found["offset"] = {"factor": settings.offset, "largest_logit_difference": difference}
+    return found
 
 
 def _token_id(text: Text, token: str) -> int:

@@ -164,9 +164,7 @@ def export_slot(
         of, window = int(number in windows), windows.get(number)
         if opaque:
             kept, blocks = opaque_blocks(number, layer, transposed, latents)
-            _check_kept(number, kept, tokens, window)
-            if kept > _most(tokens, window):
-                raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_most(tokens, window)} of {tokens}")
+            _check_opaque(number, kept, tokens, window)
         else:
             kept = _kept(number, layer, latents, tokens, window)
             blocks = [
@@ -182,13 +180,19 @@ def export_slot(
         if progress:
             progress(number + 1, len(cache))
     sections = []
-    for (keys, values), count in zip(sides, held, strict=False):
+    for both, count in zip(sides, held, strict=False):
         positions = np.arange(tokens - (count or 0), tokens, dtype=np.int32)
-        of_sides = (tuple(block for block, _ in side) for side in (keys, values))
-        sections.append(Section(streams, sequence, positions, transposed, *of_sides))
+        sections.append(Section(streams, sequence, positions, transposed, *(tuple(block for block, _ in side) for side in both)))
     data = [[values for _, values in (*keys, *values)] for keys, values in sides]
     form = SERVER if said[_IDS] == SERVER else LIST
     return write_file(where, pieces(StateFile(ids, form, tuple(sections)), data))
+
+
+def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> None:
+    """Raise InvalidParameter unless a layer of an opaque slot holds as many of the ``tokens`` as llama.cpp keeps."""
+    _check_kept(number, kept, tokens, window)
+    if kept > _most(tokens, window):
+        raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_most(tokens, window)} of {tokens}")
 
 
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:

@@ -212,18 +212,23 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self.masked: dict[bool, bool] = {}
         """For layers with and without a sliding window, True if the model's own attention had a causal mask in this pass."""
         self.compiled = CompiledCalls(self, len(self.layers))
+        self.graphs = self._step_graphs(graphs, model, "the model" if known is None else known.name)
+        self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
+        self._metadata = {} if cache is None else dict(cache.metadata)
+
+    def _step_graphs(self, graphs: bool | None, model: torch.nn.Module | None, name: str) -> StepGraphs | None:
+        """What replays decode steps; None, with a warning that names the model if ``graphs`` were asked for, if nothing can."""
         number = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
         # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
         wanted = graphs if graphs is not None else model is not None and may_replay(model)
-        self.graphs = StepGraphs(self, number, bool(graphs)) if wanted and not self._dense and not self._careful else None
-        if graphs and self.graphs is None:
+        if wanted and not self._dense and not self._careful:
+            return StepGraphs(self, number, bool(graphs))
+        if graphs:
             reason = "keys and values are decoded for each call"
             if self._careful:
-                reason = "it keeps states" if any(states) else "it has rotary positions of several dimensions"
-            name = "the model" if known is None else known.name
-            warnings.warn(f"decode steps of {name} run without CUDA graphs: {reason}", KvpackWarning, stacklevel=3)
-        self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
-        self._metadata = {} if cache is None else dict(cache.metadata)
+                reason = "it keeps states" if self.passes.states else "it has rotary positions of several dimensions"
+            warnings.warn(f"decode steps of {name} run without CUDA graphs: {reason}", KvpackWarning, stacklevel=4)
+        return None
 
     def _layer(self, number: int, held: bool, window: int | None, decoding: Decoding, states: int) -> Any:
         if states:

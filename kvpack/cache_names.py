@@ -27,6 +27,6 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache that the output of a forward pass holds; None without one."""
+    """Return the cache in the output of a forward pass; None if there is none."""
     # Of outputs, the older name warns where there is the newer one.
     return next((getattr(output, name) for name in NAMES[:2] if hasattr(output, name)), None)

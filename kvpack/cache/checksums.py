@@ -13,7 +13,7 @@ _WORD_BYTES = 8
 """Bytes of the integers that are summed, modulo 2^64; each combines several numbers if a head has whole integers."""
 
 _WORDS_AT_ONCE = 1 << 20
-"""The integers that are summed at once."""
+"""Number of integers that are summed at once."""
 
 _FACTOR = 0x9E3779B1
 """An odd number, whose products with the odd numbers of heads and words are the weights of these."""

@@ -103,7 +103,7 @@ def _stream_of(number: int) -> Any:
 
 
 class HostBus:
-    """A bus without a device: copies within host memory, done at once."""
+    """A bus without a device: it copies within host memory, synchronously."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

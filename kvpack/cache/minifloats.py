@@ -96,7 +96,7 @@ class Minifloats:
 
     @cached_property
     def codec(self) -> Minifloat:
-        """The codec that stores these elements and scales as they are."""
+        """Codec that stores these elements and scales unchanged."""
         if self.elements.dim() != 4:
             raise InvalidParameter(
                 f"elements: rank {self.elements.dim()}, shape {list(self.elements.shape)}; expected [batch, kv_head, token, dim]"

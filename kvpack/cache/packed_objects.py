@@ -1,4 +1,4 @@
-"""What packed caches and layers are not: a cache of transformers, or pickled. Each message says what to write instead."""
+"""Errors for packed caches and layers that are used as transformers caches or pickled. Each message names the right call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Unchangeable(InvalidParameter, FrozenInstanceError):
 
 
 def explained(kind: type[Kind]) -> type[Kind]:
-    """Make ``kind``, a frozen dataclass, explain to users of transformers what to give a model in its place."""
+    """Make errors of ``kind``, a frozen dataclass, tell transformers users which object to pass to a model instead."""
     refuse: Any = kind.__setattr__
 
     def missing(self: object, name: str) -> NoReturn:

@@ -46,7 +46,7 @@ class Stretch:
 
     @staticmethod
     def of_runs(codec: Codec, runs: Iterable[int], streams: Streams) -> Stretch:
-        """A stretch of at least one run; ``runs`` gives the tokens of each."""
+        """Return a stretch of at least one run; ``runs`` are the tokens of each."""
         return Stretch(codec, numpy.cumsum(numpy.fromiter(runs, numpy.int64), dtype=numpy.int64), streams)
 
     @property

@@ -39,7 +39,7 @@ TILE_VALUES = 1 << 19
 """The number of values decoded at once on the CPU, and on any device when a page is attended."""
 
 GROUP_VALUES = 1 << 24
-"""The most values of a token group that are decoded at once, if one sequence has no more: a group of many sequences may be few bytes."""
+"""Maximum number of values of a token group that are decoded at once, if one sequence has no more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,7 +103,7 @@ class Side:
 
     @cached_property
     def boundaries(self) -> list[int]:
-        """Token positions where a page or the tail starts or ends, ascending."""
+        """Token positions at which a page or the tail begins or ends, ascending."""
         return [0, *self._runs.ends.tolist(), self.tokens]
 
     def place(self, start: int, stop: int) -> tuple[PackedRun | None, int]:

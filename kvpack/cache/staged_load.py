@@ -179,7 +179,7 @@ def _copies(number: int, group: _Group) -> Iterator[Copy]:
 
 
 def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
-    """The side whose tensors are from ``start`` on in ``memory``, uint8, where ``places`` puts them; ``views`` of it are kept by dtype."""
+    """Return the side whose tensors begin at ``start`` in ``memory``, uint8, at ``places``; ``views`` caches views of it by dtype."""
     entry = file.side(places.layer, places.side)
     tensors: dict[str, torch.Tensor] = {}
     for name, layout in file.header.streams[entry].items():

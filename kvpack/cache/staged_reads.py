@@ -42,7 +42,7 @@ _READERS = 14
 _DIRECT_READERS = 8
 """Minimum number of threads that read past the page cache: so many requests keep a disk busy."""
 _CHECKERS = 16
-"""Threads that also check what they read."""
+"""Number of threads that also check the bytes they read."""
 _WAITING = 2
 """Reads that have memory before a Python thread begins them."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .device_copy import Bus
 
 _COPIES_AHEAD = 2
-"""Pieces whose copy has begun before they are needed."""
+"""Pieces whose copies are started ahead of their use."""
 
 
 def save_from(

@@ -1,4 +1,4 @@
-"""The states of a cache's layers at several positions: what lets a model that keeps states continue from the middle of a prompt."""
+"""The states of a cache's layers at several positions, from which a model with states can continue in the middle of a prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def states_of(layers: Iterable[Layer]) -> States:
 
 
 def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
-    """``layers`` with these states in place of their own."""
+    """Return ``layers`` with these states instead of their own."""
     return tuple(replace(layer, states=MappingProxyType(dict(own))) for layer, own in zip(layers, states, strict=True))
 
 
@@ -43,7 +43,7 @@ class KeptStates:
     rows: tuple[int, ...] | None = None
 
     def select(self, rows: Sequence[int]) -> KeptStates:
-        """Use these rows of those used so far."""
+        """Keep only these rows of the batch."""
         return replace(self, rows=tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows))
 
     @property

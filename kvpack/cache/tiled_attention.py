@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .side import Side
 
 TILES_AT_A_TIME = 8
-"""Tiles that one thread attends in turn where PyTorch operations do; the results of such parts are merged, whatever the threads."""
+"""Tiles that one thread attends in turn with PyTorch operations; the results of these parts are merged for any number of threads."""
 
 
 def attend_chunk(
@@ -113,7 +113,7 @@ def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _in_few_pages(side: Side, per_tile: int) -> Side:
-    """``side`` with its pages merged, if most are smaller than half a tile: tiles end where pages do, and short ones take as long."""
+    """Return ``side`` with its pages merged if most are smaller than half a tile: tiles end at page ends, and short tiles are no faster."""
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
 

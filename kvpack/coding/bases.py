@@ -229,7 +229,7 @@ class Basis:
 
     @cached_property
     def least_transform_bits(self) -> float:
-        """The fewest bits per value that ``step`` takes: what the states of chunks and the streams of a file cost besides the symbols."""
+        """Minimum bits per value that ``step`` supports: the cost of chunk states and of a file's streams, without symbols."""
         return min(map(self.transform_bits, range(MAX_STEP + 1)))
 
     def transform_bits(self, step: int) -> float:
@@ -392,7 +392,7 @@ class BasisFile:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
-    """The basis file ``path``, once its size and header are found to be those of a basis: a file of another kind costs nothing more."""
+    """Open the basis file ``path`` after checking its size and header, so that other kinds of files are refused at once."""
     where = path_text(path)
     source = OnDisk(open_regular(where, "a basis"))
     try:

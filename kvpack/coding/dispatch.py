@@ -121,7 +121,7 @@ def checks_chunks(codec: Codec, device: torch.device) -> bool:
 
 
 def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Refuse what ``codec.check_chunks`` refuses, of streams on a device for which ``checks_chunks``. The host waits for it.
+    """Run the checks of ``codec.check_chunks`` for streams on a device that ``checks_chunks`` supports. The host waits for them.
 
     Raises InvalidPayload, naming ``where``.
     """

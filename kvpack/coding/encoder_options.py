@@ -40,7 +40,7 @@ STEERING = {
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
 _VARIANTS_KEPT = 1024
-"""The most places in recipes for which a codec keeps what encodes there."""
+"""Maximum number of recipe positions for which a codec keeps its encoder variants."""
 
 _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*STEERING.values()))))
 

@@ -155,7 +155,7 @@ def _encode_others(
     before: Mapping[str, torch.Tensor] | None,
     position: int | None,
 ) -> dict[str, torch.Tensor]:
-    """The streams of ``x`` whose ``chosen`` tokens, bool ``[batch, token]``, are raw. Raises what ``encode`` raises."""
+    """Encode ``x``, whose ``chosen`` tokens, bool ``[batch, token]``, are raw. Raises the errors of ``encode``."""
     with float32_no_grad(x.device):
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
@@ -280,7 +280,7 @@ def rounding_is_shown() -> Iterator[None]:
 
 
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
-    """Raise InvalidParameter, naming ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
+    """Raise InvalidParameter, with ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
     # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
     if math.isfinite(x.sum().item()) or torch.isfinite(x).all():
         return

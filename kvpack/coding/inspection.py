@@ -56,7 +56,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def summarize(file: File) -> dict[str, Any]:
-    """Everything that the header says, as JSON values (bytes stay bytes)."""
+    """Return the contents of the header as JSON values (bytes stay bytes)."""
     header = file.header
     inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
     stored: Counter[tuple[int, str]] = Counter()

@@ -119,7 +119,7 @@ class Recipe:
     basis: Basis | None = field(default=None, compare=False, repr=False)
     canonical: str = field(init=False, repr=False)
     _written: str = field(init=False, compare=False, repr=False)
-    """The text as it was given, with the SHA-256 of the basis."""
+    """The text as given, with the SHA-256 of the basis."""
     _named: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
     def __init__(
@@ -418,7 +418,7 @@ def _without_alias(clause: str) -> str:
 
 
 def _check_digest(codec_id: str, words: Mapping[str, str]) -> None:
-    """Raise UnknownWord for a basis that is no SHA-256."""
+    """Raise UnknownWord unless the basis is a SHA-256."""
     digest = words.get("basis")
     if digest is not None and not _DIGEST.fullmatch(digest):
         raise UnknownWord(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvpack.formats.basis import Calibrated
 
 CHECKED_DIM = 128
-"""The head dim for which clauses are checked."""
+"""Head dim for which clauses are checked."""
 
 _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
 """Input dtypes of the codecs whose option ``dtype`` defaults to the dtype of their input."""
@@ -66,7 +66,7 @@ class Rule:
         calibrated: Calibrated | None = None,
         balanced: CalibratedFrames | None = None,
     ) -> Codec:
-        """The rule's codec for one head dim; ``dtype`` is that of the values.
+        """Return the rule's codec for one head dim; ``dtype`` is the dtype of the values.
 
         ``calibrated`` and ``balanced`` come from a basis, if there is one.
 
@@ -111,7 +111,7 @@ class Rule:
 
     @property
     def balances_channels(self) -> bool:
-        """True if channels of keys are scaled by what queries make of them."""
+        """True if channels of keys are scaled by statistics of queries."""
         return _BALANCED_SCALE in self.words
 
     @property

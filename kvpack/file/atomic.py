@@ -47,7 +47,7 @@ _LOCAL_FILE_SYSTEMS = {
 _STATFS_BYTES = 512
 _FSTATFS = getattr(ctypes.CDLL(None), "fstatfs64", None) or getattr(ctypes.CDLL(None), "fstatfs", None)
 _FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None)
-"""The system's own, where there is one: ``os.posix_fallocate`` would write zeros if a file system cannot reserve blocks."""
+"""The system's own function, if there is one: ``os.posix_fallocate`` would write zeros if a file system cannot reserve blocks."""
 
 
 def write_file(

@@ -42,7 +42,9 @@ def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
 
 
 def check(where: str, value: Any, rule: Rule) -> None:
-    """Raise InvalidHeader for another type, too small an integer and text that is no choice, LimitExceeded for what is too large."""
+    """Raise InvalidHeader for a wrong type, an integer below the minimum or a text that is not a choice, and LimitExceeded above the
+    maximum.
+    """
     kind, high, low, choices, each = rule
     if type(value) is not kind:
         raise InvalidHeader(f"{where} is of type {type(value).__name__}, expected {kind.__name__}")

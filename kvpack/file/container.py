@@ -202,7 +202,7 @@ class File:
         return data
 
     def in_memory(self, numbers: Iterable[int]) -> Iterator[int]:
-        """The layers ``numbers``, one by one, each once its bytes are in memory; those of the next ones are read from the disk meanwhile.
+        """Yield the layers ``numbers`` as soon as their bytes are in memory; the next ones are read from the disk meanwhile.
 
         Raises MissingFile and Truncated.
         """
@@ -278,7 +278,7 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SidePlaces]) -> Span | None:
-        """The bytes of the file that the memory of ``sides``, one after another, holds; None if it does not hold the bytes of the file."""
+        """Return the file range that the memory of ``sides`` maps, one side after another; None if that memory is not the file's."""
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._placed(places)]

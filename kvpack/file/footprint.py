@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .header import Header, SideEntry
 
 FREE_BYTES = 1 << 24
-"""Bytes that are not counted: an ordinary file takes less."""
+"""Bytes that are not counted, because an ordinary file uses less."""
 CONSTANT_BYTES = 1 << 26
 """Maximum number of bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25

@@ -103,7 +103,7 @@ class Front:
 
 
 def make_front(header: Header) -> Front:
-    """The front of the file that holds ``header``. Raises LimitExceeded."""
+    """Return the front of the file with ``header``. Raises LimitExceeded."""
     return _front_of(header, pack_header(header))
 
 

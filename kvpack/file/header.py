@@ -42,7 +42,7 @@ FEATURES = CODEC_FEATURES | {
     layer_states.FEATURE,
     position_offsets.FEATURE,
 }
-"""The required features that this kvpack knows."""
+"""Required features that this kvpack supports."""
 
 FILTERS = ("none", "zstd")
 DIGEST_BYTES = 16
@@ -360,7 +360,7 @@ def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
 
 
 def lacking(feature: str) -> str:
-    """The message for a required feature that this kvpack does not know."""
+    """Return the error message for a required feature that this kvpack does not support."""
     return f"the file needs the feature {feature!r:.200}, which this kvpack lacks; a newer one may read it"
 
 

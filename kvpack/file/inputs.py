@@ -110,12 +110,12 @@ class Inputs:
 
     @property
     def known(self) -> tuple[bytes, ...]:
-        """The known ids of each row: one for all rows where they are the same."""
+        """Known ids of each row; one element if all rows have the same."""
         return self.rows or (self.token_ids,)
 
     @property
     def rows_are_unknown(self) -> bool:
-        """True if the rows have different ids, not all of which are known."""
+        """True if rows have different ids, some of which are not known."""
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:

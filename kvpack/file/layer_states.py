@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FEATURE = "layer-state"
 """The name of the feature in ``required``, and of its entry in ``ignorable``."""
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")
-"""The dtypes of a state; its record holds an index into them."""
+"""Dtypes of a state; its record contains an index into them."""
 MAX_SIZES = 8
 MAX_NAME_BYTES = 28
 _RECORD = struct.Struct(f"<HBB{MAX_SIZES}Q{MAX_NAME_BYTES}s")
@@ -127,7 +127,7 @@ def _parsed(number: int, record: bytes) -> StateEntry:
 
 
 def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
-    """Raise InvalidParameter for an array that a file cannot hold as a state; ``dtype`` is None if the format has none for it."""
+    """Raise InvalidParameter for an array that a file cannot store as a state; ``dtype`` is None if the format has none for it."""
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has the shape {list(shape)} and the dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "

@@ -28,7 +28,7 @@ NAMESPACE_AT, KEY_AT = 32, 64
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Multiplier of the checksum: it is 5 modulo 8, so its powers repeat only after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
-"""The checksum finds any two flipped bits in so many bytes."""
+"""Maximum number of bytes of a row, up to which the checksum detects any two flipped bits."""
 
 _FRAME = struct.Struct("<16sQQ32s32sI28x")
 _MASK = 2**64 - 1
@@ -100,12 +100,12 @@ def front_of(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
 
 
 def write_checksum(row: memoryview) -> None:
-    """Write the checksum of a row that is complete otherwise."""
+    """Write the checksum of a row that is otherwise complete."""
     row[24:32] = checksum(row).to_bytes(8, "little")
 
 
 def checksum(row: memoryview) -> int:
-    """The checksum of a whole row, whose own 8 bytes count as zeros."""
+    """Return the checksum of a whole row, whose own 8 bytes count as zeros."""
     return _added(row[32:], _added(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
 
 
@@ -132,7 +132,7 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
 
 
 def frame_of(data: memoryview, where: str) -> Frame:
-    """The frame at the beginning of ``data``, of which nothing but its size is checked. Raises NotKvpack, UnsupportedVersion, Truncated."""
+    """Return the frame at the beginning of ``data``; only its size is checked. Raises NotKvpack, UnsupportedVersion and Truncated."""
     if len(data) < FRAME_BYTES:
         raise Truncated(f"{where}: has {len(data)} bytes, the frame of a row has {FRAME_BYTES}")
     frame = Frame(*_FRAME.unpack_from(data))

@@ -168,7 +168,9 @@ class Source(Protocol):
         ...
 
     def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Bring bytes ``[begin, end)`` into memory for views, in order, and give the end of what is there so far. Raises as ``view``."""
+        """Read bytes ``[begin, end)`` into memory for views, in order, and return the end of the bytes read so far. Raises the errors of
+        ``view``.
+        """
         ...
 
     def close(self) -> None:

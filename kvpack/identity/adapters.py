@@ -141,5 +141,5 @@ def _home_made_state(part: ModelPart) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _is_adapters(parameter: str, kind: str) -> bool:
-    """Return True if the name of a parameter outside PEFT, such as lora_A, or that of its module's class marks it as an adapter's."""
+    """Return True if a parameter outside PEFT belongs to an adapter by its name, such as lora_A, or by the name of its module's class."""
     return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(kind))

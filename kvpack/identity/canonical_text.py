@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 SCALARS = frozenset({type(None), bool, int, float, str})
-"""The classes of values that are JSON values as they are."""
+"""Classes of values that are JSON values already."""
 ALL, SAMPLE, FILES = "sha256", "sample-sha256", "files-xxh3"
 """Prefixes, before a colon, of ``Identity.weights`` texts: a digest of all weights in memory, of a sample of them, or of the files of a
 checkpoint. Any other text is a revision. Different kinds are never compared.
 """
 BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and values depend on"
-"""The advice for a caller whose model cannot be digested."""
+"""Advice for a caller whose model cannot be digested."""
 
 
 def weights_kind(weights: str) -> str:
@@ -151,7 +151,7 @@ def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""The dtypes as which samples of any dtype of as many bytes are read."""
+"""Dtypes as which samples are read, by the number of bytes of their own dtype."""
 
 
 def _together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
@@ -173,7 +173,7 @@ def _together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, m
 
 
 def _spaced(values: torch.Tensor, most: int | None) -> torch.Tensor:
-    """``most`` of the values, evenly spaced; all where they are fewer."""
+    """Return ``most`` of the values, evenly spaced, or all if there are fewer."""
     import torch
 
     if most is None or values.numel() <= most:

@@ -27,7 +27,7 @@ PIECE_BYTES = 1 << 26
 """Bytes of a file that one thread reads and digests."""
 BUFFER_BYTES = 1 << 22
 THREADS = 16
-"""At most so many threads read at a time: a fast disk needs several."""
+"""Maximum number of threads that read at a time; a fast disk needs several."""
 SETTLED = 2.0
 """Seconds after which a file's times tell its next change from its last: before, its digest is not kept."""
 MAX_KEPT_BYTES = 1 << 16

@@ -40,11 +40,11 @@ _INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_pa
 """Attributes of modules that change no key and no value."""
 SAMPLED_VALUES = 64
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
-"""Methods that decide what a module's state is."""
+"""Methods that define the state of a module."""
 _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
 _NOTED_POSITIONS = "rope_deltas"
-"""The attribute in which a model notes where the last prompt's text goes on after its images; None before the first."""
+"""Attribute in which a model notes the position of the text after the last prompt's images; None before the first prompt."""
 _HUB_FOLDER = "models--"
 """Prefix of a model's folder in the hub's cache folder."""
 _FREQUENCIES = "inv_freq"
@@ -124,7 +124,7 @@ def _of_the_model(found: Iterable[ModelPart]) -> Sequence[ModelPart]:
 
 
 def _states(found: Iterable[ModelPart]) -> list[tuple[str, Any]]:
-    """The state of the model by name: that of each module, sorted, with what quantized modules keep besides their parameters."""
+    """Return the state of the model by name: the state of each module, sorted, including the extra attributes of quantized modules."""
     usual: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []
     for part in _of_the_model(found):

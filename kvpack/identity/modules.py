@@ -26,12 +26,12 @@ _AROUND = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 _UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
 """PEFT classes whose output depends on arguments of a call, or on later tokens."""
 _OF_TORCH = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-"""PyTorch's wrappers, which change no value, and the attribute in which each keeps what it wraps."""
+"""PyTorch's wrappers, which change no value, and the attribute of each with the wrapped module."""
 _WRAPPER = "of torch"
 _BASES = ("base_layer", "original_module")
-"""Attributes in which a PEFT layer keeps the module that it replaces."""
+"""Attributes of PEFT layers that store the module that they replace."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
-"""Adapter libraries whose state is not in their modules, each with a name that tells it from a user's own file."""
+"""Adapter libraries whose state is outside their modules, each with a name that distinguishes it from a user's own file."""
 
 
 class ModelPart(NamedTuple):
@@ -79,7 +79,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidParameter for anything except a model, with what to give instead of a path or a name."""
+    """Raise InvalidParameter for anything except a model; the message names the right call for a path or a name."""
     import torch
 
     if isinstance(model, torch.nn.Module):

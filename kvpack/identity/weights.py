@@ -1,4 +1,4 @@
-"""The digest of all weights of a model in memory, begun at once and asked for later: about as long as reading every weight once.
+"""The digest of all weights of a model in memory, computed in the background. It takes about as long as reading every weight once.
 
 Weights change without a trace through ``.data`` and in copies of them: so a digest is computed from their bytes each time that a file or
 an identity meets the model. No cheaper check could tell that an earlier digest still holds.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 THREADS = 8
 """At most so many threads read weights in host memory: one does not reach the memory's speed."""
 _ALIGNMENT = 8
-"""The bytes of which the address of what a device digests is a multiple."""
+"""Alignment, in bytes, of memory that a device digests."""
 
 
 class Weights:
@@ -54,7 +54,7 @@ class Weights:
         self._devices = [_OnDevice(device, named, values) for device, values in devices.items()]
 
     def hold(self) -> None:
-        """Let nothing that follows change what is digested."""
+        """Make later changes of the weights leave the digest unchanged."""
         for one in self._devices:
             one.hold()
         self._host.wait()

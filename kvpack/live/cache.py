@@ -341,7 +341,7 @@ class LiveCache:
         return restore_tail
 
     def adjust_length(self, tokens: int) -> None:
-        """Count ``tokens`` more of the values in the raw tails, or fewer: a step goes back before what it added, to add the same again."""
+        """Change the number of valid tokens in the raw tails by ``tokens``: a repeated step first goes back to before its tokens."""
         self.replayed(tokens)
         for number in range(self._count):
             self._changed(number)

@@ -94,14 +94,14 @@ class CpuSteps:
         return call(q, sink_logits=sink_logits, starts=starts, tokens=tokens)
 
     def changed(self) -> bool:
-        """Take the layer as it is now; False, as no launches change."""
+        """Update to the current state of the layer; return False, because there are no launches."""
         return False
 
     def settle(self) -> None:
         """Nothing is captured."""
 
     def _view(self) -> None:
-        """Take the layer as it is now, with the whole buffers as its tails."""
+        """Return the layer as it is now, with the whole buffers as its tails."""
         layer = self._layer
         self._version, self._is_even, self._older = layer.version, not layer.is_uneven, layer.older_tokens
         self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}

@@ -80,7 +80,7 @@ class LiveLayer:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens held."""
+        """Number of tokens in the layer."""
         return self.seen - self.skipped
 
     @property
@@ -91,7 +91,7 @@ class LiveLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the layer holds."""
+        """Bytes of memory that the layer uses."""
         return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
 
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:

@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 
 def ticket_of(cache: Live) -> torch.Tensor:
-    """The first ticket for ``cache``, under a number of its own."""
+    """Return the first ticket for ``cache``, with a new number."""
     number = next(_numbers)
     _caches[number] = cache
     return torch.tensor(number, dtype=torch.int64, device="cpu")

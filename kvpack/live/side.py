@@ -23,7 +23,7 @@ GROWTH = 16
 """A page that is made to be filled has room for a sixteenth of the tokens packed before it, so that little memory is empty."""
 
 FEWEST_WINDOWS = 8
-"""Windows that such a page has room for at least."""
+"""Minimum number of windows for which such a page has room."""
 
 
 @dataclass
@@ -241,7 +241,7 @@ class LiveSide:
             self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Let the tail hold values of ``dtype`` as well, exactly."""
+        """Convert the tail so that it can also store values of ``dtype``, exactly."""
         with float32_no_grad(self.tail.device):
             wide = torch.promote_types(self.tail.dtype, dtype)
             self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)

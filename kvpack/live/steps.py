@@ -20,7 +20,7 @@ ALIGNED = 4
 
 
 class Steps:
-    """The steps over one ``layer``, whose tokens the device counts; ``not_finite``, int32 ``[1]``, is set by a value that is not finite."""
+    """The steps over one ``layer``, whose tokens the device counts. ``not_finite``, int32 ``[1]``, is set if a value is not finite."""
 
     def __init__(self, layer: LiveLayer) -> None:
         self._layer = layer
@@ -99,7 +99,7 @@ class Steps:
         return call(q, self._lengths, sink_logits, starts)
 
     def changed(self) -> bool:
-        """Take the layer as it is now; whether launches changed."""
+        """Update to the current state of the layer; return True if launches changed."""
         changed = False
         if self._version != self._layer.version:
             view = self._layer.whole()

@@ -35,7 +35,7 @@ ALIGNED = 16
 """Bytes that divide those from one page to the next where pages are copied (``kernels.encode.rows.STREAMS_ALIGNED``)."""
 
 MAX_BYTES = 64 << 20
-"""Bytes of values that are gathered or decoded at once, and some times as many for the steps of a codec: engines leave little memory."""
+"""Bytes of values that are gathered or decoded at once; codecs use a few times as many, and engines leave little memory."""
 
 
 def supports(codec: Codec) -> bool:

@@ -47,7 +47,7 @@ class PageJob:
 
     @classmethod
     def of(cls, outcomes: list[Outcome]) -> PageJob:
-        """A job that is done."""
+        """Return a finished job."""
         return cls(torch.zeros(0, dtype=torch.int32, device="cpu"), lambda _: outcomes)
 
     @property
@@ -195,7 +195,7 @@ class DevicePages:
         return _bytes(b"".join(digest or bytes(KEY_BYTES) for digest in digests)).view(-1, KEY_BYTES).to(self._device, non_blocking=True)
 
     def _holds(self, rows: Rows) -> bool:
-        """Return True if kernels work on ``rows`` where they are."""
+        """Return True if kernels can work on ``rows`` in place."""
         if not isinstance(rows, torch.Tensor) or rows.device != self._device or not dispatch.uses_triton(self._device):
             return False
         from kvpack.kernels.pages import lanes

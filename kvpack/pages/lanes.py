@@ -247,7 +247,7 @@ class _Ready:
         self._put_raw(slot, row)
 
     def _put_raw(self, slot: int, row: memoryview) -> None:
-        """Write raw tokens over what was decoded in their places."""
+        """Write raw tokens over the decoded values in their places."""
         raw = self._lane.raw
         if raw is None:
             return
@@ -292,7 +292,9 @@ def _direct(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
-    """(first layer, layers, address, bytes per slot, bytes per layer, head and token): all layers at once where they are regularly."""
+    """Return (first layer, layers, address, bytes per slot, bytes per layer, head and token): all layers at once if they are evenly
+    spaced.
+    """
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
     addresses = [x.data_ptr() for x in tensors]

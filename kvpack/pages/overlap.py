@@ -67,7 +67,7 @@ def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
 
 
 def _folded(tensors: list[Strided]) -> Strided | None:
-    """Tensors alike at equal distances as one of another axis; those of one pool are so, first by layers and then by sides."""
+    """Combine equal tensors at equal distances into one with another axis; tensors of one pool combine first by layers, then by sides."""
     if len({one[1:] for one in tensors}) != 1:
         return None
     begins = sorted(one.begin for one in tensors)

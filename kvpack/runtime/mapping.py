@@ -55,7 +55,7 @@ def most_mappings() -> int:
 
 
 def may_map() -> bool:
-    """Return True if another file may be mapped; else it is to be read."""
+    """Return True if another file may be mapped; otherwise it must be read."""
     return len(_MAPPED) < most_mappings()
 
 

@@ -1,4 +1,4 @@
-"""Memory for large results on the CPU: of their own, in large pages where the system has them.
+"""Memory for large results on the CPU: separate allocations, in huge pages if the system has them.
 
 Most of the time of writing new memory goes to the faults of its pages: 0.4 to 0.7 ms per MiB in small ones, 0.1 in large ones. The heap
 has large pages where a whole one is inside one result, and then keeps them for what the host puts there next. Memory of a pack that is
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MANY_BYTES = 1 << 22
-"""Results of at least this size are in memory of their own."""
+"""Results of at least this size get their own memory."""
 
 MIN_HUGE_PAGE_PIECE_BYTES = 1 << 16
 """Smaller results are on the heap."""

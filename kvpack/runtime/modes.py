@@ -26,7 +26,7 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """A mode in which ``tensor``, of someone else, may be written: what was made in inference mode, only there."""
+    """Context in which ``tensor``, which belongs to someone else, can be written: tensors made in inference mode only in that mode."""
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
@@ -66,7 +66,7 @@ def _keeping_subnormals(inside: AbstractContextManager[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch, and what asks it for its number of threads, work in one thread, and restore the number afterwards."""
+    """Context in which PyTorch, and libraries that use its thread count, run in one thread; the count is restored afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -95,7 +95,7 @@ class Reader:
         self._library.kvpack_reader_allow(self._reader, upto)
 
     def wait(self, number: int) -> bool:
-        """Wait for the end of that read, which is allowed, and of those before it; whether it has all its bytes."""
+        """Wait for the end of that read and of those before it; return True if it read all of its bytes."""
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed

@@ -1,4 +1,4 @@
-"""Number of threads a call has, threads that are kept from call to call, and concurrent calls in threads whose start nobody waits for.
+"""Threads: the number per call, threads kept between calls, and concurrent calls in threads without waiting for their start.
 
 ``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the
 thread runs. Here a call that no thread has begun is made by the thread that requests its result.
@@ -109,7 +109,7 @@ class _Job:
                 self._done.release()
 
     def wait(self) -> None:
-        """Wait for the end of the call, which somebody makes."""
+        """Wait for the end of the call, which some thread makes."""
         with self._done:
             pass
 
@@ -127,7 +127,7 @@ class _Job:
 
 
 def _start(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
-    """Start ``count`` threads that take jobs from a queue, or as many as the system allows."""
+    """Start ``count`` threads that run jobs from a queue, or as many as the system allows."""
     for started in range(count):
         try:
             _thread.start_new_thread(_help, (call, queue))
@@ -173,6 +173,6 @@ class OwnThreads:
         return found or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
 
     def close(self) -> None:
-        """Wait for what they do, and end them; ``pool`` begins others."""
+        """Wait for the threads' work and end them; ``pool`` starts others."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .lease import Lease
 
 Data = bytes | bytearray | memoryview
-"""An entry's bytes: a mapped file where possible."""
+"""The bytes of an entry: a mapped file if possible."""
 
 
 MAX_ENTRY_BYTES = 512 * 2**20

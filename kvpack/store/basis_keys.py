@@ -24,7 +24,9 @@ def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
 
 
 def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
-    """The SHA-256 of a basis that is the whole entry ``key`` in the clear. Raises DigestMismatch when the key is that of another."""
+    """Return the SHA-256 of a basis that is the whole decrypted entry ``key``. Raises DigestMismatch if the key belongs to another
+    basis.
+    """
     digest = hashlib.sha256(data).digest()
     if key not in basis_keys(digest, cipher):
         raise DigestMismatch(f"entry {key.hex()}: damaged: holds a basis with the SHA-256 {digest.hex()}, which has another key")

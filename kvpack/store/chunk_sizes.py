@@ -20,7 +20,7 @@ TRIES = 3
 
 
 class OtherChunks:
-    """Looks for entries of the same tokens in chunks of another size, after lookups that found nothing, until it has found some once."""
+    """After lookups without a hit, searches for entries of the same tokens with another chunk size, until it has found some once."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk

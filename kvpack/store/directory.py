@@ -252,7 +252,7 @@ class Directory(OneTier):
         return [Stored(one.key, one.size, self._used(one)) for one in found]
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Record what entries are, by key."""
+        """Store descriptions of entries, by key."""
         for at in range(0, len(texts), _DESCRIBED_AT_ONCE):
             self._index.describe(texts[at : at + _DESCRIBED_AT_ONCE])
 
@@ -263,7 +263,7 @@ class Directory(OneTier):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """The largest budget in effect, at least the bytes that the folder takes on the disk; 0 if nobody has counted them yet."""
+        """Return the largest budget in effect, at least the disk space of the folder; 0 if nobody has counted it yet."""
         count = self._counted()
         return 0 if count is None else count.largest(count.total)
 

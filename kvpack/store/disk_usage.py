@@ -1,4 +1,4 @@
-"""The bytes that a folder takes, including what is being written: one number in a file, changed under the file's lock.
+"""The disk space of a folder, including files being written: one number in a file, changed under the file's lock.
 
 A writer takes bytes before it writes them, and only if they fit, so entries and unfinished files never exceed the number.
 A new count of the folder replaces the number. The file is a hint: if it is missing or invalid, or this machine has not counted
@@ -171,7 +171,7 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, here: int, *, any_run: bool = False) -> Count | None:
-    """The count in an open file; None for that of another inode than ``here``, or one that this run of the machine has no part in.
+    """Return the count in an open file; None if it belongs to an inode other than ``here``, or if this machine run has no part in it.
 
     With ``any_run`` these will do.
     """

@@ -47,7 +47,7 @@ def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
 
 
 def shown(name: bytes) -> str:
-    """The id of a key for messages; its bytes may come from anyone."""
+    """Return the id of a key for messages; its bytes may come from anyone."""
     return repr(name.decode("utf-8", "backslashreplace"))
 
 
@@ -86,7 +86,7 @@ class Cipher:
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """The same in their order, that of the key that encrypts first."""
+        """Ids of the keys in order, first that of the key that encrypts."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:

@@ -91,7 +91,7 @@ def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> b
 
 
 def file_payload_digest(file: container.File, view: memoryview) -> bytes:
-    """``payload_digest`` of an open file, whose bytes are ``view``."""
+    """Return the ``payload_digest`` of an open file with the bytes ``view``."""
     begin = min((place.begin for place in file.front.places.values()), default=0)
     return xxhash.xxh3_128_digest(view[len(file.front.text) + begin :])
 
@@ -234,7 +234,7 @@ def check_entry(
 
 
 def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
-    """Raise InvalidHeader unless sides hold ``tokens`` tokens of one sequence as they are stored: others may have written the entry.
+    """Raise InvalidHeader unless sides have ``tokens`` tokens of one sequence, as stores write them: anyone may have written the entry.
 
     A small entry could otherwise decode to any size. Raises LimitExceeded for a layer whose values, 16 bits each, take more than
     ``max_bytes``.
@@ -289,5 +289,5 @@ def check_payload(named: bytes, digest: bytes, where: str) -> None:
 
 
 def _start_bytes(start: int) -> int:
-    """The number of bytes in which msgpack writes a start."""
+    """Return the number of bytes in which msgpack encodes a start."""
     return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

@@ -27,7 +27,7 @@ _MAX_KNOWN = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[container.File], None] | None = None) -> None:
-    """Raise as reading does unless the front of ``data``, decrypted with ``cipher`` if given, is that of the entry ``key``.
+    """Raise the errors of reading unless the front of ``data``, decrypted with ``cipher`` if given, belongs to the entry ``key``.
 
     Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``more`` checks the file of a chunk further.
     """

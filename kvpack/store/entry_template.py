@@ -56,7 +56,7 @@ class SidePlan:
 
 @dataclass(frozen=True)
 class EntryTemplate:
-    """The bytes that entries have in common, and where their tensors are."""
+    """The bytes that entries have in common, and the places of their tensors."""
 
     size: int
     text: bytes

@@ -25,7 +25,7 @@ MAX_TTL = 10**9
 _STEP_SECONDS = 0.005
 """Seconds that one put searches for expired entries."""
 _SHARE = 64
-"""A store spends at most one part in so many of its time on that."""
+"""A store spends at most this fraction (one in ...) of its time on searches for expired entries."""
 _SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
 
 

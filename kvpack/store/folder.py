@@ -56,7 +56,7 @@ class Folder:
         return disk.block_bytes(self.root)
 
     def cost(self, size: int) -> int:
-        """The bytes that a file of ``size`` bytes takes on the disk."""
+        """Return the disk space of a file of ``size`` bytes."""
         return -(-size // self.block) * self.block
 
     def overhead(self) -> int:
@@ -114,7 +114,7 @@ class Folder:
         return self.entries(ENTRY_FOLDERS[folder])
 
     def names(self, folder: int) -> list[bytes]:
-        """The keys of the entries in such a folder. Raises OSError."""
+        """Return the keys of the entries in such a folder. Raises OSError."""
         try:
             with os.scandir(self.leaves[folder]) as found:
                 names = [entry.name for entry in found if entry.is_file(follow_symlinks=False)]

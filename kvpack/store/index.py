@@ -91,7 +91,7 @@ class Index:
 
     @property
     def there(self) -> bool:
-        """True if there is an index to ask."""
+        """True if there is an index to query."""
         found = False
         with self._guarded():
             found = self._opened() is not None
@@ -192,7 +192,7 @@ class Index:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
     def exchange_note(self, name: str, value: int) -> int | None:
-        """Set a number to be remembered, and return what it was."""
+        """Store a number to remember, and return the previous one."""
         with self._guarded(), self._transaction() as connection:
             if connection is not None:
                 old = self._note(connection, name)
@@ -222,7 +222,7 @@ class Index:
         return []
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Keep what entries are, by key: an entry never changes."""
+        """Store descriptions of entries, by key; an entry never changes."""
         with self._guarded(), self._transaction() as connection:
             if connection is None:
                 return
@@ -327,7 +327,7 @@ class Index:
         return status.st_ino, status.st_mtime_ns
 
     def _stale(self) -> list[int] | None:
-        """The folders that are not as they are known."""
+        """Return the folders that have changed since they were indexed."""
         connection = self._opened()
         if connection is None:
             return None
@@ -387,7 +387,7 @@ def key_of(number: int, rest: bytes) -> bytes:
 
 
 def _run() -> int:
-    """This run of the machine as one of SQLite's integers."""
+    """Return this machine run as an SQLite integer."""
     return int.from_bytes(run_of_machine(), "big", signed=True)
 
 

@@ -109,7 +109,7 @@ def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
 
 
 def merged(last: Mapping[bytes, Use], now_ns: int) -> dict[str, bytes]:
-    """The records, by name, that say what ``last`` does, the least recently used first: one for all uses of about one age."""
+    """Return merged records by name, equivalent to ``last``, least recently used first: one for all uses of about the same age."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))

@@ -1,4 +1,4 @@
-"""A lease of one key, as a backend gives it (leases.py)."""
+"""A lease of one key, as a backend grants it (leases.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Lease(Protocol):
 
 
 class NoLease:
-    """The lease of a location that can give none: everybody has it."""
+    """The lease of a location that does not support leases: everybody has it."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no lease to release."""

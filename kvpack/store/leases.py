@@ -87,7 +87,7 @@ class Leases:
         self.release([*self._held])
 
     def _holds(self, key: bytes) -> bool:
-        """Return True if this thread holds the lease of ``key`` already."""
+        """Return True if this thread already has the lease of ``key``."""
         self.release(())
         with self._lock:
             return key in self._held and self._held[key][1] == threading.get_ident()

@@ -30,7 +30,7 @@ MEMORY = "memory://"
 _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _OF_TIERS = {"write_back"}
-"""The options that only a list of tiers takes."""
+"""Options that only a list of tiers supports."""
 
 
 def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
@@ -129,7 +129,7 @@ def _kind(location: Any) -> Kind:
 
 
 def _folder(location: Any) -> str:
-    """The path of a folder, given as a path or a URL."""
+    """Return the path of a folder, given as a path or a URL."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)

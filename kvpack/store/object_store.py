@@ -341,7 +341,7 @@ class ObjectStore(OneTier):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Merge the records of about one age, without entries that are gone."""
+        """Merge the records of about the same age, without entries that are gone."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
@@ -432,7 +432,7 @@ class ObjectStore(OneTier):
         return [*in_parallel(read, names, REQUESTS)]
 
     def _removed(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries, and return those that existed."""
+        """Remove entries and return those that existed."""
         removed = in_parallel(self._remove, map(_name, keys), REQUESTS)
         return {key for key, gone in zip(keys, removed, strict=True) if gone}
 

@@ -21,7 +21,7 @@ def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
 
 
 def check_page(name: bytes, data: Data) -> None:
-    """Check the row that is the whole entry ``name``.
+    """Check a row that is the whole entry ``name``.
 
     Raises NotKvpack, UnsupportedVersion, Truncated, DigestMismatch and InvalidHeader.
     """

@@ -127,7 +127,7 @@ class PageStore:
         self.close()
 
     def close(self) -> None:
-        """Wait for the submitted jobs, end the threads, and release connections; the entries stay, and this store takes no more calls."""
+        """Wait for the submitted jobs, end the threads, and release connections. Entries stay, and this store accepts no further calls."""
         # Jobs that were submitted are done first.
         self.drain()
         self._closed = True
@@ -358,7 +358,7 @@ class PageStore:
         return min(size, self._max_entry_bytes)
 
     def _at_once(self, most: int) -> int:
-        """The pages of which rows are in memory at a time."""
+        """Return the number of pages whose rows are in memory at a time."""
         return max(1, min(most, BATCH_BYTES // (self._largest + 1)))
 
     def _parts(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:

@@ -81,7 +81,7 @@ class Pins:
                 self._counters.fault("sweep", error)
 
     def _found(self, beginning: str = "") -> Iterator[tuple[Pin, str]]:
-        """The pins in effect whose names have a ``beginning``."""
+        """Return the pins in effect whose names have a ``beginning``."""
         for folder in (self._folder.pins_folder, self._folder.holds_folder):
             for name, path in self._files(folder):
                 pin = self._read(name, path) if name.startswith(beginning) else None

@@ -56,7 +56,7 @@ _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for an entry that it refuses. For an entry that exists already, it returns the front and the size."""
 _NO_ANSWER = object()
 _TRIES = 8
-"""Number of times a put makes room, which others may take first."""
+"""Number of times that a put makes room again after others have used it."""
 _SPARE_BYTES = 2**20
 """Bytes of a reply in addition to its entries."""
 
@@ -354,7 +354,9 @@ class Redis(OneTier):
         return answer[0], [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
 
     def _looked(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
-        """The size and the first ``count`` bytes of each entry; 0 and none for what is not there, is no string, or has no answer."""
+        """Return the size and the first ``count`` bytes of each entry; 0 and no bytes for keys that are missing, not strings, or
+        unanswered.
+        """
         found: list[tuple[int, bytes]] = []
         for part in _parts(keys, _KEYS_AT_ONCE):
             commands: list[Command] = []
@@ -439,7 +441,9 @@ def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[
 
 
 def _with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """An entry of ``size`` bytes whose first ``end`` are ``parts``; the rest are zeros, which take no memory until they are read."""
+    """Return an entry of ``size`` bytes that begins with ``parts``, up to ``end``; zeros follow, which need no memory until they
+    are read.
+    """
     if not end or sum(map(len, parts)) < end:
         return None
     entry = numpy.zeros(size, numpy.uint8).data

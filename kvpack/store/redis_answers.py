@@ -19,7 +19,7 @@ _CURSOR_DIGITS = 20
 
 
 class NotRedis(Exception):
-    """An answer that no Redis server gives."""
+    """A reply that no Redis server sends."""
 
 
 def integer(answer: Any) -> int:
@@ -72,7 +72,7 @@ def sizes_and_uses(answer: Any) -> list[float]:
 
 
 def numbers(answer: Any) -> list[int]:
-    """Two integers, or -1 alone."""
+    """Check a reply of two integers, or of -1 only."""
     return answer if answer == [-1] and type(answer[0]) is int else integers(2)(answer)
 
 

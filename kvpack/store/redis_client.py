@@ -44,7 +44,7 @@ _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"
 _CALLER = 8
 """The calls between the warning and whoever opens a store."""
 _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
-"""Options of a URL that change what answers are."""
+"""URL options that would change the form of replies."""
 
 
 class Client:

@@ -74,7 +74,7 @@ class Count:
             return self._recount(time.monotonic() + WAIT_SECONDS)
 
     def collect(self) -> bool:
-        """``recount`` from the beginning, however long it takes."""
+        """Run ``recount`` from the beginning, however long it takes."""
         with self._lock:
             self._phase, self._cursor = 0, _BEGIN
             return self._recount(float("inf"))

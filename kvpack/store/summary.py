@@ -24,7 +24,7 @@ _KINDS = ("pages", "states", "bases")
 
 @dataclass
 class Summary:
-    """Counts of entries, bytes and tokens by model and recipe, those of what is no chunk by kind, and entries that were not read."""
+    """Counts of entries, bytes and tokens by model and recipe, of other entries by kind, and of unreadable entries."""
 
     chunks: dict[tuple[tuple[tuple[str, str], ...], str], Counter[str]] = field(default_factory=dict)
     kinds: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in _KINDS})
@@ -42,7 +42,7 @@ class Summary:
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
     def add(self, about: dict[str, Any], entries: int, size: int) -> None:
-        """Count entries that are alike, by what they are."""
+        """Count entries of the same kind."""
         if about["kind"] != "chunk":
             self.kinds[about["kind"]].update(entries=entries, bytes=size)
             return

@@ -1,4 +1,4 @@
-"""Checks of what callers pass: a value of the wrong type is named in one short line, with the type that is expected."""
+"""Checks of arguments: the message names a value of the wrong type in one short line, with the expected type."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_mapping(value: Any, what: str, example: str) -> None:
 
 
 def items(value: Any, what: str, expected: str) -> list[Any]:
-    """The items of a list, a tuple, an array or another sequence. Raises InvalidType; ``expected`` says what the items are."""
+    """Return the items of a list, a tuple, an array or another sequence. Raises InvalidType; ``expected`` names the items."""
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return list(value)
@@ -105,7 +105,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise InvalidParameter unless ``value`` is None or a number that a float holds; ``what`` names it in the message."""
+    """Raise InvalidParameter unless ``value`` is None or a number that a float can represent; ``what`` names it in the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{what} is {shown(value)}, expected a number")

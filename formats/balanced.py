@@ -28,7 +28,7 @@ OPTION = "frame"
 """The option of a recipe that requests a frame, as ``frame=balanced``."""
 
 FRAMES = ("balanced", "centered")
-"""Frames of a basis: of keys as they are, and of keys less their mean, for keys whose mean is stored apart."""
+"""Frames of a basis: for keys as they are, and for keys minus their mean, if the mean is stored separately."""
 
 
 @dataclass(frozen=True)

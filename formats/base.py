@@ -196,7 +196,7 @@ class Codec(ABC):
 
     @property
     def without_raw(self) -> Codec:
-        """The codec of all tokens but those that are raw by their positions."""
+        """The codec without raw tokens chosen by position."""
         return self
 
     def with_family(self, family: Codec) -> Codec:
@@ -305,7 +305,9 @@ class Codec(ABC):
         return {}
 
     def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """For each stream with one row per entry whose entries name their tokens: that of each entry in use, int64, ascending."""
+        """For each stream with one row per entry whose entries name their tokens, return the token of each entry in use, int64,
+        ascending.
+        """
         return {}
 
     def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
@@ -326,7 +328,7 @@ class Codec(ABC):
         return layout | self.scales(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """The streams without rows of a side of this size: all that ``layout`` says but for their number."""
+        """Layouts of the streams without rows of a side of this size: those of ``layout`` without the number of rows."""
         found = self._run_layouts.get((batch, heads))
         if found is None:
             if len(self._run_layouts) >= _SIZES_KEPT:
@@ -434,7 +436,7 @@ class Codec(ABC):
         return _Checks(packed, sorted(self.finite_streams()), self.payload_rules(), self.run_rules(), self.chunk_rules(), of_batch)
 
     def finite_streams(self) -> list[str]:
-        """The streams other than codes whose values are finite: all that hold floating-point numbers."""
+        """Streams other than codes whose values must be finite: all with floating-point numbers."""
         return [name for name, layout in self.scales(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
@@ -450,12 +452,12 @@ class Codec(ABC):
         return ()
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
-        """Refuse what only the tokens of each run tell: called with what ``check`` has accepted. Raises InvalidPayload."""
+        """Raise InvalidPayload for errors visible only in the tokens of each run, in streams that passed ``check``."""
         for rule in self._checks.of_runs:
             rule(arrays, runs, arrays[self._checks.of_batch].shape[0], where)
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse what only decoding all symbols tells, of what the other checks have accepted. Raises InvalidPayload."""
+        """Raise InvalidPayload for errors visible only after decoding all symbols, in streams that passed the other checks."""
         for rule in self._checks.of_chunks:
             rule(arrays, where)
 

@@ -37,7 +37,7 @@ _LEAST = 2.0**-10
 """Minimum weight of a channel, relative to the average; its inverse is the maximum balanced factor."""
 
 _SPAN = 16
-"""Tokens whose root mean square counts once."""
+"""Tokens whose root mean square is one sample."""
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Return True if reductions alone find these rows valid; where some need a look at each value, False."""
+        """Return True if reductions show that these rows are valid; False if some need a check of each value."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((over_rows(planes[0], numpy.maximum) <= self._column_limits).all())

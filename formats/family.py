@@ -28,7 +28,7 @@ def ranged(low: int, high: int) -> dict[str, Any]:
 
 
 def among(known: Iterable[Any]) -> dict[str, Any]:
-    """Metadata of a parameter that is one of the texts or integers ``known``."""
+    """Return metadata for a parameter that is one of the texts or integers ``known``."""
     return {"known": tuple(known)}
 
 

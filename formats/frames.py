@@ -36,7 +36,7 @@ LARGEST_LEVEL = 2**31 - 1
 """The largest level of a column, in steps of at most 1."""
 
 _TURNED_TOKENS = 1 << 12
-"""Tokens that are turned at once: angles of all others follow from those of the first."""
+"""Tokens that are rotated at once; the angles of all others follow from those of the first."""
 
 
 class Rope(NamedTuple):
@@ -111,7 +111,7 @@ class Tables:
 
     @cached_property
     def bits(self) -> Numbers:
-        """The bits that a symbol of each table takes on average, float64 ``[table]``, with those of escapes."""
+        """Average bits of a symbol of each table, float64 ``[table]``, including escapes."""
         counts = self.frequencies.astype(numpy.float64)
         return (rans.cost(counts, self.frequencies) + counts[:, 0] * ESCAPE_BITS) / rans.TOTAL
 

@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 PAGE = 128
-"""Tokens of a run, counted from its first, whose median norm the norm of each token is measured by; its last ones, if they fill no page, by
-that of as many tokens up to them."""
+"""Tokens of a run, counted from its first, whose median norm is the usual norm of each. Last tokens that fill no page use the same number
+of tokens up to them.
+"""
 
 HEADS, TOKENS = "heads", "tokens"
 """Kinds of sharing: a scale may serve the heads of a token, or the tokens of a group."""
 
 SHARED_RATIO = 1.5
-"""A scale that heads share costs a head precision where it is more than this many times what the head's own norm requests."""
+"""A shared scale costs a head precision if it exceeds the scale for the head's own norm by more than this factor."""
 
 GROUP_RATIO = 2.0
 """A token costs the others of its group precision where its norm in a head is more than this many times the usual one."""
@@ -100,7 +101,7 @@ def excess(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative(norms: torch.Tensor) -> torch.Tensor:
-    """Norms of the same shape, each divided by the usual one of its head; infinite where that is 0."""
+    """Return norms divided by the usual norm of their head; infinite if that is 0."""
     medians = usual(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 

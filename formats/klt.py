@@ -44,7 +44,7 @@ in columns there.
 """
 
 HEAD_RUN_COLUMNS = 8
-"""Columns that share a width where each head has its own: their codes take whole bytes."""
+"""Columns that share a width if each head has its own widths; their codes are whole bytes."""
 
 CODES = "codes"
 """The code stream of all heads, where each head has its own widths; F of it is ``HEAD_RUN_COLUMNS``."""

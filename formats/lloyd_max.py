@@ -90,7 +90,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _without_underflow() -> numpy.errstate:
-    """Tails of densities vanish, which is an error where a process asked numpy for it."""
+    """Allow underflow: tails of densities vanish, which is an error if the process has configured numpy so."""
     return numpy.errstate(under="ignore")
 
 

@@ -301,7 +301,7 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def floor_log2(value: float) -> int:
-    """The exponent of the largest power of two that is at most ``value``, which is 1 or above."""
+    """Return the exponent of the largest power of two that is at most ``value``, for ``value`` of at least 1."""
     return int(value).bit_length() - 1
 
 
@@ -311,7 +311,7 @@ def most_of(codec: Minifloat) -> float:
 
 
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """The scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``; infinite where they do not fit.
+    """Return the scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``; infinite if they do not fit.
 
     Those of the run before, ``last``, are kept where they are neither too small nor far too large: runs of one scale can be joined.
     A larger one then has room to grow, so that later runs seldom need another. 0 stands for no scale.

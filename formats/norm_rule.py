@@ -1,4 +1,4 @@
-"""The option norm_rule: what an encoder stores as the factor of a token, and why decoders need not know.
+"""The option norm_rule: how an encoder chooses the stored factor of a token; decoders do not depend on it.
 
 A codec of directions decodes a token x to a factor times a direction d, the sum of its codes. As papers store it, the factor is
 x's norm ("norm"). That keeps the error small, but d is nearest to x's direction, and so too short along it: every product with

@@ -1,4 +1,4 @@
-"""The options of one codec in a recipe. Readers take words one by one; a word that none takes is unknown."""
+"""The options of one codec in a recipe. Readers consume words one by one; a word that no reader consumes is unknown."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Outliers(FramePart):
         return flags != 0
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for spare bits, flags whose count is not that of the outliers, and values that no writer produces."""
+        """Raise InvalidPayload for spare bits, flags whose number differs from that of the outliers, and values that no writer produces."""
         planes = [arrays[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))]
         self.packing.check(planes, f"{where}.{FLAGS}")
         values = arrays[VALUES]

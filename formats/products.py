@@ -7,7 +7,7 @@ from typing import Any
 from .lazy import torch
 
 FEWEST_ROWS = 16
-"""Libraries of matrix products take kernels of their own, which sum in another order, for fewer rows than this."""
+"""Minimum number of rows for matrix products: for fewer rows, libraries use other kernels, which sum in another order."""
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

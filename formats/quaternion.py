@@ -35,7 +35,7 @@ DEFAULT_SEED = 435
 """Errors vary with the seed by 2 to 5 %; this seed gives those in the page's table at S = 24, 48, 96 and 192."""
 
 _AT_ONCE = 128
-"""The number of secondary quaternions whose codewords are computed at once."""
+"""Number of secondary quaternions whose codewords are computed at once."""
 _TOKENS_OF_ONE_HEAD = 1 << 12
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_NORMAL = 2.0**-126

@@ -82,7 +82,7 @@ compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] 
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
-    """``encoded`` by ``compiled_encoder`` where it is set and takes the call."""
+    """Call ``compiled_encoder`` if it is set and supports the call, else ``encoded``."""
     found = compiled_encoder(symbols, lengths, tables, table) if compiled_encoder is not None else None
     return encoded(symbols, lengths, tables, table) if found is None else found
 
@@ -118,7 +118,7 @@ compiled: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None =
 
 
 def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
-    """``decoded`` by ``compiled`` where it is set and takes the call."""
+    """Call ``compiled`` if it is set and supports the call, else ``decoded``."""
     found = compiled(chunks, lengths, tables, table) if compiled is not None else None
     return decoded(chunks, lengths, tables, table) if found is None else found
 

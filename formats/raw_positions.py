@@ -164,7 +164,7 @@ class RawPositions(KeptTokens):
         return {POSITIONS: stored_positions(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload unless there are as many positions as rows of values, whose values may be any."""
+        """Raise InvalidPayload unless there are as many positions as rows of values; any values are valid."""
         positions, rows = arrays[POSITIONS].shape[2], arrays[VALUES].shape[2]
         if positions != rows:
             raise InvalidPayload(f"{where}.{POSITIONS}: has {positions} positions, {where}.{VALUES} holds {rows} raw tokens")
@@ -206,7 +206,7 @@ def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """Pages with a fixed number of raw tokens each: ``rest`` is what the codec encodes, as ``replaced`` says.
+    """Pages with a fixed number of raw tokens each: ``rest`` is the input of the codec, as in ``replaced``.
 
     ``streams`` are ``[page, slot, ...]``, of unused slots zero; ``left_out``, ``[page, 2]``, is that of ``tokens_of_slots``.
     """

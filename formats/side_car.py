@@ -57,7 +57,7 @@ class SideCar(ABC):
     words: ClassVar[tuple[str, ...]]
     """The options of a recipe that request and configure it."""
     of_every_codec: ClassVar[bool] = False
-    """True if codecs that take no other side-car take this one, if they are lossy."""
+    """True if lossy codecs without support for other side-cars support this one."""
     keys_only: ClassVar[bool] = False
     """True if codecs with it code only keys."""
     feature: ClassVar[str] = ""
@@ -113,7 +113,7 @@ class SideCar(ABC):
                 check_finite(f"{where}.{name}", arrays[name], "scales and norms")
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Refuse what only the tokens of each run tell: called with what ``check`` has accepted. Raises InvalidPayload."""
+        """Raise InvalidPayload for errors visible only in the tokens of each run, in streams that passed ``check``."""
         return
 
     def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ class ValueMap(SideCar):
         """Undo ``forward``."""
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The transpose of ``inverse``: queries whose products with mapped keys are those of ``q`` with keys.
+        """Apply the transpose of ``inverse`` to queries: their products with mapped keys are those of ``q`` with keys.
 
         For an orthogonal map it is ``forward``; any other map defines its own.
         """

@@ -133,7 +133,7 @@ class WithSideCars(Codec):
         return replace(self, codec=family)
 
     def with_side_car(self, side_car: SideCar) -> WithSideCars:
-        """The codec with ``side_car`` in place of its own one of the same class."""
+        """Return the codec with ``side_car`` instead of its own side-car of the same class."""
         place = [*map(type, self.side_cars)].index(type(side_car))
         return replace(self, side_cars=(*self.side_cars[:place], side_car, *self.side_cars[place + 1 :]))
 
@@ -317,7 +317,7 @@ class WithSideCars(Codec):
         return self.codec.query(self.inner_query(q, streams), streams)
 
     def inner_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """The queries ``[batch, kv_head, row, dim]`` whose products with the codec's decoded values are those of ``q`` with keys."""
+        """Return the queries ``[batch, kv_head, row, dim]`` whose products with the codec's decoded values are those of ``q`` with keys."""
         for value_map in self.value_maps:
             q = value_map.query(q, streams)
         return q
@@ -390,7 +390,7 @@ def _after(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> tuple[
 
 
 def _finite(x: torch.Tensor, what: str) -> torch.Tensor:
-    """``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, which says ``what`` was done, if a value is not finite."""
+    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, naming the operation ``what``, if a value is not finite."""
     # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()

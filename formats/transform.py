@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SIDES = ("k", "v")
 SCOPES = ("head", "layer")
-"""True if a frame is of the channels of one head, or of those of all heads of a layer."""
+"""Scopes of a frame: the channels of one head, or of all heads of a layer."""
 CHUNKS = (16, 32, 64, 128, 256)
 MAX_STEP = 255
 
@@ -46,7 +46,7 @@ _COUNTS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
 _USUAL_BITS = 0.5
 _SYMBOLS_AT_ONCE = 1 << 22
-"""Symbols that are decoded at once, if one sequence of a token group has no more: chunks without columns take next to no bytes."""
+"""Symbols that are decoded at once, if one sequence of a token group has no more; chunks without columns need almost no bytes."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ BLOCK_VALUES = 1 << 17
 
 
 def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """The arrays, if none is read on demand: a few reductions then take them whole, in which other threads run."""
+    """Return the arrays if all are in memory: a few reductions then process them whole, without the global interpreter lock."""
     whole: Any = arrays
     return whole if {numpy.ndarray}.issuperset(map(type, arrays)) else None
 

@@ -1,4 +1,4 @@
-"""Numbers with units on the command line: bytes such as 10GB, and times such as 7d."""
+"""Numbers with units on the command line: sizes such as 10GB, and times such as 7d."""
 
 from __future__ import annotations
 

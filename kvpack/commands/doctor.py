@@ -1,4 +1,4 @@
-"""kvpack doctor: what is installed, which kernels run, whether they work here, and what to do about what is missing."""
+"""kvpack doctor: installed packages, kernels that run and whether they work here, and how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Package(NamedTuple):
-    """A package that kvpack uses: the oldest version that it takes, what needs it, and the extra that installs it ("" for none)."""
+    """A package that kvpack uses: its oldest supported version, the features that need it, and the extra that installs it ("" for none)."""
 
     name: str
     oldest: str

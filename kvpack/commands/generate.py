@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Let the model answer, and save the cache where that is requested."""
+    """Let the model answer, and save the cache if that is requested."""
     from kvpack.integrations.transformers_version import installed
 
     # Refuses with a message where transformers is missing: the next line imports it.

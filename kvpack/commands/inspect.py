@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the summary of one file, or a row for each of several; return the worst exit code of those that are refused."""
+    """Print the summary of one file, or a row for each of several; return the worst exit code of the refused ones."""
     if len(arguments.files) == 1:
         summary = inspect(arguments.files[0])
         if arguments.json:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser, and those of its commands, that takes no abbreviations and suggests close words."""
+    """A command-line parser without abbreviations that suggests similar words."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggested(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """The closest command or option for each of ``words`` that the parser, or that of the command among them, does not know."""
+    """Return the closest command or option for each of ``words`` that neither the parser nor the command's parser knows."""
     options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
     commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
     for number, word in enumerate(words):

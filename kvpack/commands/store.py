@@ -319,7 +319,7 @@ def run_unpin(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all entries; return the worst exit code of those that are refused, 3 when the store does not answer."""
+    """Check all entries; return the worst exit code of the refused ones, 3 if the store does not answer."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
     from kvpack.store.faults import is_damage
@@ -354,7 +354,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Collect, and print what was removed and what remains."""
+    """Collect garbage, and print the removed and the remaining entries."""
     from kvpack.store.directory import Directory
     from kvpack.store.reclaim import reclaim
 

@@ -48,7 +48,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Wilson's score interval of a share, from ``right`` of ``asked`` answers; ``asked`` is at least 1."""
+    """Return Wilson's score interval of a share, from ``right`` of ``asked`` answers; ``asked`` is at least 1."""
     z = 1.959964
     share = right / asked
     centre = (share + z * z / (2 * asked)) / (1 + z * z / asked)

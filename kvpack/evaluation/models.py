@@ -48,7 +48,7 @@ def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
 
 
 def own_text(name: str, folder: Path, ids_below: int) -> Text:
-    """The text ``name`` of those that come with kvpack (kvpack/bench/texts), as ``read_text`` does."""
+    """Return the text ``name`` that comes with kvpack (kvpack/bench/texts), as ``read_text`` does."""
     return _text(f"kvpack's {name}", (files("kvpack.bench") / "texts" / f"{name}.txt").read_bytes(), folder, ids_below)
 
 

@@ -36,7 +36,7 @@ PASS = 32
 """The most scored tokens that enter the model at once. A pass that is longer than a cache's raw tail attends to its own tokens exactly."""
 
 _ROWS = 64
-"""The number of positions whose distributions are compared at once."""
+"""Number of positions whose distributions are compared at once."""
 
 _RECORDED = "kvpack-recorded"
 _OBSERVED = "kvpack-observed"
@@ -303,7 +303,9 @@ def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """By layer, what ``kvpack.evaluation.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``; None for a model as it is."""
+    """Return, by layer, the offset that ``kvpack.evaluation.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``; None for no
+    change.
+    """
     return getattr(model, "kvpack_key_offsets", None)
 
 

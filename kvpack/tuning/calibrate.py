@@ -45,14 +45,14 @@ DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 16
 BALANCED_TOKENS, BALANCED_WINDOWS = 2048, 2
-"""Sizes for balanced frames alone: those of 12 times as much text are as good."""
+"""Sizes for balanced frames only; 12 times as much text is no better."""
 WIDTHS_TOKENS = 1024
 """Tokens of the windows that are read with one layer and side packed, of which the last quarter is scored."""
 SAMPLES = 8192
 """Tokens whose keys and values are kept to train tables, over all windows."""
 PROGRESS_SUFFIX = ".progress"
 WIDEST_LAYER = 512
-"""The most channels of a layer that have one frame if nothing else is asked for: decoding takes up to as many products per value."""
+"""Maximum number of channels of a layer with one frame by default; decoding takes up to that many products per value."""
 SHOWN_BITS = (0.3, 0.6, 1.0)
 LOADED_DTYPES = ("bfloat16", "float16", "float32")
 """The dtypes that models are loaded in: a basis is for each of them."""
@@ -160,7 +160,7 @@ def run(
 
 
 def _windows_for_widths(text: Text, most_positions: int | None, settings: Settings) -> list[torch.Tensor]:
-    """Windows of the text for ``losses_of_places``. Raises InvalidParameter if the text has no room for so many."""
+    """Return windows of the text for ``losses_of_places``. Raises InvalidParameter if the text is too short."""
     tokens = window_tokens(None, WIDTHS_TOKENS, text, most_positions)
     size = window_ids(tokens, text)
     check_size("widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
@@ -168,7 +168,7 @@ def _windows_for_widths(text: Text, most_positions: int | None, settings: Settin
 
 
 def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
-    """The share of ``tokens`` of each layer that were not counted, on average: those that recipes such as klt-1.75 keep raw."""
+    """Return the average share of ``tokens`` in each layer that were not counted, because recipes such as klt-1.75 keep them raw."""
     counted = [float(count) for name, count in found.counts.items() if name.endswith(".k")]
     counted = counted or [float(one.tokens + other.tokens) for one, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
@@ -251,7 +251,7 @@ def _gathered(
     turns: Sequence[Rope | None] | None,
     progress: Progress | None,
 ) -> Statistics:
-    """The statistics of all windows, going on with those in the file ``path``; those of keys alone where nothing is predicted."""
+    """Return the statistics of all windows, continuing those in the file ``path``; only those of keys if nothing is predicted."""
     size = sizes["tokens"] + 1 - len(text.start)
     begun = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
     found = Statistics.read(path, _name_of(model, text, sizes))
@@ -311,7 +311,7 @@ def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print where the basis is and what names it."""
+    """Print the path of the basis and its digest."""
     print(
         f"{report['basis']}: {report['bytes']:,} bytes, {report['layers']} layers, {report['windows']} windows of {report['tokens']} tokens"
     )

@@ -61,7 +61,7 @@ BALANCED = tuple(f"k=scalar:b={bits},mean=64,frame=centered,{_RAW_WORDS}" for bi
 """Key candidates if the basis has balanced frames."""
 
 CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
-"""The candidates that a basis adds, of both sides: each place then has what so many bits per value on average would give it."""
+"""Candidates that a basis adds for both sides: with the bits of each place chosen for this many bits per value on average."""
 
 FRAMED = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
 """The candidates that a basis with frames adds besides."""
@@ -73,7 +73,7 @@ SIDES = ("k", "v")
 
 
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
-    """The codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or a codec alone, which is for both sides.
+    """Parse the codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or a codec only, which is for both sides.
 
     Raises InvalidParameter for an unknown codec, and InvalidParameter if a side has no codec or a text has several clauses.
     """

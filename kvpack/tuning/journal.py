@@ -71,7 +71,7 @@ class Journal:
 
 
 def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
-    """The journal of these windows, with what the file holds where there is one.
+    """Return the journal of these windows, with the contents of an existing file.
 
     Raises MissingFile when it cannot be read, InvalidParameter when it is not a journal, or one of other windows.
     """

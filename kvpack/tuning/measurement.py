@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """The cost of one recipe, one number per window; ``bytes`` are those of the windows' files, ``values`` what they hold.
+    """The cost of one recipe, one number per window; ``bytes`` is the size of the windows' files, ``values`` their number of values.
 
     The KL divergence (nats per token) is the rise of the log-perplexity if the text were as the uncompressed model
     expects it. It hardly depends on which text is read, so that a few windows tell codecs apart whose perplexities they cannot.
@@ -80,7 +80,7 @@ class Windows:
         return first
 
     def loss(self, recipe: str) -> Loss:
-        """The cost of the recipe, measured once per recipe text. Raises OutOfRange if a codec cannot hold the values."""
+        """Return the cost of the recipe, measured once per recipe text. Raises OutOfRange if a codec cannot represent the values."""
         recipe = Recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:
@@ -101,7 +101,7 @@ class Windows:
 def read_once(
     searched: Windows, windows: Sequence[torch.Tensor], score: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
-    """The exact loss and those of ``recipes`` in ``windows``, with the model of ``searched``; one window is held at a time."""
+    """Return the exact loss and those of ``recipes`` in ``windows``, with the model of ``searched``; one window is in memory at a time."""
     exact: list[float] = []
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
     for tokens in windows:

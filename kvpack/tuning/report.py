@@ -54,7 +54,7 @@ def _row(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _layers(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
-    """One row for every run of layers with the same codecs; with ``attended`` it says whether attention runs on what they pack."""
+    """Return one row for every run of layers with the same codecs; with ``attended``, whether attention runs on their packed bytes."""
     rows: list[tuple[int, int, dict[str, str]]] = []
     for number, codecs in enumerate(layers):
         if rows and rows[-1][2] == codecs:

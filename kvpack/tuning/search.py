@@ -27,7 +27,7 @@ EXCHANGES = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation whose real loss was measured, and ``what`` it was in the search."""
+    """An allocation whose loss was measured, and its role, ``what``, in the search."""
 
     what: str
     allocation: Allocation

@@ -40,13 +40,13 @@ Unlike all others, they are not counted. Of the first four, recipes such as klt-
 """
 
 PREFIXES = 4
-"""Beginnings of a window, of as many lengths, after each of which some tokens are predicted.
+"""Number of window lengths after each of which some tokens are predicted.
 
 RoPE turns queries by their position, so that errors of a key in one channel cost queries of one position more than those of another.
 """
 
 SAMPLED_OF_FRAMES = 8
-"""One of so many tokens that are kept for the tables of a side is kept for those of all frames together."""
+"""Of the tokens kept for the tables of a side, one in this many is kept for those of all frames together."""
 
 _FORMAT = "kvpack calibration with several beginnings"
 _SUMS = ("counts", "sums", "products", "costs", "shares", "moments")

@@ -52,7 +52,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _predicted(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
-    """The losses of all candidates in every place, less what any place loses: that is noise, and no width lowers it."""
+    """Return the losses of all candidates in every place, minus the smallest loss: that is noise, which no width reduces."""
     floor = min(loss for _, loss in measured.values())
     found: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():

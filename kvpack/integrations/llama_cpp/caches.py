@@ -196,7 +196,7 @@ def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> No
 
 
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
-    """The file's tokens. Raises InvalidParameter unless its layers are those that ``windows`` says, and hold the tokens of its ids."""
+    """Return the number of tokens. Raises InvalidParameter unless the file has the layers of ``windows``, with the tokens of its ids."""
     counts = [len(section.keys) for section in file.sections]
     if not 0 < sum(counts) <= MAX_LAYERS or len(windows) != sum(counts[1:]):
         held = f"{counts[0]} full-attention layers" + (f" and {counts[1]} sliding-window layers" if counts[1:] else "")

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 LOOKED_AT = 4
-"""Objects that are looked for with each one that is stored: what LMCache counts beyond what is there is then about a seventh at most."""
+"""Objects that are looked up with each stored one; LMCache then overestimates the stored objects by at most about a seventh."""
 
 
 class Accounts:
-    """Tells ``adapter``'s listeners of objects that are stored, and that are gone, each once, with the same bytes.
+    """Reports stored and deleted objects to the listeners of ``adapter``, each once, with the same size.
 
     ``there`` says of each object whether it is stored, and yes where it cannot tell. Safe to use from any thread.
     """
@@ -34,7 +34,7 @@ class Accounts:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
     def deleted(self, keys: Iterable[Any]) -> None:
-        """Tell of those of ``keys`` that are gone, also of those that another process had stored."""
+        """Report the ``keys`` that are gone, including those that another process stored."""
         with self._lock:
             asked = [*keys]
             gone = [key for key, there in zip(asked, self._there(asked), strict=True) if not there]
@@ -42,12 +42,12 @@ class Accounts:
                 self._adapter._notify_keys_deleted(gone, [self._told.pop(key, 0) for key in gone])
 
     def missed(self, keys: Iterable[Any]) -> None:
-        """Tell of those of ``keys`` that were told of, and are gone."""
+        """Report those of ``keys`` that were reported as stored and are gone."""
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 
     def look(self, count: int) -> None:
-        """Look for ``count`` of the objects that were told of, in turn, and tell of those that are gone."""
+        """Look up ``count`` of the reported objects, in turn, and report those that are gone."""
         with self._lock:
             chosen = list(islice(self._told, count))
             for key in chosen:

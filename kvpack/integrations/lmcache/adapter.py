@@ -1,4 +1,4 @@
-"""KvpackL2Adapter: an L2 adapter of LMCache over a PageStore, in which every object is stored, checked and lost alone."""
+"""KvpackL2Adapter: an L2 adapter of LMCache over a PageStore, in which objects are stored, checked and lost independently."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to store objects; those that are there are kept, and one that is refused is left out alone."""
+        """Begin to store objects. Existing ones are kept; a refused object does not affect the others."""
         return self._submit("store", lambda: self._stored(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -119,14 +119,14 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Nothing was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to load objects; one that is damaged or refused is missing alone."""
+        """Begin to load objects; a damaged or refused one does not affect the others."""
         return self._submit("load", lambda: self._loaded(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:
         return self._popped("load", task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        """Remove objects of every layout, also of those that only other processes, or this one before a restart, have stored."""
+        """Remove objects of every layout, including those that other processes, or this one before a restart, stored."""
         names = [key_bytes(key) for key in keys]
         if sum(store.delete(names) for store in self._opened()) < len(names):
             self._delete_unopened(names)

@@ -33,7 +33,7 @@ _OPTIONS = {"location", "recipe", "basis", "revision", "adapter", "tenant", "thr
 _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}
 """Settings in the same place that are SGLang's; it adds the last one itself, for ``--file-storage-path``."""
 _PACKED = {"swa", "auxiliary_swa"}
-"""The further pools of keys and values; of all others kvpack knows the bytes alone."""
+"""Additional pools of keys and values; kvpack packs all other pools as bytes."""
 _SETTINGS = (
     "dtype", "kv_cache_dtype", "mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "quantization", "quantization_param_path",
     "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile", "load_format",

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 MAX_ROWS = 2**20
-"""Maximum number of sequences that a cache is asked to hold."""
+"""Maximum number of sequences of a cache."""
 _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) decodes them in eager code"
 
 
 class KvpackCache(TransformersCache):  # type: ignore[misc]
-    """A transformers cache whose keys and values are packed as they come, and are never unpacked.
+    """A transformers cache whose keys and values are packed as they arrive, and never unpacked.
 
     ``KvpackCache(model, recipe)`` is empty, ``KvpackCache.of(cache, model)`` continues a packed cache, and
     ``KvpackCache.load(path, model)`` a file. Give the model the token ids that follow the cache, or give ``generate`` all token ids.
@@ -168,7 +168,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         dense: bool | None,
         graphs: bool | None,
     ) -> None:
-        """Set up the layers and what watches the model: ``cache`` is the packed one that is continued, if any."""
+        """Set up the layers and the model's hooks; ``cache`` is the packed cache to continue, if any."""
         inputs = Inputs() if cache is None else cache.inputs
         present = [bool(layer.sides) for layer in cache] if cache is not None else [] if expected is None else expected.layers_with_tokens()
         if not any(present):
@@ -287,7 +287,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def packed(self) -> Cache:
-        """The packed cache with every token appended so far: what ``kvpack.save`` takes.
+        """Packed cache with every token appended so far: the argument of ``kvpack.save``.
 
         ``inputs`` says what the tokens came from, as far as it was recorded, and ``model`` what the model is. All
         weights are read, which takes about as long as a decode step: where they are not those of the pass before, ``inputs`` says so.
@@ -357,7 +357,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @left_out(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """``take``, and dense keys and values of the layer; where they cannot be had, nothing is added."""
+        """Run ``take``, and return the layer's dense keys and values; if they are not available, add nothing."""
         before = self.live.seen(layer_idx)
         self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
@@ -398,7 +398,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         return self._hooks is not None
 
     def records(self, model: torch.nn.Module) -> bool:
-        """Return True if a call of ``model`` is the pass over the cache that is under way, of which nobody else keeps a record."""
+        """Return True if a call of ``model`` is the current pass over the cache and nothing else records it."""
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
     def watched(self, number: int) -> torch.nn.Module | None:
@@ -486,7 +486,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def states_at(self) -> tuple[int, ...]:
-        """The numbers of tokens to which ``crop`` goes back in a cache whose layers keep states, in ascending order."""
+        """Numbers of tokens, ascending, to which ``crop`` can return in a cache with states."""
         return tuple(sorted(self._states))
 
     def keep_states(self) -> None:
@@ -635,7 +635,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         self._seen.add(type(module))
 
     def _keep(self, contents: Any, prompt: torch.Tensor | Sequence[int]) -> None:
-        """Keep the tokens with which ``prompt`` and a packed cache begin; none where a layer lacks some, or they have other keys."""
+        """Keep the tokens with which both ``prompt`` and a packed cache begin; none if a layer lacks some, or they have other keys."""
         tokens = 0
         if isinstance(contents, Cache):
             other = changed_since(contents)

@@ -15,7 +15,7 @@ _SECONDS = 1.0
 
 
 class Turns:
-    """A lock that a thread takes once, and that outlives a thread that ended without giving it back, as within a pass."""
+    """A lock that a thread acquires once, and that can be acquired again if a thread ended without releasing it, as within a pass."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.store import Store
 
 RECIPE = "kvpack-4"
-"""The recipe of a chat that is given none."""
+"""Default recipe of a chat."""
 MAX_REPLY_TOKENS = 512
 
 _DIGEST = f"{CHAT}sha256"
@@ -177,7 +177,7 @@ class Chat:
         return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
-        """The tokens that the model writes after ``ids``, all of which but the last are in the cache afterwards."""
+        """Return the tokens that the model generates after ``ids``; all but the last are in the cache afterwards."""
         if not ids:
             raise InvalidParameter("the conversation has no tokens: send a message that is not empty")
         cache = self._cache
@@ -207,7 +207,7 @@ class Chat:
         return list(written[len(ids) :])
 
     def _metadata(self, cache: Cache) -> dict[str, Value]:
-        """The messages as texts of a file's metadata: what the file's token ids hold is given as ranges of them."""
+        """Return the messages as texts for a file's metadata; parts that are in the token ids are stored as ranges of them."""
         text, _ = self._rendered(self.messages, reply=False)
         tokens = _Tokens(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
         try:

@@ -186,7 +186,7 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
     "kvpack::pass_begins", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] given, SymInt module, str names) -> Tensor"
 )
 def pass_begins(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
-    """``Tracking.enter`` for the arguments ``given``, and others of which the names alone count; returns the next ticket of all layers."""
+    """Run ``Tracking.enter`` for the arguments ``given``, and others that count only by name; return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, given, strict=True) if tensor is not None}
     cache.passes.enter(cache.watched(module), {**dict.fromkeys(names.split(), True), **tensors})

@@ -1,4 +1,4 @@
-"""Checksums of the keys and values of a plain cache, which tell whether they are still those that recorded passes computed."""
+"""Checksums of the keys and values of a plain cache, which show whether they are still those that recorded passes computed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Computed:
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
-        """Return True if ``past`` has the tensors that it had when tokens were last noted, if not what they held."""
+        """Return True if ``past`` has the tensors that it had when tokens were last recorded; their values may differ."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 

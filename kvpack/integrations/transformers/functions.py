@@ -102,7 +102,7 @@ def _plain(
 
 
 def _check_compiled(name: str, causal: bool) -> None:
-    """Raise InvalidParameter for a module that says it is not causal: what mask its own attention has is found in eager code."""
+    """Raise InvalidParameter for a module that is marked as not causal: its own attention's mask is only known in eager code."""
     if not causal:
         _refuse_compiled(name)
 

@@ -39,14 +39,15 @@ A capture takes what some replays gain: where nobody asked for graphs, short row
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}
 _MORE = {"output_attentions", "output_hidden_states"}
 _SETTINGS = {"logits_to_keep", "return_dict", "use_cache", *_MORE}
-"""The arguments of a step that a graph may hold: tensors of which it has its own, and settings that it was captured with; those that ask
-for more outputs are not set."""
+"""Arguments of a step that a graph supports: tensors, of which it has copies, and settings that it was captured with. Arguments that
+request more outputs are not set.
+"""
 
 _CAPTURES = threading.Lock()
 """Held during a capture: all are on one stream."""
 
 _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models of which a capture failed that nobody had asked for: it is not tried for their next caches."""
+"""Models whose capture failed when nobody had requested it; their next caches do not try again."""
 
 _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
 """The switch of each model, by its id; they live as long as a cache references them."""
@@ -147,7 +148,7 @@ class StepGraphs:
         step: _Step,
         expected: Any,
     ) -> None:
-        """Capture the step that has just given ``expected``; refuse all graphs where that cannot be done, or gives anything else."""
+        """Capture the step that has just returned ``expected``; disable all graphs if that fails or a replay returns anything else."""
         if not self._asked:
             self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else makeup.now(model).foreign
             if self.refused:
@@ -255,7 +256,7 @@ class _Graph:
 
 
 class _KeptMakeup:
-    """The makeup of one model as it is now, made once and kept until that changes; kept with the model, to which it refers."""
+    """The makeup of one model as it is now, computed once and kept with the model until it changes."""
 
     def __init__(self) -> None:
         self._kept: Makeup | None = None
@@ -290,7 +291,7 @@ class ForwardSwitch:
 
 
 class _Forward:
-    """``forward`` of ``model``, which is ``before`` if that is not None, else its class's; a copy of the model has its own."""
+    """A ``forward`` of ``model`` that replaces ``before`` or, if that is None, the class's; a copy of the model has its own."""
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
         self._model, self._before, self._makeup = weakref.ref(model), before, _KeptMakeup()
@@ -407,7 +408,7 @@ def _is_watched() -> bool:
 
 
 def _check_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise _Refusal for a model whose calls do what a replay leaves out."""
+    """Raise _Refusal for a model whose calls have effects that a replay would omit."""
     if any(parameter.device != device for parameter in model.parameters()):
         raise _Refusal(f"its weights are not all on {device}")
     hooked = next((name for name, module in model.named_modules() if has_other_hooks(module)), None)

@@ -459,7 +459,9 @@ def _kvpack_caches(past: Any) -> list[Any]:
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:
-    """``passes_over`` what contains the tokens of ``generate``: of a cache of two parts, the second contains what the encoder was given."""
+    """Return ``passes_over`` for the cache with the tokens of ``generate``; in an encoder-decoder cache, the other half is the
+    encoder's.
+    """
     return passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
 
 

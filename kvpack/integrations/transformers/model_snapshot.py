@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _KNOWN = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
-"""Packages whose code keeps no count of steps on the host, and those that transformers' own classes are made with."""
+"""Packages whose code keeps no step counts on the host, and those that transformers' own classes use."""
 
 _READ = "transformers.models."
-"""The modules of transformers whose functions are read for what they call."""
+"""Modules of transformers whose functions are read for their calls."""
 
 _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
@@ -154,7 +154,7 @@ def global_hooks() -> int:
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
-    """Return True if a module has hooks but kvpack's, and transformers', which collect outputs that a step does not ask for."""
+    """Return True if a module has hooks other than kvpack's and transformers' hooks that collect outputs."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
     return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)

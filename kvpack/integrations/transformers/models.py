@@ -74,7 +74,7 @@ class Expected:
         self._takes_cache, self._own_cache = True, ""
 
     def windows(self, layers: int) -> list[int | None]:
-        """The sliding window of each of the first ``layers`` layers; none beside an encoder, whose tokens all layers of a cache see."""
+        """Return the sliding window of each of the first ``layers`` layers; none in an encoder-decoder, whose layers see all tokens."""
         if self.has_encoder:
             return [None] * layers
         known = [getattr(layer, "sliding_window", None) for layer in self._layers]
@@ -189,7 +189,7 @@ class Model(Expected):
         return self.attention in NAMES
 
     def check(self, cache: Cache) -> None:
-        """Raise InvalidParameter, naming what differs, for a cache that is not of this model as far as both tell."""
+        """Raise InvalidParameter, naming the difference, if the cache belongs to another model, as far as both are known."""
         expected = [] if self.has_encoder else self._layers
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
@@ -203,7 +203,7 @@ class Model(Expected):
 
 
 def _check_takes_given_cache(model: Any) -> None:
-    """Raise InvalidParameter for a wrapper that gives the model inside it a cache of its own."""
+    """Raise InvalidParameter for a wrapper that gives the wrapped model its own cache."""
     settings = getattr(model, "active_peft_config", None)
     kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
     if kind in _WITH_OWN_CACHE:
@@ -339,13 +339,13 @@ def _parts(model: Any) -> list[ModelPart]:
 
 
 def _takes_cache(module: torch.nn.Module) -> bool:
-    """Return True if a call takes a transformers cache. XLM calls a dict of its own ``cache``."""
+    """Return True if a call accepts a transformers cache. XLM has a dict of its own named ``cache``."""
     given = inspect.signature(module.forward).parameters
     return any(name in given and not (name == "cache" and "dict[" in str(given[name].annotation)) for name in cache_names.NAMES)
 
 
 def _own_cache(module: torch.nn.Module) -> str:
-    """The class of cache that a call takes and no other, where its signature names one of the model's own."""
+    """Return the model's own cache class if its signature requires that class."""
     given = inspect.signature(module.forward).parameters
     annotations = [str(given[name].annotation) for name in cache_names.NAMES if name in given]
     kinds = [kind for text in annotations for kind in re.findall(r"\w*Cache\b", text)]
@@ -384,7 +384,9 @@ def _has_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def decoder_layers(config: Any) -> int | None:
-    """The number of layers of a decoder whose configuration gives it a name of its own: ``num_hidden_layers`` may be the encoder's."""
+    """Return the number of layers of a decoder with its own name for it in the configuration; ``num_hidden_layers`` may be the
+    encoder's.
+    """
     counts = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
     return next((count for count in counts if isinstance(count, int)), None)
 

@@ -86,11 +86,11 @@ class Pass:
         self.check_positions(arguments)
 
     def note(self, text: str) -> None:
-        """Say of the pass's tokens what their ids do not tell."""
+        """Record the inputs of the pass that its token ids do not determine."""
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Record whether positions given to the model, or by it to a part of it, are those that follow the cache."""
+        """Record whether the positions, given to the model or by it to a part of it, are those that follow the cache."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():

@@ -23,7 +23,7 @@ _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
 _CHOSEN_KEYS = ("indices", "block_indices")
-"""Options by which models with an indexer say what is attended to, where their attention is neither "sdpa" nor "eager" by name."""
+"""Options with which models with an indexer select the attended tokens, if their attention is neither "sdpa" nor "eager"."""
 
 _before: dict[int, tuple[weakref.ref[Any], str]] = {}
 """A configuration that a ``Switch`` changed, and the attention that was set before "kvpack", by the configuration's id."""

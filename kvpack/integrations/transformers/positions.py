@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .models import Model
 
 _DELTAS = "rope_deltas"
-"""The attribute in which models keep where the text continues, until the next prompt."""
+"""Attribute in which models store where the text continues, until the next prompt."""
 
 
 class RotaryPositions:
@@ -33,7 +33,7 @@ class RotaryPositions:
         self._hidden = torch.zeros_like(deltas)
         self._given = False
         self._end = tokens if bool(deltas.any()) else 0
-        """The tokens from which on the deltas hold."""
+        """Number of tokens after which the deltas apply."""
         self._largest: torch.Tensor | None = None
         """The largest position up to each token of the first pass, int64 ``[row, token]``; None if it was not seen."""
         self._cut: int | None = None
@@ -126,7 +126,7 @@ class RotaryPositions:
             self._refuse(sorted(set(rotary[..., token].flatten().tolist())), start + token)
 
     def check_given(self, start: int) -> None:
-        """Raise InvalidParameter when no positions were given, and those that the model takes then are others."""
+        """Raise InvalidParameter if no positions were given and the model would compute different ones."""
         if not self._given and not start:
             # As for text.
             self._deltas = torch.zeros(1, 1, dtype=torch.int64, device="cpu")

@@ -62,7 +62,7 @@ def _others(inputs: Inputs) -> dict[int, str]:
 
 
 def check_rows_known(cache: Cache) -> None:
-    """Raise InvalidParameter for a batch whose rows have different ids, of which the file says no more."""
+    """Raise InvalidParameter for a batch whose rows have different ids that the file does not contain."""
     inputs = cache.inputs
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))

@@ -34,7 +34,7 @@ _ATTENTION = "attention_interface"
 
 
 def reads_states(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` passes what ``Cache.update`` returns to anything but the attention that is set.
+    """Return True if a module of ``model`` passes the results of ``Cache.update`` to anything other than the attention that is set.
 
     So does one that gives that attention an option of ``WITHOUT_COUNTERPART``.
     """

@@ -127,7 +127,7 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in told)
 
     def differing(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """The first token whose id in ``[batch, token]`` is not the one known, its row, the known id and the given one."""
+        """Return the first token whose id in ``[batch, token]`` differs from the known one, its row, the known id and the given one."""
         self._settle()
         known = self._ids[:, : ids.shape[1]]
         if not known.shape[1] or ids.shape[0] % known.shape[0]:
@@ -221,7 +221,7 @@ class Record:
             self._findings = [found for found in self._findings if found.what != PADDED]
 
     def _see(self, start: int, stop: int, seen: Pass) -> list[str]:
-        """Record which of the tokens ``[start, stop)`` the mask of their pass hid, and return what it says of them."""
+        """Record which of the tokens ``[start, stop)`` the mask of their pass hid, and return the clauses about them."""
         mask = seen.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]

@@ -71,7 +71,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         )
 
     def reset(self) -> None:
-        """Drop the states: those that come next may be of another batch."""
+        """Drop the states; the next ones may have another batch."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
     def check_window(self, crop: int = 0) -> None:

@@ -38,7 +38,7 @@ class PackedLength(int):
 
 
 class CapturedLength(PackedLength):
-    """A number of tokens that a captured step is told, which is not the one of any replay.
+    """A number of tokens passed to a captured step, which differs from that of every replay.
 
     Python that compares it chooses for all replays, each of which has a token more than the one before: a comparison that does not
     come out as for any greater number raises InvalidParameter.
@@ -157,7 +157,7 @@ class PackedStates:
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """A value whose gradients cannot go on to what it was computed from."""
+    """A value whose gradients do not propagate to its inputs."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:

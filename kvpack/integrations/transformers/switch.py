@@ -13,7 +13,7 @@ _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionar
 """The switch of each model, by its id; they live as long as a cache references them."""
 
 _told: list[str] = []
-"""The model whose switch was told of: the first one of the process."""
+"""The model whose switch was reported: the first one of the process."""
 
 
 class Switch:

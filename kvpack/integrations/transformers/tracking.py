@@ -60,9 +60,9 @@ class Tracking:
         self._watched = None if watched is None else weakref.ref(watched)
         self._first, self._state = first, None if watched is None else ModelState(outermost(watched))
         self._is_new, self._latest, self._held = first is None, first, True
-        """True if ``first`` is what the cache is named, what the model was named last, and whether no pass can change that."""
+        """Cached comparison of the model's last name with ``first``, and whether no pass can change the result."""
         self._verified = record.tokens
-        """The tokens of which no one is after a change of weights that nobody noticed."""
+        """Number of tokens known to precede any unnoticed change of weights."""
         self._changed = ""
         self.changes = 0
         """Number of times that the model's weights were found changed after the first token."""
@@ -212,7 +212,7 @@ class Tracking:
             self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:
-        """Record what differs from the model of the first token, if weights are not what they were."""
+        """Record the differences from the model of the first token if weights have changed."""
         model, seen = None if self._watched is None else self._watched(), self._passes.current
         if model is None or seen is None or self._state is None or self._first is None:
             return
@@ -263,7 +263,7 @@ class Tracking:
             raise InvalidParameter(shown)
 
     def _check_left(self) -> None:
-        """Raise InvalidParameter if a pass failed after it added tokens, and nobody has said what becomes of them."""
+        """Raise InvalidParameter if a pass failed after it added tokens, and the caller has neither kept nor dropped them."""
         if self._left is not None:
             start, stop = self._left
             raise InvalidParameter(
@@ -281,7 +281,7 @@ class Tracking:
             self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
 
     def offsets(self, rows: int) -> tuple[int, ...] | None:
-        """``Cache.position_offsets`` of what is recorded, where token ids do not say that they are 0."""
+        """Return ``Cache.position_offsets`` of the recorded tokens, unless token ids imply that they are 0."""
         offsets = None if self._positions is None else self._positions.offsets(rows, self.record.tokens)
         inputs = self.record.inputs
         if offsets is None or any(offsets):
@@ -419,7 +419,8 @@ class Tracking:
         self._left = None
 
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
-        """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with those of the cache's ids, where these tell all.
+        """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with the embeddings of the cache's ids, if these
+        determine all.
 
         ``generate`` drops as many of them as the cache has tokens.
         """
@@ -442,7 +443,7 @@ class Tracking:
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if ``generate`` gives the model all ``ids`` after the cache's, and may have been given these again.
+        """Raise InvalidParameter if ``generate`` gives the model all ``ids`` after the cache's and may repeat ids of the cache.
 
         It tells by the length of an attention mask whether they are all, and makes none for a forward that names no such argument.
         """
@@ -459,7 +460,7 @@ class Tracking:
 
 
 def check_rows_fit(rows: int, held: int) -> None:
-    """Raise InvalidParameter unless each of a cache's ``held`` sequences can be repeated for as many of the ``rows`` of a pass."""
+    """Raise InvalidParameter unless the number of a pass's ``rows`` is a multiple of the ``held`` sequences of a cache."""
     if rows % held:
         raise InvalidParameter(
             f"the pass has {rows} rows, but the cache holds {_sequences(held)}: pass a row for each, or take sequences of the cache "

@@ -27,7 +27,7 @@ STORE_OPTIONS = (
 
 
 def register() -> None:
-    """Make kvpack's connector and the tier type "kvpack" known to vLLM; a vLLM without such registries is left alone."""
+    """Register kvpack's connector and the tier type "kvpack" with vLLM, if this vLLM has such registries."""
     # Of the connector also a vLLM without tiers is told: it refuses it by name.
     with suppress(ImportError, AttributeError):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

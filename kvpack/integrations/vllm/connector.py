@@ -38,8 +38,8 @@ TIER = "kvpack_tier"
 
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
-    """The connector for ``"kv_connector": "KvpackConnector"``; ``kv_connector_extra_config`` has vLLM's options, ``placement``, those of
-    ``KvpackSpec``, and with the placement "store" those of ``KvpackTier``, of which ``heads`` and ``head_dim`` are the model's.
+    """The connector for ``"kv_connector": "KvpackConnector"``. ``kv_connector_extra_config`` has vLLM's options, ``placement``, the options
+    of ``KvpackSpec``, and with the placement "store" those of ``KvpackTier``, with the model's ``heads`` and ``head_dim``.
 
     Raises InvalidParameter.
     """
@@ -86,7 +86,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _heads(groups: Sequence[Group]) -> dict[str, int]:
-    """The heads and the dim of a worker's cache. Raises InvalidParameter unless it is one of attention."""
+    """Return the heads and the dim of a worker's cache. Raises InvalidParameter unless it is an attention cache."""
     if [group.kind for group in groups] != ["attention"]:
         kinds = ", ".join(group.kind for group in groups) or "none"
         raise InvalidParameter(

@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
 
 
 def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
-    """The identity of pages whose arrangement ``shape`` tells, of vLLM's OffloadingConfig.
+    """Return the identity of pages with the arrangement ``shape``, from vLLM's OffloadingConfig.
 
     Raises InvalidParameter if nothing names the weights.
     """

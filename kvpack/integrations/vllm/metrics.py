@@ -34,7 +34,7 @@ SIZES_EVERY = 30.0
 
 
 def tier_definitions() -> dict[str, Any]:
-    """vLLM's definitions of what a tier tells: the counters of a store, its sizes, and the seconds of its loads and saves."""
+    """Return vLLM's definitions of a tier's metrics: the counters of a store, its sizes, and the seconds of its loads and saves."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
 
     found: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def tier_definitions() -> dict[str, Any]:
 
 
 def packed_definitions() -> dict[str, Any]:
-    """vLLM's definitions of what workers that pack tell, and the scheduler of the rows that tiers bring back."""
+    """Return vLLM's definitions of the metrics of workers that pack, and of the scheduler's for rows that tiers bring back."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     found: dict[str, Any] = {

@@ -104,7 +104,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return {**super().build_metric_definitions(extra_config), **packed_definitions()}
 
     def get_manager(self) -> Any:
-        """vLLM's manager, whose secondary tiers bring back checked rows alone."""
+        """Return vLLM's manager; its secondary tiers bring back only checked rows."""
         made = self._manager is None
         manager = super().get_manager()
         if made:
@@ -122,7 +122,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @property
     def codecs_by_number(self) -> dict[int, list[PageCodec]]:
-        """The codecs by the numbers that keys have: those of all groups, of which vLLM may not offload each."""
+        """Codecs by the numbers in keys: those of all groups, some of which vLLM may not offload."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:
@@ -170,7 +170,7 @@ def _text(options: Any, name: str) -> str:
 
 
 def _check(config: Any, groups: list[Group], layout: str) -> None:
-    """Raise InvalidParameter for what the spec does not take."""
+    """Raise InvalidParameter for configurations that the spec does not support."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
         raise InvalidParameter(f"vLLM offloads {len(config.groups)} groups of cache layers, and the connector found {len(groups)}")

@@ -37,7 +37,7 @@ class GroupPart(NamedTuple):
 
 
 class _Transfer:
-    """Jobs of one transfer with their rows on the device; ``land`` is what is to be done when the device has done them."""
+    """Jobs of one transfer with their rows on the device; ``land`` is called once the device has finished them."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return sum(count for labels, count in self._counts.items() if labels[0] == name)
 
     def take_counts(self) -> Counter[tuple[str, ...]]:
-        """The blocks since the last call, by name and, of those that were refused and damaged, the reason."""
+        """Return the blocks since the last call, by name and, for refused and damaged ones, by reason."""
         added, self._told = self._counts - self._told, self._counts.copy()
         return added
 

@@ -15,7 +15,8 @@ import numpy
 import torch
 
 import kvpack
-from kvpack.coding.bases import DISTORTIONS, SIDES, Basis, basis_bytes
+from kvpack.coding.bases import DISTORTIONS, Basis, basis_bytes
+from kvpack.coding.basis_files import SIDES
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats import rans
 from kvpack.formats.basis import MAX_WIDTH, RUN_COLUMNS, flat_tables, runs_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -13,24 +12,24 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvpack.file import container
-from kvpack.file.basis import FEATURE, FREQUENCIES, KEY_FRAMES, MEAN, QUERIES, ROPE, VALUES
+from kvpack.file.basis import FEATURE, FREQUENCIES, KEY_FRAMES, MEAN, QUERIES, VALUES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.layer_states import StateEntry, features_of
-from kvpack.file.user_files import OnDisk, open_regular, path_text
 from kvpack.formats.arguments import shown
-from kvpack.formats.balanced_frames import BalancedFrames, CalibratedFrames
-from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated, rows_of
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, KvpackError, LimitExceeded, OutOfBounds
-from kvpack.formats.frames import Frames, Rope, Tables
+from kvpack.formats.balanced_frames import CalibratedFrames
+from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, OutOfBounds
+from kvpack.formats.frames import Frames, Rope
 from kvpack.formats.klt import HEAD_RUN_COLUMNS, Klt, default_gain
 from kvpack.formats.lazy import functional, numpy, torch
 from kvpack.formats.raw import Raw
 from kvpack.formats.transform import MAX_STEP, default_chunk
 
+from .basis_files import LONGEST, SIDES, balanced_of, check_is_basis, frames_of, opened, rows_of_side, states_named
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvpack.file.user_files import Source
     from kvpack.formats.base import Codec
 
     Numbers = numpy.ndarray[Any, Any]
@@ -38,14 +37,6 @@ if TYPE_CHECKING:
 
 LOSSES = "losses.{side}"
 """Metadata name of the loss that each layer causes at one width of one side: numbers with commas between them, first layer first."""
-
-LONGEST = "rope_same_up_to"
-"""Metadata name of the longest sequence, in tokens, for which RoPE uses the frequencies of the basis."""
-
-MAX_FILE_BYTES = 1 << 32
-"""Maximum number of bytes of a basis file."""
-
-SIDES = ("k", "v")
 
 MIN_BITS, MAX_BITS = 0.25, 8.0
 
@@ -69,9 +60,7 @@ _GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 """Error reduction by each further bit of a column."""
 
 _STEPS = 100
-_MAX_DIGITS = 18
 _LOSS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,12})?(e-[0-9]{2})?")
-_PIECE_BYTES = 1 << 20
 
 
 class Basis:
@@ -98,16 +87,15 @@ class Basis:
         self.data = memoryview(data).toreadonly()
         # torch warns of memory that cannot be written.
         with container.open_bytes(data, where=where) as file:
-            _check_is_basis(file)
+            check_is_basis(file)
             self.model: Mapping[str, str] = dict(file.header.model)
             self.layers = len(file.header.layers)
-            self._rows = {
-                (number, name): _rows(file, number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()
-            }
-            self._frames = _frames(file)
-            self._balanced = _balanced(file)
-            self._queries = {state.layer: array for state, array in _states_named(file, QUERIES)}
-            self._means = {state.layer: array for state, array in _states_named(file, MEAN)}
+            places = [(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
+            self._rows = {place: rows_of_side(file, *place) for place in places}
+            self._frames = frames_of(file)
+            self._balanced = balanced_of(file)
+            self._queries = {state.layer: array for state, array in states_named(file, QUERIES)}
+            self._means = {state.layer: array for state, array in states_named(file, MEAN)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -362,53 +350,6 @@ class BalancedKeys(NamedTuple):
     rope: Rope | None = None
 
 
-class BasisFile:
-    """An open basis file at ``where``; only its header has been read."""
-
-    def __init__(self, source: Source, where: str) -> None:
-        self._source, self.where = source, where
-
-    def whole(self) -> bytearray:
-        """All bytes. Raises Truncated, MissingFile."""
-        data = bytearray(self._source.size)
-        self._read(0, memoryview(data))
-        return data
-
-    def digest(self) -> bytes:
-        """The SHA-256 of all bytes, which are read piece by piece. Raises Truncated, MissingFile."""
-        found, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
-        for begin in range(0, self._source.size, len(piece)):
-            part = piece[: self._source.size - begin]
-            self._read(begin, part)
-            found.update(part)
-        return found.digest()
-
-    def _read(self, begin: int, memory: memoryview) -> None:
-        try:
-            self._source.read_into(begin, memory)
-        except KvpackError as error:
-            raise type(error)(f"{self.where}: {error}") from None
-
-
-@contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
-    """Open the basis file ``path`` after checking its size and header, so that other kinds of files are refused at once."""
-    where = path_text(path)
-    source = OnDisk(open_regular(where, "a basis"))
-    try:
-        if source.size > MAX_FILE_BYTES:
-            raise LimitExceeded(f"{where}: has more than {MAX_FILE_BYTES} bytes, the most that a basis may have")
-        _check_is_basis(container.File(source, where, None))
-        yield BasisFile(source, where)
-    finally:
-        source.close()
-
-
-def _check_is_basis(file: container.File) -> None:
-    if not file.header.is_basis:
-        raise InvalidParameter(f"{file.where}: is a cache, expected a basis: kvpack calibrate makes one")
-
-
 def weights_key(dtype: str) -> str:
     """Return the identity key, in a basis, of its model's weights loaded in ``dtype``, if that is not the checkpoint's dtype."""
     return f"weights.{dtype}"
@@ -486,52 +427,6 @@ def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, Bal
     return found
 
 
-def _frames(file: container.File) -> dict[tuple[int, str], Frames]:
-    """The frames of all layers and sides of a basis that has any."""
-    places = {(state.layer, state.name): state for state in file.header.states}
-
-    def array(layer: int, name: str) -> Any:
-        state = places[layer, name]
-        return state.layout.array(file.read_state(state))[0]
-
-    if (0, FREQUENCIES) not in places:
-        return {}
-    tables = Tables(array(0, FREQUENCIES), torch.from_numpy(array(0, VALUES).astype(numpy.float32)))
-    longest = _longest(file)
-    found = {}
-    for layer, name in places:
-        side, _, what = name.partition(".")
-        if what == "frames" and side in SIDES:
-            rows = torch.from_numpy(array(layer, name).astype(numpy.float32))
-            turned = [(pairing, array(layer, state)) for state, pairing in ROPE.items() if side == "k" and (layer, state) in places]
-            rope = next((Rope(tuple(map(float, frequencies)), pairing, longest) for pairing, frequencies in turned), None)
-            found[layer, side] = Frames(rows, array(layer, f"{side}.scales"), tables, rope)
-    return found
-
-
-def _balanced(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
-    """The balanced and centered frames of the keys of all layers that have them."""
-    named = {frame: _states_named(file, name) for frame, name in KEY_FRAMES.items()}
-    return {(state.layer, frame): BalancedFrames(array) for frame, found in named.items() for state, array in found}
-
-
-def _states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:
-    """The states ``name`` of all layers, and their values, float32 without the axis of sequences."""
-    for state in file.header.states:
-        if state.name == name:
-            array = state.layout.array(file.read_state(state))[0]
-            yield state, torch.from_numpy(array.astype(numpy.float32))
-
-
-def _longest(file: container.File) -> int | None:
-    text = file.header.model.get(LONGEST)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS and int(text)):
-        raise InvalidHeader(f"{file.where}: model.{LONGEST} is {text!r:.100}, expected a number of tokens of at most {_MAX_DIGITS} digits")
-    return int(text)
-
-
 def _losses(basis: Basis, side: str) -> list[float]:
     name = LOSSES.format(side=side)
     texts = basis.model[name].split(",") if name in basis.model else []
@@ -540,11 +435,3 @@ def _losses(basis: Basis, side: str) -> list[float]:
             f"{basis.where}: model.{name} is {basis.model[name]!r:.100}, expected {basis.layers_described} numbers such as 0.0125 or 3e-05"
         )
     return [float(text) for text in texts]
-
-
-def _rows(file: container.File, layer: int, side: str) -> BasisRows:
-    entry = dict(file.header.layers[layer].sides())[side]
-    (layout,) = file.header.streams[entry].values()
-    data = file.read_side(layer, side)["values"]
-    dtype = torch.float16 if layout.dtype == "F16" else torch.float32
-    return BasisRows(torch.frombuffer(data, dtype=dtype).view(layout.shape)[:, :, : rows_of(layout.shape[3])])

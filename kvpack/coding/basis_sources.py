@@ -19,7 +19,8 @@ from kvpack.formats.klt import Klt
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.transform import Transform
 
-from .bases import Basis, opened
+from .bases import Basis
+from .basis_files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -48,7 +48,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         summary = summarize(file)
     if summary["is_basis"]:
         # Needs numpy.
-        from .bases import opened
+        from .basis_files import opened
 
         with opened(path) as basis:
             summary["sha256"] = basis.digest().hex()

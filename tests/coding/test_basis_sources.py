@@ -16,7 +16,8 @@ import torch
 import kvpack
 from kvpack import cli
 from kvpack.coding import basis_sources
-from kvpack.coding.bases import MAX_FILE_BYTES, Basis
+from kvpack.coding.bases import Basis
+from kvpack.coding.basis_files import MAX_FILE_BYTES
 from kvpack.coding.basis_sources import find
 from kvpack.errors import InvalidParameter, KvpackError, KvpackWarning, LimitExceeded, MissingBasis, MissingFile, NotKvpack
 from support.klt_bases import random_basis

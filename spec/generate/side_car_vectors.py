@@ -178,6 +178,7 @@ def add_refused_positions() -> None:
     changed("far-beyond", "a token of more than 32 bits", [[1, 0, 1, 0]])
     changed("sequence", "a sequence beyond the batch", [[2, 0, 0, 2]])
     changed("unused-of-a-sequence", "an unused position of a sequence", [[2, 0, 0, 0], [0, 0, 0, 1]])
+    changed("unused-of-a-sequence-alone", "an unused position of a sequence, with values of 0", [[2, 0, 0, 0], [0, 0, 0, 1]], used=1)
     changed("behind-unused", "a position behind an unused one", [[0, 0, 0, 0], [2, 0, 0, 0]])
     changed("unused-with-a-value", "an unused position whose values are not zero", [[2, 0, 0, 0], [0, 0, 0, 0]], last="0080")
     changed("too-many", "more values than positions", [[2, 0, 0, 0]], "side-cars-12", values=2)
@@ -254,14 +255,17 @@ def unused(parts: Parts) -> None:
     with_positions(parts, [[1, 0, 0, 1], [4, 0, 0, 0], [0, 0, 0, 0]])
 
 
-def with_positions(parts: Parts, words: list[list[int]], values: int | None = None, last: str = "0000") -> None:
-    """Give the keys these positions; all values are 1, those of unused ones 0, and the last value is ``last``."""
+def with_positions(
+    parts: Parts, words: list[list[int]], values: int | None = None, last: str = "0000", used: int | None = None
+) -> None:
+    """Give the keys these positions; the values of ``used`` ones are 1, those of others 0, and the last value is ``last``."""
     count = len(words) if values is None else values
     side = parts.header["layers"][0]["k"]
     for name, rows in (("raw_positions", len(words)), ("raw_values", count)):
         side["entries"][name] = parts.header["tensors"][parts.tensor(f"0.k.{name}")][2][2] = rows
     size = math.prod(parts.header["tensors"][parts.tensor("0.k.raw_values")][2][3:])
-    used = sum(any(word) for word in words) if values is None else count
+    if used is None:
+        used = sum(any(word) for word in words) if values is None else count
     filled = bytes.fromhex("003c") * size * used + bytes(2 * size * (count - used))
     parts.tensors[parts.tensor("0.k.raw_positions")] = b"".join(word.to_bytes(2, "little") for row in words for word in row)
     parts.tensors[parts.tensor("0.k.raw_values")] = filled if last == "0000" else filled[:-2] + bytes.fromhex(last)

@@ -75,6 +75,8 @@ def add_refused() -> None:
         ("table-string", TRELLIS, {"table": "\0" * 512}, "table is a string"),
     ):
         add_alone(f"trellis-{name}", "trellis-2", codec, changes, shows)
+    wide = create("trellis", 16, b="2", states="256", rotation="none")
+    add_alone("trellis-bits-5-of-16-channels", "trellis-2", wide, {"bits": 5}, "5 bits of 16 channels, which are whole words")
     for dim in (7, 9, 12):
         add_alone(f"trellis-{2 * dim}-bits", "trellis-3", TRELLIS, {"dim": dim}, f"{dim} channels of 2 bits")
     one, above, nan, infinite = (bytes.fromhex(text) for text in ("003c", "013c", "007e", "00fc"))

@@ -15,14 +15,16 @@ from kvpack.coding.bases import Basis
 from kvpack.file import container
 from kvpack.file.front import parse_header
 from kvpack.file.header import Contents
+from kvpack.file.position_offsets import FEATURE
 from kvpack.file.row import frame_of, front_of
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.pages import PageCodec, PageGeometry
+from spec.generate.balanced_vectors import alone, state
 from spec.generate.invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION, TRANSFORM
 from spec.generate.parameter_vectors import CODED, SIDE_CARS
 from spec.generate.vector_files import FOLDER
-from support.file_parts import Parts, one_side
+from support.file_parts import Parts, changed, one_side
 from support.guard_removal import all_guards, caught_by_a_file, listed, readings
 from support.guards import LIBRARY, guards_of
 from support.second_decoder import PATH, decoder
@@ -177,6 +179,25 @@ def test_the_parts_of_a_frame_have_their_sizes() -> None:
     row[16] += 1
     with pytest.raises(InvalidHeader, match=f"its length is {codec.nbytes + 1}, expected a multiple of 64"):
         frame_of(memoryview(row), "a row")
+
+
+def test_frames_of_keys_have_at_most_1024_channels() -> None:
+    """A layer without rows says nothing else of the head dim; a vector would take megabytes."""
+    data = changed(alone(), state("k.balanced", shape=(1, 1, 1025, 1025)), state("k.centered", shape=(1, 1, 1025, 1025)))
+    with pytest.raises(InvalidHeader, match="1025"):
+        Basis.of_bytes(data)
+    with pytest.raises(decoder.Refused, match=r"has the shape .*1025"):
+        decoder.read(data)
+
+
+def test_offsets_of_no_sequence_are_refused_in_a_file_without_sides() -> None:
+    parts = Parts.of(one_side(GROUP))
+    parts.header["layers"], parts.header["tensors"], parts.tensors, parts.header["codecs"] = [], [], [], []
+    parts.header["required"], parts.header["ignorable"] = [FEATURE], {FEATURE: b""}
+    with pytest.raises(InvalidHeader):
+        container.open_bytes(bytearray(parts.joined()))
+    with pytest.raises(decoder.Refused, match="0 bytes"):
+        decoder.read(parts.joined())
 
 
 def test_no_row_is_longer_than_its_checksum_takes() -> None:

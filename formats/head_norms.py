@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .lazy import functional, torch
-from .value_blocks import BLOCK_VALUES
+from .value_blocks import BLOCK_VALUES, caches_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -30,7 +30,7 @@ FEW = 4
 
 def norms_of(x: torch.Tensor) -> torch.Tensor:
     """The norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
-    size = max(PAGE, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    size = max(PAGE, BLOCK_VALUES * caches_of(x.device) // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
     return torch.cat([part.to(torch.float32).square().sum(3).sqrt() for part in torch.split(x, size, 2)], 2)
 
 

@@ -12,6 +12,8 @@ from .lazy import numpy
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+
     class Stored(Protocol):
         """An array whose values are read on demand, in C order."""
 
@@ -29,6 +31,16 @@ if TYPE_CHECKING:
 
 BLOCK_VALUES = 1 << 17
 """The number of values checked at once."""
+
+_CACHES_OF_A_DEVICE = 32
+
+
+def caches_of(device: torch.device) -> int:
+    """The factor by which a block is larger on ``device`` than on the CPU, where it fits a core's cache.
+
+    On other devices a call is expensive, and a block of that size would occupy few of the device's cores.
+    """
+    return 1 if device.type == "cpu" else _CACHES_OF_A_DEVICE
 
 
 def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.coding.blocks import caches_of, for_each_block
+from kvpack.coding.blocks import for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
 from kvpack.formats.arguments import check_floating, checked_device, integer
 from kvpack.formats.batch import select
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import HOLDS
+from kvpack.formats.value_blocks import caches_of
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 

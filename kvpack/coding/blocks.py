@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Block = tuple[int, int]
 
-_CACHES_OF_A_DEVICE = 32
-
 
 _state = threading.local()
 
@@ -36,14 +34,6 @@ def in_this_thread() -> Iterator[None]:
         yield
     finally:
         _state.in_this_thread = before
-
-
-def caches_of(device: torch.device) -> int:
-    """The factor by which a block is larger on ``device`` than on the CPU, where it fits a core's cache.
-
-    On other devices a call is expensive, and a block of that size would occupy few of the device's cores.
-    """
-    return 1 if device.type == "cpu" else _CACHES_OF_A_DEVICE
 
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:

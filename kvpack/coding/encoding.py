@@ -17,11 +17,12 @@ from kvpack.formats.head_norms import few, have_large_head, misfit
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import VALUES, RawPositions, replaced, with_misfits
 from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.value_blocks import caches_of
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
 from . import dispatch, shared_scales
-from .blocks import caches_of, for_each_block
+from .blocks import for_each_block
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvpack
+from kvpack.cache import staged_reads
 from kvpack.cache.cache import Cache
 from kvpack.formats.errors import DigestMismatch
 from support.caches import RECIPES, random_pairs
@@ -57,6 +58,21 @@ def test_loads_and_saves_that_follow_one_another_at_once(tmp_path: Path) -> None
         del loaded
         assert torch.stack(found).tolist() == torch.stack(expected[attempt % 2]).tolist()
         assert (tmp_path / "again").read_bytes() == (tmp_path / str(attempt % 2)).read_bytes()
+
+
+@pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2"])
+def test_a_cold_file_is_read_past_the_page_cache(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into whole blocks of pinned memory, from which the same bytes are copied."""
+    kvpack.save(long_cache(recipe), tmp_path / "a")
+    expected = bytes_of(kvpack.load(tmp_path / "a"))
+    opened: list[int | None] = []
+    open_direct = staged_reads.open_direct
+    monkeypatch.setattr(staged_reads, "is_cold", lambda *_: True)
+    monkeypatch.setattr(staged_reads, "open_direct", lambda descriptor: (opened.append(open_direct(descriptor)), opened[-1])[1])
+    for _ in range(3):
+        found = bytes_of(kvpack.load(tmp_path / "a", device="cuda"))
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    assert len(opened) == 3
 
 
 def test_a_load_on_another_stream(tmp_path: Path) -> None:

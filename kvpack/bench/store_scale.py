@@ -276,8 +276,11 @@ class _Scale:
 
 @contextmanager
 def _timed_waits(waits: list[float]) -> Iterator[None]:
-    """Record for every entry the ms from the first round of another process to room for the entry, less its own rounds."""
-    real_round, real_reserve = Evictor._try_round, Evictor.reserve
+    """Record for every entry the ms from the first round of another process to room for the entry, less its own rounds.
+
+    Rounds that an entry tries once it has room make it wait for nobody.
+    """
+    real_round, real_reserve, real_keep = Evictor._try_round, Evictor.reserve, Evictor._keep_room
     begun: list[float] = []
     own = [0.0]
 
@@ -290,19 +293,27 @@ def _timed_waits(waits: list[float]) -> Iterator[None]:
             own[0] += time.perf_counter() - now
         return found
 
+    def note() -> None:
+        waits.append(1000 * (time.perf_counter() - begun[0] - own[0]) if begun else 0.0)
+
+    def timed_keep(*given: Any, **more: Any) -> Any:
+        note()
+        return real_keep(*given, **more)
+
     def timed_reserve(*given: Any, **more: Any) -> Any:
         begun.clear()
-        own[0] = 0.0
+        own[0], noted = 0.0, len(waits)
         try:
             return real_reserve(*given, **more)
         finally:
-            waits.append(1000 * (time.perf_counter() - begun[0] - own[0]) if begun else 0.0)
+            if len(waits) == noted:
+                note()
 
-    Evictor._try_round, Evictor.reserve = timed_round, timed_reserve  # type: ignore[method-assign]
+    Evictor._try_round, Evictor.reserve, Evictor._keep_room = timed_round, timed_reserve, timed_keep  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Evictor._try_round, Evictor.reserve = real_round, real_reserve  # type: ignore[method-assign]
+        Evictor._try_round, Evictor.reserve, Evictor._keep_room = real_round, real_reserve, real_keep  # type: ignore[method-assign]
 
 
 def _ids(number: int) -> list[int]:

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 1.0
 """Seconds that a writer waits for others that evict or write before it gives up its entry."""
 _POLL_SECONDS = 0.001
+_MAX_POLL_SECONDS = 0.016
+"""How long a waiting writer sleeps at first, and at most: it takes the CPU from the one that makes room."""
+
+_LOW_PART, _LOW_ENTRIES = 256, 128
+"""Where there is an index, a writer makes room while 1/256 of the budget, or room for so many entries of its own size, is left."""
+_FUTILE_SECONDS = 1.0
+"""How long a round that found nothing to remove is not repeated while room is left."""
 
 STALE_SECONDS = 3600
 """The age at which an unfinished file counts as abandoned if no lock tells."""
@@ -96,6 +103,7 @@ class Evictor:
     ) -> None:
         self.folder, self._index, self._pins, self.usage, self._counters = folder, index, pins, usage, counters
         self._max_bytes, self._min_free, self._restore = max_bytes, min_free, restore
+        self._futile_until = 0.0
 
     def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
         """Reserve ``size`` bytes once they fit, removing none of ``kept``; ``taken`` makes the bytes visible to counts.
@@ -104,10 +112,11 @@ class Evictor:
         """
         if self._max_bytes is not None and size > self._max_bytes:
             raise NoRoom
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline, wait = time.monotonic() + WAIT_SECONDS, _POLL_SECONDS
         while True:
             count = self.usage.take(size, lambda total: self._fits(total, size), taken, self._max_bytes)
             if count is not None:
+                self._keep_room(size, kept, count)
                 return count
             if time.monotonic() > deadline or self._gives_way(size):
                 raise NoRoom
@@ -116,7 +125,27 @@ class Evictor:
                 raise NoRoom
             if found is None or found.missing:
                 # Other processes are making room, or are writing entries that can be removed once written.
-                time.sleep(_POLL_SECONDS)
+                time.sleep(wait)
+                wait = min(2 * wait, _MAX_POLL_SECONDS)
+
+    def _keep_room(self, size: int, kept: set[bytes], count: Count) -> None:
+        """Make room before there is none, unless another process does: others go on with what is left and wait for nobody.
+
+        ``count`` includes the ``size`` bytes just taken. Only an index makes a round cheap enough to begin early.
+        """
+        if self._max_bytes is None:
+            return
+        low = min(self._max_bytes // _LOW_PART, _LOW_ENTRIES * size)
+        # Small budgets are filled to the last byte.
+        if low < size or count.total + low <= count.largest(self._max_bytes):
+            return
+        if time.monotonic() < self._futile_until or not self._index.there:
+            return
+        # The bytes are taken, so a fault must not reach the writer.
+        with contextlib.suppress(OSError, KvpackError):
+            found = self._try_round(low, kept)
+            if found is not None and found.missing:
+                self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _gives_way(self, size: int) -> bool:
         """Return True if a larger budget is in effect than this one, which ``size`` more bytes would exceed: others' entries stay."""

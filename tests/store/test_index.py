@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -320,3 +321,49 @@ def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert truth(tmp_path) == (8, 8 * size)
     assert max(rounds) == 3
     assert sum(rounds) == 13
+
+
+def test_room_is_made_while_some_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a round: the process whose entry leaves little room makes more, and others go on with what is left."""
+    size = 100 + len(HEAD)
+    backend = indexed(tmp_path, max_bytes=40 * size)
+    monkeypatch.setattr(eviction, "_LOW_PART", 4)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a writer waits"))
+    for number in range(20, 50):
+        assert put(backend, number)
+    assert 28 < truth(tmp_path)[0] <= 30
+    other = opened(tmp_path, max_bytes=40 * size)
+    with other._evictor._locked() as held:
+        assert held
+        for number in range(50, 60):
+            assert put(backend, number)
+    assert 38 < truth(tmp_path)[0] <= 40
+    assert put(backend, 60)
+    assert 28 < truth(tmp_path)[0] <= 30
+
+
+def test_room_that_nothing_can_make_is_not_tried_for_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, rounds = 100 + len(HEAD), []
+    backend = indexed(tmp_path, max_bytes=40 * size)
+    monkeypatch.setattr(eviction, "_LOW_PART", 4)
+    monkeypatch.setattr(eviction.Evictor, "_remove", lambda *given: rounds.append(given) or 0)
+    for number in range(20, 39):
+        assert put(backend, number)
+    assert len(rounds) == 1
+
+
+def test_a_fault_while_room_is_made_early_costs_the_entry_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 100 + len(HEAD)
+    backend = indexed(tmp_path, max_bytes=40 * size)
+    monkeypatch.setattr(eviction, "_LOW_PART", 4)
+
+    def failing(*given: Any, **more: Any) -> None:
+        raise OSError(errno.EIO, "no round")
+
+    monkeypatch.setattr(eviction.Evictor, "_try_round", failing)
+    for number in range(20, 40):
+        assert put(backend, number)
+    assert truth(tmp_path)[0] == 40
+    count = backend._usage.read()
+    assert count is not None
+    assert count.total == 40 * size

@@ -24,9 +24,10 @@ INLINE vf value_of(vu word, int high, int64_t dtype) {
     return dtype == F16 ? from_half((vi)(high ? word >> 16 : word & 0xffff)) : (vf)word;
 }
 
-/* Values of up to LANES tokens, transposed from column `t` of the tile on, times the rotation's factors, and their norms; zero beyond the
+/* Values of up to LANES tokens less their mean, if there is one, transposed from column `t` of the tile on, times the rotation's factors, and their norms; zero beyond the
    last token. `rotated`: after the rotation's first steps, of channels READ_TOGETHER. */
-INLINE void read_tokens(const Encode *call, const char *x, int64_t tokens, int64_t t, const Encoded *out, int rotated, int64_t dtype) {
+INLINE void read_tokens(const Encode *call, const char *x, const float *mean, int64_t tokens, int64_t t, const Encoded *out, int rotated,
+                        int64_t dtype) {
     int64_t dim = call->codec->dim, each = dtype == F32 ? 1 : 2, size = 4 / each;
     const float *factors = call->rotation.order ? call->rotation.factors : NULL;
     float *tile = out->tile + t;
@@ -39,6 +40,7 @@ INLINE void read_tokens(const Encode *call, const char *x, int64_t tokens, int64
             vf value[READ_TOGETHER], part = splat(0);
             for (int64_t i = 0; i < READ_TOGETHER; i++) {
                 value[i] = value_of((vu)turned[(c + i) / each], i % 2, dtype);
+                if (mean && d + c + i < dim) value[i] -= mean[d + c + i];
                 part += value[i] * value[i];
             }
             sum += part;
@@ -50,27 +52,30 @@ INLINE void read_tokens(const Encode *call, const char *x, int64_t tokens, int64
     store(out->norm + t, square_root(sum));
 }
 
-INLINE void read_tile_of(const Encode *call, const char *x, int64_t count, const Encoded *out, int rotated, int64_t dtype) {
+INLINE void read_tile_of(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const Encoded *out, int rotated,
+                         int64_t dtype) {
+    const char *x = row_of(&call->x, batch, head, start);
     for (int64_t t = 0; t < count; t += LANES) {
         const char *tokens = x + t * call->x.row;
+        const float *mean = call->means.data ? (const float *)row_of(&call->means, batch, head, (start + t) / call->mean_tokens) : NULL;
         if (count - t >= LANES)
-            read_tokens(call, tokens, LANES, t, out, rotated, dtype);
+            read_tokens(call, tokens, mean, LANES, t, out, rotated, dtype);
         else
-            read_tokens(call, tokens, count - t, t, out, rotated, dtype);
+            read_tokens(call, tokens, mean, count - t, t, out, rotated, dtype);
     }
 }
 
 /* `count` tokens in the coded frame, and their norms. */
-static void read_tile(const Encode *call, const char *x, int64_t count, const Encoded *out) {
+static void read_tile(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const Encoded *out) {
     int64_t dim = call->codec->dim;
     int rotated = call->rotation.order == 1 && dim % READ_TOGETHER == 0;
     switch (call->dtype + (rotated ? 3 : 0)) {
-        case F16: read_tile_of(call, x, count, out, 0, F16); break;
-        case BF16: read_tile_of(call, x, count, out, 0, BF16); break;
-        case F32: read_tile_of(call, x, count, out, 0, F32); break;
-        case 3 + F16: read_tile_of(call, x, count, out, 1, F16); break;
-        case 3 + BF16: read_tile_of(call, x, count, out, 1, BF16); break;
-        default: read_tile_of(call, x, count, out, 1, F32);
+        case F16: read_tile_of(call, batch, head, start, count, out, 0, F16); break;
+        case BF16: read_tile_of(call, batch, head, start, count, out, 0, BF16); break;
+        case F32: read_tile_of(call, batch, head, start, count, out, 0, F32); break;
+        case 3 + F16: read_tile_of(call, batch, head, start, count, out, 1, F16); break;
+        case 3 + BF16: read_tile_of(call, batch, head, start, count, out, 1, BF16); break;
+        default: read_tile_of(call, batch, head, start, count, out, 1, F32);
     }
     rotate(&call->rotation, rotated ? READ_TOGETHER : call->rotation.order, dim, HALF_TILE, out->tokens, out->tile, out->spare);
     memset(out->tile + dim * HALF_TILE, 0, sizeof(float) * 3 * HALF_TILE);
@@ -107,12 +112,13 @@ static int encode_tile(const Encode *call, const Encoded *out) {
 /* Tokens [start, stop) of one head, from the first of a token group on; false where formats/ is to encode, or to refuse a value. */
 static int encode_item(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, Encoded *out) {
     const Codec *codec = call->codec;
+    if (codec->family == MINIFLOAT) return encode_minifloats(call, batch, head, start, stop);
     if (codec->family == GROUP) return encode_groups(call, batch, head, start, stop, out->spare);
     for (; start < stop; start += HALF_TILE) {
         int64_t count = stop - start < HALF_TILE ? stop - start : HALF_TILE;
         out->tokens = (count + LANES - 1) / LANES * LANES;
         const char *x = row_of(&call->x, batch, head, start);
-        read_tile(call, x, count, out);
+        read_tile(call, batch, head, start, count, out);
         if (!norms_fit(call, x, count, out)) return 0;
         memset(out->words, 0, 2 * HALF_TILE * codec->columns);
         if (!encode_tile(call, out)) return 0;

@@ -1,6 +1,6 @@
 """Encoding on the CPU: the scales of ``formats/``, and its codes except where two are equally near within rounding.
 
-Groups without a rotation are encoded to the bytes that ``formats/`` writes.
+Groups without a rotation, and floats of 8 and 4 bits, are encoded to the bytes that ``formats/`` writes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import torch
 from kvpack.formats.angle import Angle
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.lloyd_max import direction_table
+from kvpack.formats.minifloat import Minifloat, run_scales
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 from kvpack.runtime.threads import checked_threads
@@ -26,6 +29,8 @@ from kvpack.runtime.threads import checked_threads
 from . import codecs, library, rotations
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvpack.formats.base import Codec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,14 +52,22 @@ _CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
 _IN_EVEN_BRACKETS = 4
 _STORED = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
 _MEMORY, _REFUSED = 1, 2
+_VECTOR = 16
+_PAGE_TOKENS = 512
+_MAX_MEAN = 2.0**60
 _KEPT = 64
 
 
 def supports(codec: Codec, x: torch.Tensor) -> bool:
     """Return True if C encodes ``x`` ``[batch, kv_head, token, dim]``.
 
-    Of groups, those with binary16 scales and no rotation, in full columns of at most 32 bits.
+    Of groups, those with binary16 scales and no rotation, in full columns of at most 32 bits; of minifloats, those in words of 16 bits
+    without scales of tokens; of side-cars, means of pages of whole vectors.
     """
+    if isinstance(codec, WithSideCars):
+        means = [one for one in codec.side_cars if isinstance(one, KeyMean)]
+        in_vectors = len(means) == len(codec.side_cars) == 1 and means[0].tokens % _VECTOR == codec.dim % _VECTOR == 0
+        return in_vectors and isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec, x)
     if library.library() is None or x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1):
         return False
     if type(codec) is Group:
@@ -62,25 +75,101 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
         stored = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
         # Where a width does not divide the channels, some columns have unused fields.
         return stored and packing.symbols % packing.width == 0 and packing.column_bytes <= 4 and codec.dim <= codecs.MAX_DIM
+    if type(codec) is Minifloat:
+        (packing,) = codec.packings().values()
+        in_words = packing.planes == (packing.width,) and packing.column_bytes == 2 and packing.symbols == packing.width * packing.fields
+        return in_words and packing.width % _VECTOR == 0 and codec.granularity != "token" and codec.dim <= codecs.MAX_DIM
     if type(codec) is Quaternion and codec.secondary > MAX_SECONDARY:
         return False
     return type(codec) in (Scalar, Octahedral, Quaternion, Angle, Trellis) and codecs.described(codec) is not None
 
 
-def encode(codec: Codec, x: torch.Tensor, threads: int | None = None, level: int = 0) -> dict[str, torch.Tensor] | None:
+def encode(
+    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, threads: int | None = None, level: int = 0
+) -> dict[str, torch.Tensor] | None:
     """The streams of ``x``, which ``supports`` takes; None for values that ``formats/`` is to encode, or to refuse by name.
 
-    ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    ``before`` holds the streams of the run that it continues; ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """
+    if isinstance(codec, WithSideCars):
+        return _encode_less_means(codec, x, threads, level)
+    given: dict[str, torch.Tensor] = {}
+    if isinstance(codec, Minifloat) and codec.run_scale is not None:
+        scale = _run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level)
+        if scale is None:
+            return None
+        given[codec.run_scale] = scale
+    return _encode(codec, x, given, None, threads, level)
+
+
+def _encode(
+    codec: Codec,
+    x: torch.Tensor,
+    given: Mapping[str, torch.Tensor],
+    means: tuple[torch.Tensor, int] | None,
+    threads: int | None,
+    level: int,
+) -> dict[str, torch.Tensor] | None:
+    """``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of so many tokens."""
     batch, heads, tokens, _ = x.shape
     layouts = codec.layout(batch, heads, tokens)
-    streams = {name: empty(layout.shape, _STORED[layout.dtype], x.device) for name, layout in layouts.items()}
-    threads = min(checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES)
-    call, names, _kept = call_of(codec, (batch, heads, tokens), x.dtype)
-    call.x = library.Stream.of(x)
-    call.streams = (library.Stream * len(names))(*(library.Stream.of(streams[name]) for name in names))
-    call.threads, call.level = threads, level
+    streams = {
+        name: given[name] if name in given else empty(layout.shape, _STORED[layout.dtype], x.device) for name, layout in layouts.items()
+    }
+    call, names, _kept = _call_over(codec, x, threads, level)
+    # C reads scales of runs in binary32.
+    read = streams | {name: stream.to(torch.float32).expand(batch, heads, -1) for name, stream in given.items()}
+    call.streams = (library.Stream * len(names))(*(library.Stream.of(read[name]) for name in names))
+    if means is not None:
+        call.means, call.mean_tokens = library.Stream.of(means[0]), means[1]
     return streams if run(call) else None
+
+
+def _call_over(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -> tuple[library.Encode, tuple[str, ...], Any]:
+    """``call_of`` with the values ``x`` and the threads that they are worth."""
+    call, names, kept = call_of(codec, (x.shape[0], x.shape[1], x.shape[2]), x.dtype)
+    call.x = library.Stream.of(x)
+    call.threads, call.level = min(checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES), level
+    return call, names, kept
+
+
+def _measured(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int) -> torch.Tensor:
+    """What C measures of each ``page`` of tokens (``kvpack_measure``), float32 ``[batch, kv_head, page, column]``."""
+    batch, heads, tokens, _ = x.shape
+    found = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
+    call, _, _kept = _call_over(codec, x, threads, level)
+    call.means, call.mean_tokens = library.Stream.of(found), page
+    compiled = library.library()
+    assert compiled is not None
+    if compiled.kvpack_measure(ctypes.byref(call)):
+        raise MemoryError("there is not enough memory for the buffers of encoding")
+    return found
+
+
+def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int) -> torch.Tensor | None:
+    """The scale of a run (``Minifloat.begin``); None for values that are not finite, or too large for it."""
+    if not x.shape[2]:
+        return None
+    largest = _measured(codec, x, _PAGE_TOKENS, 1, threads, level).amax(2)
+    if codec.granularity != "head":
+        largest = largest.amax(1, keepdim=True)
+    if not torch.isfinite(largest).all():
+        return None
+    scale = run_scales(codec, largest, last)
+    return scale if torch.isfinite(scale).all() else None
+
+
+def _encode_less_means(codec: WithSideCars, x: torch.Tensor, threads: int | None, level: int) -> dict[str, torch.Tensor] | None:
+    """The streams of keys whose only side-car is ``KeyMean``, as ``KeyMean.begin`` and the codec make them."""
+    (key_mean,) = codec.side_cars
+    assert isinstance(key_mean, KeyMean)
+    mean = _measured(codec.codec, x, key_mean.tokens, codec.dim, threads, level)
+    if not mean.numel() or not mean.abs().amax().item() < _MAX_MEAN:
+        return None
+    own = key_mean.stored(codec.rotation.forward(mean))
+    vectors = codec.rotation.inverse(key_mean.vectors(own)).contiguous()
+    streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level)
+    return None if streams is None else {name: (streams | own)[name] for name in codec.row_layouts}
 
 
 def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[library.Encode, tuple[str, ...], Any]:

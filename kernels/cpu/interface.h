@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 28
+#define KVPACK_INTERFACE 29
 
 enum { HEAD_RUN = 5 };
 enum { MAX_PACKINGS = 12, MAX_DIGITS = 2, MAX_VALUES = 3, MAX_TABLES = 48, MAX_BOUNDS = 4 };
@@ -171,7 +171,10 @@ typedef struct {
        and the last, for two of even levels the line's slope and offset) and of norms, the magnitudes, and 1 over the length of every point
        of the octahedron. quaternion: the secondary quaternions. Midpoints end in infinities. */
     Table bounds[MAX_BOUNDS];
-    int64_t threads, level;
+    /* key_mean: float [batch, kv_head, page, dim], what is taken from the tokens of each page of mean_tokens, a multiple of 16; without data,
+       nothing. kvpack_measure writes them: of minifloat, one largest magnitude instead of the means */
+    Stream means;
+    int64_t mean_tokens, threads, level;
 } Encode;
 
 /* rans: `chunks` of formats/rans.py, each with 32 states, to symbols [chunk][stride] by tables of 4096 slots: `table` [chunk], or where
@@ -253,6 +256,7 @@ typedef struct {
 
 /* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
 int64_t kvpack_encode(const Encode *call);
+int64_t kvpack_measure(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
 int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);

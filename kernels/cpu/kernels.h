@@ -32,6 +32,8 @@
 #include "columns.h"
 #include "encode_group.h"
 #include "encode_group_rows.h"
+#include "encode_minifloat.h"
+#include "measure.h"
 
 #ifdef __clang__
 #pragma clang fp contract(fast)
@@ -130,4 +132,4 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     return encode_item(call, batch, head, start, stop, out);
 }
 
-const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, layer_norms, rans_chunks, rans_encode_chunk, join_tokens, split_tokens, count_exponents};
+const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, measure_page, layer_norms, rans_chunks, rans_encode_chunk, join_tokens, split_tokens, count_exponents};

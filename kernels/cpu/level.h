@@ -28,6 +28,8 @@ typedef struct {
     /* And for encoding, whose item is 0 where a value is refused. */
     int64_t (*encode_bytes)(const Encode *call);
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
+    /* One page of kvpack_measure. */
+    void (*measure)(const Encode *call, int64_t batch, int64_t head, int64_t page);
     /* The norms of the tokens of one layer. */
     void (*norms)(const RawSlots *call, int64_t layer);
     /* Up to MAX_CHUNKS chunks. */

@@ -211,6 +211,24 @@ EXPORTED int64_t kvpack_encode(const Encode *call) {
     return failed ? 1 : atomic_load(&refused) ? 2 : 0;
 }
 
+typedef struct {
+    const Encode *call;
+    const Level *level;
+    int64_t pages;
+} Measuring;
+
+static void measure_item(const void *context, int64_t number, char *memory) {
+    const Measuring *work = context;
+    int64_t heads = work->call->heads;
+    (void)memory;
+    work->level->measure(work->call, number / work->pages / heads, number / work->pages % heads, number % work->pages);
+}
+
+EXPORTED int64_t kvpack_measure(const Encode *call) {
+    Measuring work = {call, level_of(call->level), ceiling(call->tokens, call->mean_tokens)};
+    return kvpack_for_each(measure_item, &work, work.pages * call->heads * call->batch, call->threads, 1);
+}
+
 /* A token that is to be raw: those of the lowest keys have slots. */
 typedef struct {
     float key;

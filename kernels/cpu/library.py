@@ -17,7 +17,7 @@ from kvpack.runtime.reader import Read, declare
 if TYPE_CHECKING:
     import torch
 
-INTERFACE = 28
+INTERFACE = 29
 """The number of interface.h that the structures below mirror."""
 
 MAX_PACKINGS, MAX_DIGITS, MAX_VALUES, MAX_TABLES, MAX_BOUNDS = 12, 2, 3, 48, 4
@@ -123,7 +123,8 @@ class Encode(Structure):
         ("per_middle", c_float),
         *((name, c_int64) for name in ("unbiased", "candidates")),
         ("bounds", Table * MAX_BOUNDS),
-        *((name, c_int64) for name in ("threads", "level")),
+        ("means", Stream),
+        *((name, c_int64) for name in ("mean_tokens", "threads", "level")),
     )
 
 
@@ -189,6 +190,7 @@ def library() -> ctypes.CDLL | None:
         found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
         found.kvpack_attend.restype, found.kvpack_attend.argtypes = c_int64, (POINTER(Attend),)
         found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
+        found.kvpack_measure.restype, found.kvpack_measure.argtypes = c_int64, (POINTER(Encode),)
         found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
         found.kvpack_raw_slots.restype, found.kvpack_raw_slots.argtypes = c_int64, (POINTER(RawSlots),)
         found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)

@@ -51,7 +51,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
 
         if isinstance(codec, Lossless) and lossless.supports_encoding(codec, x):
             return lossless.encode(codec, x, before)
-        return c_encode.encode(codec, x) if c_encode.supports(codec, x) else None
+        return c_encode.encode(codec, x, before) if c_encode.supports(codec, x) else None
     if not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode

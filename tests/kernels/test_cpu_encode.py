@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.coding import cpu_library, dispatch
+from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
 from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.octahedral_search import codebook_directions
@@ -116,7 +117,92 @@ def test_any_group_is_encoded_to_the_same_bytes(data: st.DataObject) -> None:
 
 
 def bits(stream: torch.Tensor) -> torch.Tensor:
-    return stream.view({2: torch.int16, 4: torch.int32}[stream.element_size()])
+    return stream.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[stream.element_size()])
+
+
+MINIFLOATS = [
+    "element=e4m3",
+    "element=e5m2,per=head,scales=fp16",
+    "element=e2m1,per=tensor",
+    "element=e4m3,scales=e8m0",
+    "element=e5m2,scales=e8m0",
+    "element=e2m1,scales=e8m0",
+    "element=e2m1,scales=e4m3",
+]
+
+
+@pytest.mark.parametrize("words", MINIFLOATS)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_any_minifloat_is_encoded_to_the_same_bytes(words: str, data: st.DataObject) -> None:
+    codec = create("minifloat", data.draw(st.sampled_from((64, 128, 192))), **dict(word.split("=") for word in words.split(",")))
+    shape = (data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 600)), codec.dim)
+    x = contents(data.draw(st.sampled_from(CONTENTS)), shape, data.draw(st.integers(0, 99)))
+    x = poisoned(x.to(data.draw(st.sampled_from(DTYPES))))
+    if not torch.isfinite(x).all():
+        reject()
+    assert cpu_encode.supports(codec, x)
+    before = None
+    if codec.run_scale is not None and data.draw(st.booleans()):  # type: ignore[attr-defined]
+        before = codec.encode(x.float() * data.draw(st.sampled_from((0.0, 0.5, 1.0, 9.0, 40.0))))
+    try:
+        run = codec.begin(Run(shape, x.device, lambda: iter([x.float()])), before)
+        expected = {**run.encode(x.float(), 0), **run.streams}
+    except OutOfRange:
+        expected = None
+    for level in range(len(library.levels())):
+        found = cpu_encode.encode(codec, x, before, data.draw(st.integers(1, 3)), level)
+        if expected is None:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.keys() == expected.keys()
+        for name, stream in expected.items():
+            assert torch.equal(bits(found[name]), bits(stream)), name
+
+
+@LEVELS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("words", ["element=e4m3", "element=e4m3,scales=e8m0", "element=e2m1,scales=e4m3"])
+def test_a_value_of_a_minifloat_that_is_no_number_is_found_wherever_it_is(words: str, dtype: torch.dtype, level: int) -> None:
+    codec = create("minifloat", 64, **dict(word.split("=") for word in words.split(",")))
+    x = contents("gaussian", (1, 1, 40, 64), 0).to(dtype)
+    assert cpu_encode.encode(codec, x, level=level) is not None
+    for place in range(0, x.numel(), 37):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            worse = x.flatten().clone()
+            worse[place] = value
+            assert cpu_encode.encode(codec, worse.view(x.shape), level=level) is None
+
+
+@LEVELS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "words", ["scalar:b=2,mean=128,mean_bits=4", "octahedral:b=3,mean=16", "scalar:b=4,mean=64,norm=log8", "angle:n=64,mean=1024"]
+)
+def test_means_are_those_of_formats(words: str, dtype: torch.dtype, level: int) -> None:
+    codec = kvpack.Recipe(f"k={words};v=raw;raw=0").codec(0, 1, "k", 64)
+    x = contents("gaussian", (2, 2, 300, 64), 3) + 4 * contents("gaussian", (2, 2, 1, 64), 4)
+    x[1, 0, 130:] = 0
+    x = poisoned(x.to(dtype))
+    assert cpu_encode.supports(codec, x)
+    found, expected = cpu_encode.encode(codec, x, level=level), codec.encode(x.float())
+    assert found is not None
+    assert list(found) == list(expected)
+    codec.check({name: stream.numpy() for name, stream in found.items()}, "x")
+    for name in ("key_mean", "key_mean_scale"):
+        assert torch.equal(bits(found[name]), bits(expected[name])), name
+    for name in expected:
+        if expected[name].dtype == torch.uint16:
+            assert float((bits(found[name]) == bits(expected[name])).float().mean()) >= 1 - ROUNDED_OTHERWISE, name
+    assert squared_error(codec, x, found) == pytest.approx(squared_error(codec, x, expected), rel=1e-4)
+
+
+def test_means_of_other_pages_and_side_cars_are_left_to_formats() -> None:
+    x = contents("gaussian", (1, 2, 40, 64), 0)
+    for words in ("scalar:b=2,mean=8", "scalar:b=2,mean=16,outliers=3", "scalar:b=2,outliers=3"):
+        assert not cpu_encode.supports(kvpack.Recipe(f"k={words};v=raw;raw=0").codec(0, 1, "k", 64), x)
+    assert cpu_encode.encode(kvpack.Recipe("k=scalar:b=2,mean=16;v=raw;raw=0").codec(0, 1, "k", 64), x * torch.nan) is None
 
 
 def squared_error(codec: Codec, x: torch.Tensor, streams: dict[str, torch.Tensor]) -> float:

@@ -11,7 +11,10 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import kvpack
+from kvpack.cache.arguments import checked_device
 from kvpack.cache.device_copy import HostBus
 from kvpack.cache.staged_reads import COPY_BYTES, STAGING_BYTES, Copy, staged
 from kvpack.file.container import open_file
@@ -31,7 +34,13 @@ DISK, LOAD, RING, AGAIN = "fio --direct=1", "load, mapped", "read as for a devic
 
 
 def run(
-    cache: Source, recipes: Sequence[str] | None, *, repeats: int = 5, folder: str | None = None, progress: Progress | None = None
+    cache: Source,
+    recipes: Sequence[str] | None,
+    *,
+    repeats: int = 5,
+    folder: str | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure files of ``cache`` and return JSON values: one row per recipe and way, its ``of_fio`` above 1 if it is faster than fio.
 
@@ -39,6 +48,7 @@ def run(
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
+    target = checked_device(device)
     rows = []
     recipes = recipes or RECIPES
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
@@ -47,6 +57,8 @@ def run(
             kvpack.save(kvpack.pack(cache.pairs, recipe), path)
             size = os.path.getsize(path)
             ways: dict[str, Callable[[], float]] = {LOAD: _timed(lambda: kvpack.load(path)), RING: _timed(lambda: _read_by_ring(path))}
+            if target.type != "cpu":
+                ways[f"load to {target}"] = _timed(lambda: _load_to(path, target))
             if shutil.which("fio") is not None:
                 ways = {DISK: lambda: _fio(path), **ways}
             seconds: dict[str, list[float]] = {name: [] for name in (*ways, AGAIN)}
@@ -88,6 +100,12 @@ def _timed(call: Callable[[], object]) -> Callable[[], float]:
         return passed
 
     return seconds
+
+
+def _load_to(path: str, device: torch.device) -> kvpack.Cache:
+    loaded = kvpack.load(path, device=device)
+    torch.cuda.synchronize(device)
+    return loaded
 
 
 def _read_by_ring(path: str) -> None:

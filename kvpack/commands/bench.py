@@ -384,7 +384,9 @@ def run_io(arguments: argparse.Namespace) -> int:
             parse_recipe(recipe)
         with progress("bench io --cold", arguments) as callback:
             cache = io.source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic)
-            report = io_cold.run(cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, progress=callback)
+            report = io_cold.run(
+                cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, device=arguments.device, progress=callback
+            )
         print_report(report, io_cold.show, arguments)
         return 0
     recipes = arguments.recipe or list(io.RECIPES)

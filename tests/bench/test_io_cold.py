@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from kvpack import cli
 from kvpack.bench import io_cold
@@ -55,6 +56,12 @@ def test_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [row["of_fio"] for row in rows] == [None] * 3
     io_cold.show({"source": "values", "repeats": 1, "cold_rows": rows})
     assert "fio is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device of this name may be there")
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "io", "--cold", "--synthetic", "1x1x1x64x64", "--device", "cuda:5"]) == 2
+    assert "device is 'cuda:5'" in capsys.readouterr().err
 
 
 def test_a_file_that_stays_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,11 @@ def encode(
     return _encode(codec, x, given, None, threads, level)
 
 
+def is_one_call(codec: Codec) -> bool:
+    """Return True if ``call_of`` is all that encoding takes: nothing of the values is measured first."""
+    return not isinstance(codec, WithSideCars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
+
+
 def _encode(
     codec: Codec,
     x: torch.Tensor,

@@ -74,7 +74,7 @@ class Encoder:
 
 def supports_encoding(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
     """Return True if the C library can encode pages of ``dtype`` with ``codec``."""
-    return not isinstance(codec, WithSideCars) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))
+    return encode.is_one_call(codec) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))
 
 
 class Decoder:

@@ -38,6 +38,22 @@ def test_any_call_writes_its_slot_and_its_row_alone(recipe: str) -> None:
         assert not target[[0, 2]].any()
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8;raw=0", "mxfp8;raw=0", "nvfp4;raw=0", "kv=minifloat:element=e5m2,per=head;raw=0"])
+def test_rows_of_minifloats_are_those_of_the_format(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = PageGeometry(2, 3, 40, 64, 64, "bf16")
+    given = torch.randn(3, 2, 3, 40, 2, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    # Each layer and page has another scale.
+    given *= torch.tensor([1.0, 8.0, 0.25]).view(3, 1, 1, 1, 1, 1) * torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1, 1)
+    pages, rows = PageBuffer(geometry, *(given[..., side, :] for side in range(2))), []
+    for backend in ("cpu", "torch"):
+        monkeypatch.setenv(dispatch.VARIABLE, backend)
+        codec = PageCodec(recipe, geometry)
+        # What memory held before is in no row.
+        rows.append([bytearray(b"\xaa" * codec.nbytes) for _ in range(3)])
+        assert codec.encode_into(pages, [0, 1, 2], rows[-1]) == [None] * 3
+    assert rows[0] == rows[1]
+
+
 def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
     source = random.Random(0)
     for words in (0, 1, 15, 16, 17, 33, 1000):

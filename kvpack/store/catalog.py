@@ -19,7 +19,7 @@ from .page_keys import check_page
 from .state_entries import NamedStates, is_states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvpack.file import container
     from kvpack.file.atomic import Progress
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 
-_FRONTS_AT_ONCE = 8
-"""Number of entry fronts per request; the fronts of rows are whole entries."""
+_FRONTS_AT_ONCE = 256
+"""The most fronts that are asked for at once."""
+_FRONT_BYTES = 16 * 2**20
+"""The most bytes of the entries whose fronts are asked for at once, unless one alone has more: the front of a row is the whole entry."""
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,9 @@ def read_catalog(
     bases: dict[bytes, BasisEntry] = {}
     states: dict[bytes, StatesEntry] = {}
     listed = list(backend.list()) if listed is None else listed
-    for number, stored in enumerate(listed):
+    for number, (stored, front) in enumerate(fronts_of(backend, listed, max_entry_bytes)):
         try:
-            data = _read(backend, stored, cipher, max_entry_bytes, front=True)
+            data = _clear(stored, front, cipher, max_entry_bytes)
             if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
                 pages[stored.key] = stored
                 continue
@@ -272,9 +274,9 @@ def verify(
 
 def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> Iterator[bytes]:
     """The key of every entry that is a row of ``namespace``, by the row's frame; entries that cannot be read are left out."""
-    for stored in list(backend.list()):
+    for stored, front in fronts_of(backend, list(backend.list()), max_entry_bytes):
         with suppress(_Gone, KvpackError, MemoryError):
-            data = _read(backend, stored, cipher, max_entry_bytes, front=True)
+            data = _clear(stored, front, cipher, max_entry_bytes)
             if namespace_of(bytes(memoryview(data)[:KEY_AT])) == namespace:
                 yield stored.key
 
@@ -283,31 +285,56 @@ def descriptions_of(
     backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> set[bytes]:
     """The descriptions of all rows of ``namespace``, one for each shape of pages; entries that cannot be read are left out."""
-    keys = [stored.key for stored in backend.list() if 0 < stored.size <= max_entry_bytes]
     found: set[bytes] = set()
-    for begin in range(0, len(keys), _FRONTS_AT_ONCE):
-        part = keys[begin : begin + _FRONTS_AT_ONCE]
-        for key, data in zip(part, backend.fronts(part), strict=True):
-            with suppress(KvpackError, MemoryError):
-                row = memoryview(b"" if data is None else in_clear(key, data, cipher))
-                if begins_row(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, f"entry {key.hex()}")).namespace == namespace:
-                    found.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
+    for stored, front in fronts_of(backend, list(backend.list()), max_entry_bytes):
+        with suppress(_Gone, KvpackError, MemoryError):
+            row, where = memoryview(_clear(stored, front, cipher, max_entry_bytes)), f"entry {stored.key.hex()}"
+            if begins_row(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, where)).namespace == namespace:
+                found.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
     return found
+
+
+def fronts_of(backend: Backend, listed: Iterable[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
+    """The ``listed`` entries and their fronts (``Backend.fronts``), which a server is asked for many at a time.
+
+    Of an entry without bytes or of more than ``max_entry_bytes`` nothing is read; it has None, like one that is gone.
+    """
+    waiting: list[Stored] = []
+    size = 0
+    for stored in listed:
+        own = stored.size if 0 < stored.size <= max_entry_bytes else 0
+        if waiting and (len(waiting) == _FRONTS_AT_ONCE or size + own > _FRONT_BYTES):
+            yield from _fronts(backend, waiting, max_entry_bytes)
+            waiting, size = [], 0
+        waiting.append(stored)
+        size += own
+    yield from _fronts(backend, waiting, max_entry_bytes)
+
+
+def _fronts(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
+    keys = [stored.key for stored in listed if 0 < stored.size <= max_entry_bytes]
+    fronts = dict(zip(keys, backend.fronts(keys) if keys else (), strict=True))
+    for stored in listed:
+        yield stored, fronts.pop(stored.key, None)
 
 
 class _Gone(Exception):
     """A listed entry is missing, or the backend failed to return it and has counted the fault."""
 
 
-def _read(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int, *, front: bool = False) -> Data:
-    """An entry in the clear; with ``front`` its payload may be missing."""
-    where = f"entry {stored.key.hex()}"
+def _read(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> Data:
+    """An entry in the clear."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
-    check_size(where, stored.size, max_entry_bytes)
-    data = backend.peek(stored.key, front=front) if stored.size else b""
-    if data is None:
+    within = 0 < stored.size <= max_entry_bytes
+    return _clear(stored, backend.peek(stored.key) if within else None, cipher, max_entry_bytes)
+
+
+def _clear(stored: Stored, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
+    """The bytes ``data`` of an entry, or its front, in the clear."""
+    check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
+    if data is None and stored.size:
         raise _Gone
-    return in_clear(stored.key, data, cipher)
+    return in_clear(stored.key, b"" if data is None else data, cipher)
 
 
 def _without_memory(stored: Stored) -> KvpackError:

@@ -9,6 +9,7 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
 from .basis_keys import check_basis
+from .catalog import fronts_of
 from .directory import Directory
 from .encryption import in_clear
 from .entries import FEATURE, is_old, open_entry
@@ -37,9 +38,9 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
     ``cipher`` does not decrypt.
     """
     going, bases = [], []
-    for stored in _candidates(backend, cipher):
-        if 0 < stored.size <= max_entry_bytes:
-            kind = _kind(backend, stored, cipher)
+    for stored, front in fronts_of(backend, _candidates(backend, cipher), max_entry_bytes):
+        if front is not None:
+            kind = _kind(stored, front, cipher)
             going += [stored] if kind == "old" else []
             bases += [stored] if kind == "basis" else []
     going += _unused(backend, bases, cipher, max_entry_bytes)
@@ -47,9 +48,9 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
     for stored in going:
         if stored.key in pinned:
             backend.unpin([stored.key])
-        if backend.delete([stored.key]):
-            counters.add("reclaimed_entries")
-            counters.add("reclaimed_bytes", stored.size)
+    removed = backend.delete([stored.key for stored in going]) if going else set()
+    counters.add("reclaimed_entries", len(removed))
+    counters.add("reclaimed_bytes", sum(stored.size for stored in going if stored.key in removed))
 
 
 def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
@@ -60,11 +61,11 @@ def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
     return backend.list()
 
 
-def _kind(backend: Backend, stored: Stored, cipher: Cipher | None) -> str:
-    """Return the kind of an entry to look at, "old" or "basis"; None for any other."""
+def _kind(stored: Stored, front: Data, cipher: Cipher | None) -> str:
+    """Return the kind of an entry to look at, "old" or "basis"; "" for any other."""
     try:
-        data = _clear(backend, stored, cipher, front=True)
-        if data is None or FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
+        data = in_clear(stored.key, front, cipher)
+        if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
             return ""
         with open_entry(data, stored.key) as file:
             return "basis" if file.header.is_basis else "old" if is_old(file) else ""
@@ -79,10 +80,9 @@ def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, ma
         stored.key: digest for stored in bases if 0 < stored.used_ns < limit and (digest := _digest(backend, stored, cipher)) is not None
     }
     known = {stored.key for stored in bases}
-    for stored in backend.list() if idle else ():
-        if stored.key in known or not stored.size:
-            continue
-        recipe = _recipe(backend, stored, cipher, max_entry_bytes)
+    others = (stored for stored in backend.list() if stored.size and stored.key not in known)
+    for stored, front in fronts_of(backend, others, max_entry_bytes) if idle else ():
+        recipe = _recipe(stored, front, cipher, max_entry_bytes)
         idle = {} if recipe is None else {key: digest for key, digest in idle.items() if digest not in recipe}
         if not idle:
             return []
@@ -94,20 +94,19 @@ def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, ma
 def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | None:
     """The SHA-256 of a basis as recipes name it; None for one that is damaged or cannot be read."""
     try:
-        data = _clear(backend, stored, cipher)
-        return None if data is None else check_basis(stored.key, data, cipher).hex()
+        data = backend.peek(stored.key)
+        return None if data is None else check_basis(stored.key, in_clear(stored.key, data, cipher), cipher).hex()
     except (KvpackError, OSError, MemoryError):
         return None
 
 
-def _recipe(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
+def _recipe(stored: Stored, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
     """Return the recipe of an entry: "" if it cannot be read with these keys, None if that cannot be determined."""
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
-        data = _clear(backend, stored, cipher, front=True)
-        if data is None:
+        if front is None:
             return None
-        with open_entry(data, stored.key) as file:
+        with open_entry(in_clear(stored.key, front, cipher), stored.key) as file:
             return file.header.recipe
     except Undecryptable:
         # It needs the basis that is encrypted with its own key.
@@ -116,9 +115,3 @@ def _recipe(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_b
         return "" if is_damage(error) else None
     except (OSError, MemoryError):
         return None
-
-
-def _clear(backend: Backend, stored: Stored, cipher: Cipher | None, *, front: bool = False) -> Data | None:
-    """An entry in the clear; with ``front`` its payload may be missing. Raises as decrypting does."""
-    data = backend.peek(stored.key, front=front)
-    return None if data is None else in_clear(stored.key, data, cipher)

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 import kvpack
 from kvpack.store import backend as backend_module
+from kvpack.store import catalog as catalog_module
 from kvpack.store import object_store
 from kvpack.store import redis as redis_module
-from kvpack.store.backend import Hold
+from kvpack.store.backend import Hold, Stored
+from kvpack.store.catalog import read_catalog
 from kvpack.store.counters import Counters
+from kvpack.store.entry_kind import PLAIN
+from kvpack.store.locations import open_backend
 from kvpack.store.memory import Memory
 from kvpack.store.object_store import REQUESTS, ObjectStore
+from kvpack.store.options import LocationOptions
+from kvpack.store.reclaim import reclaim
+from kvpack.store.removal import remove
+from kvpack.store.summary import summarize
 from support.redis_server import running
 from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from kvpack.store.backend import Backend
 
 redis = pytest.importorskip("redis")
 
@@ -208,3 +219,43 @@ def test_a_prefix_with_a_gap_gets_what_it_lacks(location: str, server: Server, t
 
 def test_a_put_of_nothing_asks_nothing() -> None:
     assert Memory(Counters(), max_bytes=10).put_all([b"k" * 32], {}, 0) == []
+
+
+def test_listing_and_removing_ask_for_many_entries_at_once(server: Server) -> None:
+    """What commands need for 200 entries takes as many requests as what they need for 100, or one page of names more."""
+    asked: list[dict[str, int]] = []
+    for number in (1, 2):
+        backend = open_backend(server.url, Counters(), PLAIN, LocationOptions())
+        with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
+            for turn in range(10 * number):
+                save(store, prompt(10, seed=turn))
+        counts = {}
+        counts["catalog"], catalog = trips(server, partial(read_catalog, backend))
+        assert len(catalog.entries) == 100 * number
+        counts["summary"], summary = trips(server, partial(summarize, backend))
+        assert summary.count == 100 * number
+        counts["reclaim"], _ = trips(server, partial(reclaim, backend, Counters()))
+        counts["remove"], removed = trips(server, partial(remove, backend, Counters(), catalog.entries, pinned=False))
+        assert removed == 100 * number
+        assert backend.size() == (0, 0)
+        backend.close()
+        asked.append(counts)
+    assert all(more <= asked[0][name] + 2 for name, more in asked[1].items())
+    assert max(asked[1].values()) <= 12
+
+
+def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front of a page is all of it. What is too large, or empty, is not read."""
+    monkeypatch.setattr(catalog_module, "_FRONT_BYTES", 1000)
+    parts: list[int] = []
+
+    class Fronts:
+        def fronts(self, keys: Any) -> Any:
+            parts.append(len(keys))
+            return list(keys)
+
+    listed = [Stored(bytes([number]), size, 1) for number, size in enumerate([400, 400, 400, 0, 5000, 100, 999, 1001])]
+    found = list(catalog_module.fronts_of(cast("Backend", Fronts()), listed, 4000))
+    assert [stored.key for stored, _ in found] == [stored.key for stored in listed]
+    assert [front is not None for _, front in found] == [size not in (0, 5000) for size in [400, 400, 400, 0, 5000, 100, 999, 1001]]
+    assert parts == [2, 2, 1, 1]

@@ -38,7 +38,8 @@ unit: $(INSTALLED)
 	$(PYTEST) -m "not scenario"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not scenario" $(KERNEL_TESTS)
 
-# The tests marked scenario: whole programs, stores under faults, readers without guards, every model, compiled models.
+# The tests marked scenario: whole programs, stores under faults, readers without guards, models of every kind, compiled models, and
+# what the interpreter takes seconds for.
 scenarios: $(INSTALLED)
 	$(PYTEST) -m scenario
 	TRITON_INTERPRET=1 $(PYTEST) -m scenario $(KERNEL_TESTS)

@@ -60,6 +60,7 @@ def targets() -> Callable[[str], Target]:
     return get
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
     target = targets(name)

@@ -183,6 +183,7 @@ def test_sliding_layers_hold_their_window_and_what_is_encoded_with_it(name: str)
     assert min(cache.live.held(number) for number in slides) < 279
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 def test_decoding_steps_of_sliding_layers_run_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every layer, for rows with padding: CUDA graphs may hold them. Gemma-3 has layers that slide and layers that do not."""

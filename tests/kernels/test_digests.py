@@ -138,9 +138,9 @@ def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("the C library was not built")
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
-@pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 21])
-@pytest.mark.parametrize("recipe", ["octopus-3;raw=0", "kivi-2;raw=0"])
+@pytest.mark.parametrize(("recipe", "piece_bytes"), [("octopus-3;raw=0", 1 << 10), ("kivi-2;raw=0", 1 << 21)])
 def test_damage_is_refused_with_the_words_of_the_cpu(
     recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

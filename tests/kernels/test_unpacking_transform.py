@@ -68,6 +68,7 @@ def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("basis", "dtype"), [("layer", torch.float32), ("head", torch.bfloat16), ("head", torch.float16)], indirect=["basis"]
 )

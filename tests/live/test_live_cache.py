@@ -527,6 +527,7 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
     return live, by_steps, changed
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "batch"),

@@ -115,8 +115,7 @@ def _path(folder: Path) -> Path:
     return folder / name[0] / name[1] / name
 
 
-@pytest.mark.parametrize("what", USES)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "what"), [(one, "whole") for one in OPERATIONS] + [(one, "damaged") for one in OPERATIONS[::2]])
 def test_no_fault_leaves_an_entry_without_its_basis(operation: str, what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, number, tried = True, 1, 0
     while reached:
@@ -157,8 +156,8 @@ def test_a_kill_at_any_step_leaves_no_entry_without_its_basis(moment: str, what:
             break
         assert child.exitcode == -signal.SIGKILL
         # Each use of a basis has hundreds of steps.
-        number += 2 * STRIDE
-    assert len(found) > 10
+        number += 4 * STRIDE
+    assert len(found) > 5
     assert len(set(found)) > 2, "kills at different steps leave different stores"
 
 

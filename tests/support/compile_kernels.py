@@ -1,11 +1,12 @@
 """Compile what operations launch on a CUDA device, for chips of one compute capability, on a machine without one.
 
-    python compile_kernels.py [--json] [--every] [--capability 90] RECIPE...
+    python compile_kernels.py [--json] [--every] [--quick] [--capability 90] RECIPE...
 
 Triton's interpreter takes programs that its compiler refuses: constants that are given two values, tuples without names, variables of a
 loop that change their shape. Launches only compile here, so results are memory as it was. Calls are those with the fewest and the most
-options, which are not what loaders differ by, or with ``--every`` all that differ in code. It prints the most registers of a thread and
-shared memory of a program of each kernel, beside what the chip has, and what failed.
+options, which are not what loaders differ by, or with ``--every`` all that differ in code. With ``--quick``, a call of one query, one of
+many and one of unpacking are compiled to machine code, with what loaders hold of assembly, and all others up to Triton's layouts. It
+prints the most registers of a thread and shared memory of a program of each kernel, beside what the chip has, and what failed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import triton
 from triton import language
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -84,9 +86,10 @@ class NoDevice:
 
 
 class Compiled:
-    """The kernels that were launched, by name, and the operations that failed."""
+    """The kernels that were launched, by name, and the operations that failed; ``whole`` is whether machine code is made now."""
 
-    def __init__(self) -> None:
+    def __init__(self, quick: bool) -> None:
+        self.quick, self.whole = quick, not quick
         self.kernels: set[str] = set()
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
@@ -94,12 +97,15 @@ class Compiled:
 
     def note(self, name: str, kernel: Any) -> None:
         """Note the registers and shared memory of a kernel as far as they are the most of its name."""
+        if not kernel.asm["cubin"]:
+            return
         registers, shared = self.used.get(name, (0, 0))
         declared = sum(size for section, size in _sections(kernel.asm["cubin"]) if section.startswith(".nv.shared."))
         self.used[name] = max(registers, registers_of(kernel.asm["cubin"])), max(shared, kernel.metadata.shared + declared)
 
-    def attempt(self, what: str, operation: Callable[[], object]) -> None:
-        begin = time.process_time()
+    def attempt(self, what: str, operation: Callable[[], object], *, first: bool = False) -> None:
+        """Call ``operation``, which is the first of its kind for a recipe or one of the others."""
+        begin, self.whole = time.process_time(), first or not self.quick
         try:
             operation()
         except Exception as error:
@@ -139,7 +145,14 @@ def registers_of(cubin: bytes) -> int:
 
 def compile_alone(compiled: Compiled, capability: int) -> None:
     """From now on every launch compiles its kernel and does nothing else, and tensors of the CPU go to the kernels."""
-    run = JITFunction.run
+    run, add_stages = JITFunction.run, CUDABackend.add_stages
+
+    def stages_now(self: Any, stages: dict[str, Any], *given: Any) -> None:
+        add_stages(self, stages, *given)
+        if not compiled.whole:
+            del stages["llir"], stages["ptx"]
+            # What is read of a kernel that is no machine code.
+            stages["cubin"] = lambda module, metadata: metadata.update(name="", shared=0) or b""
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
         compiled.kernels.add(self.__name__)
@@ -152,6 +165,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
         self.function.run(*tensors, *self.arguments, grid=self.grid, warmup=True, **self.constants, **self.options)
 
     JITFunction.run = warm
+    CUDABackend.add_stages = stages_now
     triton_internals.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
     driver.set_active(NoDevice(capability))
     shared_memory.shared_memory.cache_clear()
@@ -184,7 +198,7 @@ def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
         given = lengths if options.lengths else None, starts if options.starts else None
         if attention.supports(q, layer):
             call = partial(lambda q, options, given: attention.prepare(q, layer, options)(q, None, *given), q, options, given)
-            compiled.attempt(f"{recipe}: {what}", call)
+            compiled.attempt(f"{recipe}: {what}", call, first=what == "a query")
     q = torch.randn(2, 4 * HEADS, 1, DIM).to(torch.bfloat16)
     if growing.GrowingCall.supports(q, layer):
         for options in (Options(scale, sliding_window=70, starts=True), *([Options(scale)] if every else ())):
@@ -192,7 +206,7 @@ def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
             step = partial(lambda options, given: growing.GrowingCall(q, layer, options)(q, lengths, None, given), options, given)
             compiled.attempt(f"{recipe}: a step, {options}", step)
     many = torch.randn(2, 4 * HEADS, 300, DIM).to(torch.bfloat16)
-    compiled.attempt(f"{recipe}: many queries", lambda: many_queries.attend(many, layer, scale))
+    compiled.attempt(f"{recipe}: many queries", lambda: many_queries.attend(many, layer, scale), first=True)
     compiled.attempt(f"{recipe}: many queries, capped", lambda: many_queries.attend(many, layer, scale, softcap=5.0, starts=starts))
 
 
@@ -200,7 +214,8 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
     for name, side in layer.sides.items():
         for dtype in (torch.bfloat16, torch.float32):
             out = torch.empty(2, HEADS, TOKENS, DIM, dtype=dtype)
-            compiled.attempt(f"{recipe}: {name} to {dtype}", lambda side=side, out=out: sides.unpack_into(side, 0, TOKENS, out))
+            unpack = partial(sides.unpack_into, side, 0, TOKENS, out)
+            compiled.attempt(f"{recipe}: {name} to {dtype}", unpack, first=dtype == torch.bfloat16)
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
         compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode.encode(side.codec, x))
         if dispatch.checks_values(side.codec, out.device):
@@ -223,10 +238,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE")
     parser.add_argument("--json", action="store_true", help="a JSON object on the last line")
     parser.add_argument("--every", action="store_true", help="all calls that differ in code")
+    parser.add_argument("--quick", action="store_true", help="make machine code of few calls alone")
     parser.add_argument("--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
     layers = {recipe: packed(recipe) for recipe in options.recipes}
-    compiled = Compiled()
+    compiled = Compiled(options.quick)
     compile_alone(compiled, options.capability)
     dispatch.uses_triton = lambda device: True  # type: ignore[assignment]
     for recipe, layer in layers.items():

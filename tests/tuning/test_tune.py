@@ -483,6 +483,7 @@ def test_a_head_dim_that_a_candidate_cannot_take() -> None:
     assert priced.values() == whole.values
 
 
+@pytest.mark.scenario
 def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: Path) -> None:
     basis, measurements, out = (tmp_path / name for name in ("tinylm.kvbasis", "losses.json", "recipe.txt"))
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2))
@@ -501,6 +502,7 @@ def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: P
     assert set(re.findall(r"=([a-z]+)", quick["recipe"])) <= {"heads", "klt", "kv"}
 
 
+@pytest.mark.scenario
 def test_frames_add_candidates_that_are_decoded_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     basis = tmp_path / "tinylm.kvbasis"
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2))

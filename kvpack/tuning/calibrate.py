@@ -106,6 +106,7 @@ def run(
     if not only:
         check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
+    read_again = _windows_for_widths(words, positions(network), settings) if settings.widths else []
     if settings.twin is not None:
         make_twin(network, settings.twin, _sample(network, words), settings.seed)
         identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
@@ -134,9 +135,8 @@ def run(
     balanced = None if halves is None else balanced_of_all([one + other for one, other in halves], turns, lambda *_: step())
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.of_bytes(data, where=out)
-    if settings.widths:
-        read = _windows_for_widths(words, positions(network), settings)
-        losses = losses_of_places(network, basis, layers, read, step)
+    if read_again:
+        losses = losses_of_places(network, basis, layers, read_again, step)
         data = basis_bytes(rows, layers, identity | losses, dtype, frames, balanced)
         basis = Basis.of_bytes(data, where=out)
     write_file(out, [memoryview(data)])

@@ -446,3 +446,21 @@ def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(InvalidParameter, match=r"the name of a basis ends in \.kvbasis"):
         calibrate.run(None, None, str(tmp_path / "x"), SIZES)
     assert kvpack.Basis is Basis
+
+
+def test_widths_are_by_what_each_layer_and_side_loses(tmp_path: Path) -> None:
+    path, steps = tmp_path / "x.kvbasis", []
+    settings = calibrate.Settings(tokens=64, windows=2, balanced_only=True, widths=1)
+    report = calibrate.run(None, None, str(path), settings, progress=lambda done, total: steps.append((done, total)))
+    assert [done for done, _ in steps] == list(range(1, steps[-1][1] + 1))
+    basis = Basis.load(path)
+    assert report["digest"] == basis.digest.hex()
+    assert report["widths"] == 1
+    assert set(basis.losses) == {(layer, side) for layer in range(basis.layers) for side in "kv"}
+    assert min(basis.losses.values()) == 0 < max(basis.losses.values())
+    recipe = kvpack.Recipe("kvpack-2", basis)
+    bits = {place: recipe.codec(place[0], basis.layers, place[1], 64).params()["bits"] for place in basis.losses}
+    assert sum(bits.values()) == 2 * len(bits)
+    assert bits[max(basis.losses, key=basis.losses.__getitem__)] == max(bits.values()) > 2
+    with pytest.raises(InvalidParameter, match="--widths is 9999"):
+        calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, windows=2, balanced_only=True, widths=9999))

@@ -232,7 +232,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     if not isinstance(given, torch.Tensor):
         raise InvalidType(f"q is a {type(given).__name__}, expected a tensor [batch, q_head, q_len, dim]")
     if q.dim() != 4:
-        raise InvalidParameter(f"q: rank {q.dim()}, shape {list(q.shape)}; queries are [batch, q_head, q_len, dim]")
+        raise InvalidParameter(f"q: rank {q.dim()}, shape {list(q.shape)}; expected [batch, q_head, q_len, dim]")
     if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
         raise InvalidType(f"q: dtype {q.dtype}; queries are floating point, of 16 bits or more")
     if q.layout != torch.strided:
@@ -283,7 +283,7 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
             f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}; logits of attention sinks are floating point"
         )
     if list(sink_logits.shape) != [q.shape[1]]:
-        raise InvalidParameter(f"sink_logits: shape {list(sink_logits.shape)}; there is one for each query head, [{q.shape[1]}]")
+        raise InvalidParameter(f"sink_logits: shape {list(sink_logits.shape)}; expected one for each query head, [{q.shape[1]}]")
 
 
 def checked_tokens(
@@ -298,18 +298,18 @@ def checked_tokens(
     given: Any = numbers
     if not isinstance(given, torch.Tensor):
         if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-            raise InvalidType(f"{name} is {shown(given)}; it is a list of integers, one for each sequence of the batch")
+            raise InvalidType(f"{name} is {shown(given)}; expected a list of integers, one for each sequence of the batch")
         for number, token in enumerate(given):
             if not isinstance(token, int) or isinstance(token, bool):
-                raise InvalidType(f"{name}[{number}] is {shown(token)}; {name} are integers")
+                raise InvalidType(f"{name}[{number}] is {shown(token)}; expected integers")
             _check_token(name, number, token, skipped + tokens)
         given = torch.tensor(list(given), dtype=torch.int64, device="cpu")
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool or given.is_quantized:
-        raise InvalidType(f"{name}: dtype {given.dtype}; {name} are integers")
+        raise InvalidType(f"{name}: dtype {given.dtype}; expected integers")
     if given.layout != torch.strided or given.is_meta:
-        raise InvalidType(f"{name}: layout {given.layout} on {given.device}; {name} are a dense tensor or a list")
+        raise InvalidType(f"{name}: layout {given.layout} on {given.device}; expected a dense tensor or a list")
     if list(given.shape) != [batch]:
-        raise InvalidParameter(f"{name}: shape {list(given.shape)}; there is one for each sequence of the batch, [{batch}]")
+        raise InvalidParameter(f"{name}: shape {list(given.shape)}; expected one for each sequence of the batch, [{batch}]")
     if given.device.type == "cpu":
         for number, token in enumerate(given.tolist()):
             _check_token(name, number, token, skipped + tokens)

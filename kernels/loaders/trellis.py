@@ -1,7 +1,7 @@
 """trellis as tiles (spec/codecs/trellis.md): values from a table, by windows of bits that are in a word and the one after it.
 
 A column of a tile is one word of a token's string; each step takes one window that begins in it. Where rows have fewer words than the
-matrix units' step, the windows of a word are spread over several columns, and where 16 is no multiple of the bits of a value, windows
+matrix units' step, the windows of a word are spread over several columns, and where 16 is not a multiple of the bits of a value, windows
 begin at other bits in each word: ``Shifts`` says by how many bits each column is shifted down first.
 """
 

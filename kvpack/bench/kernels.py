@@ -92,7 +92,7 @@ def parse_shape(text: str) -> QueryShape:
         raise InvalidParameter(f"--shape is {text!r}, expected one of {', '.join(SHAPES)} or batch x query heads x KV heads x dim x tokens")
     shape = QueryShape(*map(int, match.groups()))
     if shape.q_heads % shape.heads:
-        raise InvalidParameter(f"--shape {text!r}: {shape.q_heads} query heads are no multiple of {shape.heads} KV heads")
+        raise InvalidParameter(f"--shape {text!r}: {shape.q_heads} query heads are not a multiple of {shape.heads} KV heads")
     return shape
 
 

@@ -183,7 +183,7 @@ def _check(settings: Settings, basis: Basis | None) -> None:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to measure on the CPU")
     if settings.peers and settings.offset is not None:
-        raise InvalidParameter("--offset moves the keys of kvpack's caches alone: leave out --offset or --peers")
+        raise InvalidParameter("--offset moves only the keys of kvpack's caches: leave out --offset or --peers")
 
 
 def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], token
 
     def static() -> Any:
         if any(keys.shape[2] != tokens for keys, _ in states):
-            raise InvalidParameter("some layers hold a window of the tokens, and a StaticCache takes all of them")
+            raise InvalidParameter("some layers keep only a window of the tokens, but a StaticCache keeps all of them")
         return _filled(library.StaticCache(config=model.config, max_cache_len=tokens + room), states)
 
     def quantized(backend: str) -> Any:

@@ -33,7 +33,7 @@ def checked_device(device: Any) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
         raise InvalidParameter(f"device is {str(found)!r}, and torch finds {count} CUDA devices: write one that exists, or 'cpu'")
     if found.type == "meta":
-        raise InvalidParameter("device is 'meta', which holds no values, expected a device such as 'cpu' or 'cuda:0'")
+        raise InvalidParameter("device is 'meta', which has no values: use a device such as 'cpu' or 'cuda:0'")
     try:
         torch.empty(0, dtype=torch.uint8, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -47,7 +47,7 @@ def check_floating(dtype: Any) -> None:
     if not isinstance(dtype, torch.dtype):
         raise InvalidType(f"dtype is {shown(dtype)}, expected a torch dtype, such as torch.bfloat16")
     if not dtype.is_floating_point:
-        raise InvalidType(f"{dtype} cannot hold decoded values, expected a floating-point dtype")
+        raise InvalidType(f"{dtype} cannot represent decoded values: use a floating-point dtype")
 
 
 def check_number(value: Any, what: str) -> None:

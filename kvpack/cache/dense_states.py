@@ -97,7 +97,7 @@ def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
         shown = skipped if isinstance(skipped, int) else type(skipped).__name__
         raise InvalidParameter(f"{where}: the tokens before k and v that the layer dropped are {shown}, expected an integer from 0")
     if pair[0] is None and pair[1] is None:
-        raise InvalidParameter(f"{where}: both sides are absent; a layer holds keys, values or both")
+        raise InvalidParameter(f"{where}: both sides are absent; a layer needs keys, values or both")
     return DenseLayer(pair[0], pair[1], skipped)
 
 

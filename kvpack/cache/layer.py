@@ -120,7 +120,7 @@ class Layer:
         if a side is missing, if k and v differ in tokens, or if the layer has states.
         """
         if self.states:
-            raise InvalidParameter(_one_moment(self, f"{where}: tokens were to be added to it"))
+            raise InvalidParameter(_one_moment(self, f"{where}: tokens cannot be appended to it"))
         sides, first = [], None if start is None else start + self.skipped
         unit = None
         if any(side.codec.side_car(RawPositions) for side in self.sides.values()):
@@ -139,7 +139,7 @@ class Layer:
                 raise InvalidParameter(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
             sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first, unit, norms))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
-            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; a layer's sides hold the same tokens")
+            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; both sides must have the same tokens")
         return replace(self, k=sides[0], v=sides[1])
 
     def to(self, device: torch.device | str) -> Layer:
@@ -150,7 +150,7 @@ class Layer:
 
 def _one_moment(layer: Layer, request: str) -> str:
     names = " and ".join(layer.states)
-    return f"{request}, and the layer has the states {names} after the cache's last token alone, which no other range has"
+    return f"{request}, and the layer has the states {names} only after the cache's last token, so no other range has them"
 
 
 def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:

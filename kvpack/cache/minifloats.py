@@ -65,7 +65,7 @@ class Minifloats:
         for name, value in given.items():
             if not isinstance(value, torch.Tensor) and (name != "global_scale" or value is not None):
                 hint = "" if name == "elements" else "; one number is torch.tensor(1.0)"
-                raise InvalidType(f"{name}: a {type(value).__name__} where a tensor is expected{hint}")
+                raise InvalidType(f"{name}: a {type(value).__name__} in place of a tensor{hint}")
         if self.granularity not in (None, *GRANULARITIES):
             raise InvalidParameter(f"granularity is {self.granularity!r}, expected one of {', '.join(GRANULARITIES)}")
 
@@ -102,7 +102,7 @@ class Minifloats:
                 f"elements: rank {self.elements.dim()}, shape {list(self.elements.shape)}; expected [batch, kv_head, token, dim]"
             )
         if not self.elements.shape[0] or not self.elements.shape[1] or not self.elements.shape[2]:
-            raise InvalidParameter(f"elements: shape {list(self.elements.shape)}; there is at least one sequence, one head and one token")
+            raise InvalidParameter(f"elements: shape {list(self.elements.shape)}; expected at least one sequence, one head and one token")
         if self.scales.device != self.elements.device:
             raise InvalidParameter(f"scales are on {self.scales.device} and elements on {self.elements.device}: move them to one device")
         granularity, scale_dtype = self._of_blocks() or self._of_numbers()
@@ -223,7 +223,7 @@ class Minifloats:
         """
         given: Any = side
         if not isinstance(given, Side):
-            raise InvalidType(f"a {type(given).__name__} where the side of a layer is expected, such as cache[0].k")
+            raise InvalidType(f"a {type(given).__name__} in place of a layer's side, such as cache[0].k")
         codec = side.codec
         if not isinstance(codec, Minifloat):
             found = codec.id if codec.family is codec else f"{codec.id} with side-cars"

@@ -132,7 +132,7 @@ def _header(path: str, data: memoryview) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a name is there twice")
+            raise ValueError("a name occurs twice")
         return found
 
     try:

@@ -65,7 +65,7 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
             with opened(file) as found:
                 basis = Basis(found.whole(), file) if found.digest() == digest else None
         except KvpackError as error:
-            warnings.warn(f"{file} is skipped, in which the basis {digest.hex()} was looked for: {error}", KvpackWarning, stacklevel=2)
+            warnings.warn(f"{file} was skipped in the search for the basis {digest.hex()}: {error}", KvpackWarning, stacklevel=2)
             continue
         if basis is not None:
             yield basis

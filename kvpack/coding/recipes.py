@@ -273,7 +273,10 @@ class Recipe:
             raise missing
         # The last layers may share keys and values of others: caches have them without sides, or leave them out.
         if not self.basis.layers_described <= layers <= self.basis.layers:
-            raise InvalidParameter(f"{self.basis.where}: is the basis of a model of {self.basis.layers} layers, and the cache has {layers}")
+            raise InvalidParameter(
+                f"{self.basis.where}: is the basis of a model with {self.basis.layers} layers, but the cache has {layers}: use the basis "
+                "of the cache's model"
+            )
         return self.basis
 
     def _with_basis(self) -> str:

@@ -267,7 +267,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
     given = (arguments.model, arguments.recipe, arguments.older_than, arguments.tenant or None)
     if given == (None, None, None, None):
-        raise InvalidParameter("say what to remove: pass --model, --recipe, --older-than or --tenant, or several of them")
+        raise InvalidParameter("choose what to remove: pass --model, --recipe, --older-than or --tenant, or several of them")
     recipe = None if arguments.recipe is None else parse_recipe(arguments.recipe).canonical
     before = None if arguments.older_than is None else time.time_ns() - arguments.older_than * 10**9
     store = Opened(arguments)

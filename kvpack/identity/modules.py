@@ -136,5 +136,5 @@ def _names(kind: type) -> set[str]:
 def _held(module: torch.nn.Module) -> torch.nn.Module:
     found = module._modules.get("base_model") or module._modules.get("model")
     if found is None:
-        raise InvalidParameter(f"a {class_name(type(module))} holds no model as base_model or model: {BY_HAND}")
+        raise InvalidParameter(f"a {class_name(type(module))} contains no model as base_model or model: {BY_HAND}")
     return found

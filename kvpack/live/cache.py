@@ -247,7 +247,7 @@ class LiveCache:
             return self._compiled_attend(layer, q, sink_logits, starts, scale, causal, softcap, sliding_window)
         own = self._own(layer)
         if own is None:
-            raise OutOfBounds(f"layer {layer} holds no tokens: call update before attend")
+            raise OutOfBounds(f"layer {layer} contains no tokens: call update before attend")
         if not own.pending_tokens:
             steps = self._steps[layer]
             if steps is None and not own.is_uneven:

@@ -43,7 +43,7 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
             shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise InvalidParameter(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
         if x.dtype not in RAW_DTYPES.values():
-            raise InvalidType(f"{where}: dtype {x.dtype}; keys and values are bfloat16, float16 or float32")
+            raise InvalidType(f"{where}: dtype {x.dtype}; expected bfloat16, float16 or float32")
         try:
             codec = recipe.codec(number, layers, name, x.shape[3], RAW_NAMES[x.dtype])
         except InvalidParameter as error:

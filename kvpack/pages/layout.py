@@ -68,7 +68,7 @@ class PageLayout:
             if at.numel() != numbers.numel() or not torch.equal(found[at][order], numbers.flatten()):
                 raise InvalidParameter(
                     f"{side}: the writer put {numbers.numel()} values at {at.numel()} places, {len(set(found[at].tolist()))} of them "
-                    "different: it is no permutation, so its pages cannot be packed"
+                    "different: the layout is not a permutation, so its pages cannot be packed"
                 )
             if bool(taken[at].any()):
                 raise InvalidParameter(f"{side}: the writer put values where it puts those of the other side")

@@ -245,7 +245,7 @@ class PageStore:
         kept = sum(self._backend.present_each(names))
         if kept:
             raise WriteFailed(
-                f"{self.location}: {kept} of {len(names)} pages could not be removed, expected none to stay: "
+                f"{self.location}: {kept} of {len(names)} pages could not be removed: "
                 f"the store counted {self.counters()['faults']}"
             )
         return removed

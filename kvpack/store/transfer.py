@@ -129,7 +129,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     own = Inputs.from_features(header.ignorable)
     data = (b"" if own is None else own.token_ids) if tokens is None else _ids_of(tokens)
     if not data:
-        raise InvalidParameter(f"{file.where}: holds no token ids; give them as a JSON array with --tokens")
+        raise InvalidParameter(f"{file.where}: contains no token ids; give them as a JSON array with --tokens")
     if tokens is None and len(data) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
             f"{file.where}: holds the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens; give all of them as a JSON array "

@@ -198,5 +198,5 @@ def _group_number(group: int | str) -> int:
         raise InvalidParameter(f"trusted_group is {shown(group)}, expected the number or the name of a group")
     if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):
         user = os.geteuid()
-        raise InvalidParameter(f"trusted_group is {group!r:.80}, of which user {user} is no member: nobody there could read its entries")
+        raise InvalidParameter(f"trusted_group is {group!r:.80}, but user {user} is not a member of it: name a group of this user")
     return number

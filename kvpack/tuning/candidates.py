@@ -150,7 +150,7 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
                     left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:
                 reason = next(iter(left_out[place].values()))
-                raise InvalidParameter(f"no candidate can hold layers[{layer}].{side}: {reason}")
+                raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
     return Priced(packed, left_out)
 
 

@@ -83,7 +83,7 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     except InvalidParameter:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
-        raise InvalidParameter(f"{path}: holds no measurements of kvpack tune; name a new file or remove it")
+        raise InvalidParameter(f"{path}: contains no measurements of kvpack tune; name a new file or remove it")
     if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, made.of):
         raise InvalidParameter(
             f"{path}: holds measurements of another model, text, size, seed, number of threads or version of kvpack; "

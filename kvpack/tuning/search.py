@@ -105,7 +105,7 @@ def sensitivities(search: Search) -> Losses:
             found[layer, side][codec] = loss.kl_divergence
         if not found[layer, side]:
             reason = next(iter(search.priced.left_out[layer, side].values()))
-            raise InvalidParameter(f"no candidate can hold layers[{layer}].{side}: {reason}")
+            raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
     return found
 
 

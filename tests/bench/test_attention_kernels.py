@@ -27,7 +27,7 @@ def test_shapes_by_letter_and_by_number() -> None:
     [
         pytest.param("E", "expected one of A, B, C, D or", id="letter"),
         pytest.param("1x2x3", "expected one of A, B, C, D or", id="too few numbers"),
-        pytest.param("1x3x2x64x10", "3 query heads are no multiple of 2 KV heads", id="heads"),
+        pytest.param("1x3x2x64x10", "3 query heads are not a multiple of 2 KV heads", id="heads"),
     ],
 )
 def test_unknown_shapes_are_refused(text: str, message: str) -> None:

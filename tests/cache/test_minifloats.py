@@ -166,7 +166,7 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     assert same_bits(kvpack.pages.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
     with pytest.raises(InvalidParameter, match="by the codec group with side-cars, expected minifloat"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
-    with pytest.raises(InvalidType, match=r"a Layer where the side of a layer is expected, such as cache\[0\].k"):
+    with pytest.raises(InvalidType, match=r"a Layer in place of a layer's side, such as cache\[0\].k"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     cache = kvpack.pack([(random_values(1), None)], "fp8")
     with pytest.raises(InvalidParameter, match=r"by the codec minifloat with side-cars, .* 'fp8;raw=0'"):
@@ -221,9 +221,9 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         (with_code("nvfp4", "scales", 0x80), InvalidParameter, r"an e4m3 of scales at .* is 0x80, which is NaN or below zero"),
         (with_code("mxfp8", "scales", 0xFE), InvalidParameter, "a value, an element times its scales, at .* is -?inf"),
         (changed("fp8 tensor", scales=torch.tensor(float("nan"))), InvalidParameter, "a number of scale at .* is nan"),
-        (changed("fp8 tensor", scales=1.0), InvalidType, "scales: a float where a tensor is expected; one number is torch.tensor"),
-        (changed("nvfp4", global_scale=1.0), InvalidType, "global_scale: a float where a tensor is expected"),
-        (changed("fp8 tensor", elements=[[0]]), InvalidType, "elements: a list where a tensor is expected"),
+        (changed("fp8 tensor", scales=1.0), InvalidType, "scales: a float in place of a tensor; one number is torch.tensor"),
+        (changed("nvfp4", global_scale=1.0), InvalidType, "global_scale: a float in place of a tensor"),
+        (changed("fp8 tensor", elements=[[0]]), InvalidType, "elements: a list in place of a tensor"),
         (changed("fp8 tensor", granularity="row"), InvalidParameter, "granularity is 'row', expected one of tensor, head, token, block"),
     ],
     ids=lambda case: str(case)[:40] if isinstance(case, str) else "",

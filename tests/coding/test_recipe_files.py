@@ -87,7 +87,7 @@ def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str
         ),
         ("tail=33\nkivi-2", r"^bad\.txt, line 1: tail=33 is not a multiple of 32"),
         ("k=group:b=2\n", r"^bad\.txt: recipe 'k=group:b=2' names no codec for v"),
-        ("\n# nothing\n ; \n", r"^bad\.txt: holds no clause"),
+        ("\n# nothing\n ; \n", r"^bad\.txt: contains no clause"),
         ("kivi-2\n@tuned.txt", r"^bad\.txt, line 2: '@tuned\.txt': a recipe file cannot name another"),
         ("kivi-2\n#" + "x" * 65536, r"^bad\.txt: has more than 65536 bytes"),
         (b"kivi-2\xff", r"^bad\.txt: the byte at 6 is not UTF-8"),

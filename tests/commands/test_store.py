@@ -173,7 +173,7 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
     whole = kvpack.pack(cache(len(ids)).unpack(), "kivi-2", model={"name": "model", "weights": "w1", "dtype": "bfloat16"})
     kvpack.save(whole, path)
     run("import", tmp_path / "store", path, code=2)
-    assert "holds no token ids" in capsys.readouterr().err
+    assert "contains no token ids" in capsys.readouterr().err
     tokens = tmp_path / "ids.json"
     for text, code in (("{", 2), ('["a"]', 2), (json.dumps(ids), 0)):
         tokens.write_text(text)

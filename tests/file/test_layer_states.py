@@ -85,13 +85,13 @@ def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
     rest = replace(cache, layers=cache.layers[:2])[:, 0:TOKENS]
     check_same(rest, replace(cache, layers=cache.layers[:2]))
     for cut in (lambda: cache[:, :16], lambda: kvpack.load(path, tokens=16), lambda: cache[:, :31]):
-        with pytest.raises(OutOfBounds, match=r"layers\[0\].* has the states conv.0 and recurrent.0 after the cache's last token alone"):
+        with pytest.raises(OutOfBounds, match=r"layers\[0\].* has the states conv.0 and recurrent.0 only after the cache's last token"):
             cut()
     with pytest.raises(OutOfBounds, match="has the states"):
         cache[2][1:]
     assert cache[2][:].states is cache[2].states
     pairs = [(None, None), *random_pairs(2, 1)]
-    with pytest.raises(InvalidParameter, match=r"layers\[0\]: tokens were to be added to it, and the layer has the states"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\]: tokens cannot be appended to it, and the layer has the states"):
         cache.append(pairs)
     assert [len(layer.states) for layer in kvpack.load(path, layers=[1, 2])] == [0, 0, 2]
 

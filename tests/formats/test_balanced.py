@@ -137,7 +137,7 @@ def test_what_the_basis_lacks() -> None:
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match=r"balanced frames of the keys of layer 0 .*: frames of 2 heads, and the values have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
-    with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 4"):
+    with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 4"):
         kvpack.pack(pairs(40) * 2, kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', and that of the cache is 'y'"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, BASIS), model={"name": "y"})

@@ -238,7 +238,7 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
         assert kvpack.load(path, basis=source).tokens == 9
     with pytest.raises(InvalidParameter, match="is a basis and not a cache"):
         kvpack.load(folder / "b.kvbasis")
-    with pytest.raises(InvalidParameter, match="is a cache, expected a basis"):
+    with pytest.raises(InvalidParameter, match="is a cache and not a basis"):
         Basis.load(path)
 
 
@@ -251,7 +251,7 @@ def test_codecs_that_no_side_uses_need_no_basis(basis: Basis, tmp_path: Path) ->
 
 
 def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match="basis of a model of 2 layers, and the cache has 1"):
+    with pytest.raises(InvalidParameter, match="basis of a model with 2 layers, but the cache has 1"):
         kvpack.pack(pairs(3)[:1], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, and that of the basis 32"):
         kvpack.pack([(v, k) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))

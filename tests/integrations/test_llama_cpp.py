@@ -411,7 +411,7 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state([-1, 1, 12, *SEVEN, 0], whole()), {}, "its 11 words of token ids begin like llama-server's"),
         (state([*of_server(SEVEN), 0], whole()), {}, "its 12 words of token ids begin like llama-server's"),
         (state([-1], whole()), {}, "its 1 words of token ids begin like llama-server's"),
-        (state(of_server(SEVEN, 3), whole()), {}, "its tokens hold 1 media, such as images"),
+        (state(of_server(SEVEN, 3), whole()), {}, "its tokens include 1 media, such as images"),
         (state(SEVEN, Caches([], list(range(7)))), {}, "holds 0 full-attention layers, but windows= names 0: expected 1 to 4096 layers"),
         (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "the keys of full-attention layer 0 have ggml type 99, which no cache has"),
         (state(SEVEN, whole(kinds={1: 3})), {}, "the keys of full-attention layer 1 have 32 bytes per cell, which q4_1 cannot have"),
@@ -521,9 +521,9 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to binary32, but llama.cpp stores .*dtype='bf16'")
     refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")
     refused(cache((k, v), start=5), "the cache begins at position 5, but a sequence of llama.cpp must begin at position 0")
-    refused(cache((None, v)), "layer 0 holds no keys: for llama.cpp, kvpack writes only keys and values, or only latents")
-    refused(cache((k, v), (k, None)), "layer 1 holds no values, unlike layer 0")
-    refused(cache((k, None), (k, v)), "layer 1 holds values, unlike layer 0")
+    refused(cache((None, v)), "layer 0 contains no keys: for llama.cpp, kvpack writes only keys and values, or only latents")
+    refused(cache((k, v), (k, None)), "layer 1 contains no values, unlike layer 0")
+    refused(cache((k, None), (k, v)), "layer 1 contains values, unlike layer 0")
     refused(cache((torch.cat([k, k]), torch.cat([v, v]))), "layer 0 holds 2 sequences, but a sequence state holds one")
     refused(
         cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2)), "layer 1 holds the newest 5 of 7 tokens, so it needs a sliding window: pass windows="

@@ -126,8 +126,8 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
         ([("RotatingKVCache", [K, V])], "part 2 of its state is missing"),
         ([("KVCache", [K, V, 41])], "has seen 41 tokens and holds 40"),
         ([("KVCache", [K, V, -1])], "a count of its state is '-1'"),
-        ([("KVCache", [K])], "holds no keys and values"),
-        ([("KVCache", [K[0], V[0], 40])], "holds no keys and values"),
+        ([("KVCache", [K])], "contains no keys and values"),
+        ([("KVCache", [K[0], V[0], 40])], "contains no keys and values"),
     ],
 )
 def test_what_kvpack_cannot_hold_is_named(layers: Any, message: str, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_count_beyond_64_bits_is_refused(tmp_path: Path) -> None:
 def test_arrays_without_values_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     empty = torch.zeros(shape, dtype=torch.bfloat16)
     for pair in ([empty, empty], [K, empty], [empty, V]):
-        with pytest.raises(InvalidParameter, match=r"holds no keys and values .* its arrays 0 and 1 are"):
+        with pytest.raises(InvalidParameter, match=r"contains no keys and values .* its arrays 0 and 1 are"):
             import_prompt_cache(newer(tmp_path / "in.safetensors", [("RotatingKVCache", [*pair, 2**39, 0, 16, 2**39])]))
 
 
@@ -204,7 +204,7 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path, windows={0: 32})
     with pytest.raises(InvalidParameter, match="the cache begins at position 5"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw", start=5), path)
-    with pytest.raises(InvalidParameter, match="layer 0 holds no keys or no values"):
+    with pytest.raises(InvalidParameter, match="layer 0 contains no keys or no values"):
         export_prompt_cache(kvpack.pack([(K, None)], "raw"), path)
     with pytest.raises(InvalidParameter, match=r"windows\[3\] is 16, expected tokens by the number of a layer, 0 to 0"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, windows={3: 16})

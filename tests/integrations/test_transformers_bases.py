@@ -82,5 +82,5 @@ def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basi
     with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'x'"):
         kvpack.LiveCache(kvpack.Recipe(RECIPE, basis), layers=2, model={"name": "y"})
     three = kvpack.LiveCache(kvpack.Recipe(RECIPE, basis), layers=3)
-    with pytest.raises(InvalidParameter, match="is the basis of a model of 2 layers, and the cache has 3"):
+    with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 3"):
         three.update(0, torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16))

@@ -166,7 +166,7 @@ def test_messages_that_cannot_be_read_are_refused(model: Any, tmp_path: Path) ->
     with pytest.raises(InvalidParameter, match="cannot be read from the file: give the tokenizer"):
         Chat.load(path, model, ByteTokenizer())
     kvpack.save(chat.cache, path)
-    with pytest.raises(InvalidParameter, match=r"holds no messages, which files of Chat\.save hold: give messages="):
+    with pytest.raises(InvalidParameter, match=r"contains no messages \(Chat\.save writes them\): give messages="):
         Chat.load(path, model, tokenizer())
     again = Chat.load(path, model, tokenizer(), messages=chat.messages)
     again.send(MORE, **GREEDY)

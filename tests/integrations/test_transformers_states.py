@@ -267,10 +267,10 @@ def test_a_model_that_keeps_its_states_in_its_modules_is_refused() -> None:
     with KvpackCache(model, "raw") as cache:
         model(PROMPT, past_key_values=cache)
         with pytest.raises(
-            InvalidParameter, match=r"layers\[0\] holds no state after the cache's tokens: the model keeps its states in its"
+            InvalidParameter, match=r"layers\[0\] contains no state after the cache's tokens: the model keeps its states in its"
         ):
             model(PROMPT[:, :1], past_key_values=cache)
-        with pytest.raises(InvalidParameter, match=r"layers\[0\] holds no state"):
+        with pytest.raises(InvalidParameter, match=r"layers\[0\] contains no state"):
             _ = cache.packed
     past = transformers.DynamicCache(config=model.config)
     model(PROMPT, past_key_values=past)

@@ -433,7 +433,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
         (InvalidParameter, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
         (InvalidParameter, "sliding_windows has 1 items, and the cache 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
         (InvalidParameter, "layers is 0", lambda: LiveCache("raw", layers=0)),
-        (OutOfBounds, "layer 0 holds no tokens: call update before attend", lambda: LiveCache("raw", layers=1).attend(0, queries(1))),
+        (OutOfBounds, "layer 0 contains no tokens: call update before attend", lambda: LiveCache("raw", layers=1).attend(0, queries(1))),
     ]
     for kind, text, call in refused:
         with pytest.raises(kind, match=text):

@@ -115,7 +115,7 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
     for write, message in (
         (adding, "k: the writer changes values"),
         (skipping, "k: the writer changes values"),
-        (lossy, r"k: the writer put 512 values at 511 places, 511 of them different: it is no permutation"),
+        (lossy, r"k: the writer put 512 values at 511 places, 511 of them different: the layout is not a permutation"),
         (repeating, r"k: the writer put 512 values at 1024 places"),
         (overlapping, "v: the writer put values where it puts those of the other side"),
         (scaling, "k: the writer changes values, by a scale or another dtype"),

@@ -153,7 +153,7 @@ def test_only_the_group_is_trusted(shared: Path) -> None:
             assert store.match(IDS) == 0
             assert store.load(IDS) == (0, None)
             assert "match EPERM" in store.counters()["faults"]
-    with member(EVE, EVE), pytest.raises(InvalidParameter, match=f"of which user {EVE} is no member"):
+    with member(EVE, EVE), pytest.raises(InvalidParameter, match=f"but user {EVE} is not a member of it"):
         open_store(shared, trusted_group=GROUP)
     shared.chmod(0o2777)
     with member(BOB), pytest.raises(InvalidParameter, match="has the mode 2777"):

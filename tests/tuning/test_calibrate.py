@@ -245,7 +245,7 @@ def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_p
         assert len(kvpack.load(tmp_path / "x.kvpack", basis=basis)) == 4
     settings = quality.Settings(tokens=96, score=24, windows=1, needles=0, seed=5)
     assert quality.run(str(tmp_path), None, ["klt-4"], settings, basis=str(basis))["recipes"][0]["kl_divergence"] >= 0
-    with pytest.raises(InvalidParameter, match=r"is the basis of a model of 4 layers, and the cache has 1$"):
+    with pytest.raises(InvalidParameter, match=r"is the basis of a model with 4 layers, but the cache has 1:"):
         kvpack.pack([(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))], kvpack.Recipe("klt-4", basis))
 
 

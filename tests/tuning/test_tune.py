@@ -150,9 +150,9 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no measurements of kvpack tune"),
-        ("[" * 100000, "holds no measurements of kvpack tune"),
-        ('{"format": "kvpack measurements"}', "holds no measurements of kvpack tune"),
+        ("", "contains no measurements of kvpack tune"),
+        ("[" * 100000, "contains no measurements of kvpack tune"),
+        ('{"format": "kvpack measurements"}', "contains no measurements of kvpack tune"),
         ("{}", "its entry for the recipe 'a' is not a measurement"),
         ('{"kl_divergences": [NaN], "log_perplexities": [1.0], "bytes": 1, "values": 1}', "its entry for the recipe 'a'"),
         ('{"kl_divergences": [], "log_perplexities": [], "bytes": 1, "values": 1}', "its entry for the recipe 'a'"),
@@ -437,7 +437,7 @@ def test_candidates_that_cannot_hold_the_values_are_left_out() -> None:
     def never(bits: Any) -> float:
         raise OutOfRange("a norm is too large")
 
-    with pytest.raises(InvalidParameter, match=r"no candidate can hold layers\[0\]\.k: a norm is too large"):
+    with pytest.raises(InvalidParameter, match=r"no candidate can encode layers\[0\]\.k: a norm is too large"):
         search.thorough(scripted(1, never))
 
 
@@ -468,7 +468,7 @@ def test_a_head_dim_that_a_candidate_cannot_take() -> None:
     small = x[:, :, :, [0, 1, 2, 3, 4, 5, 6, 0]]
     exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)
     angle = "angle:n=64,norm=log4"
-    with pytest.raises(InvalidParameter, match=r"^no candidate can hold layers\[1\]\.k: codec angle: dim is 7"):
+    with pytest.raises(InvalidParameter, match=r"^no candidate can encode layers\[1\]\.k: codec angle: dim is 7"):
         candidates.price(exact, {"k": [angle], "v": [angle]})
     priced = candidates.price(exact, {"k": [angle, "raw"], "v": [angle]})
     assert list(priced.packed[1, "k"]) == ["raw"]

@@ -330,7 +330,7 @@ def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | N
     if layer.k is None or (layer.v is None) != latents or layer.states:
         found = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         found = "states" if layer.states else "no keys" if layer.k is None else found
-        raise InvalidParameter(f"layer {number} holds {found}: for llama.cpp, kvpack writes only keys and values, or only latents")
+        raise InvalidParameter(f"layer {number} contains {found}: for llama.cpp, kvpack writes only keys and values, or only latents")
     if layer.k.batch != 1:
         raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences, but a sequence state holds one")
     if layer.seen != tokens:

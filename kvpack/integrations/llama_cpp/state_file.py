@@ -200,7 +200,7 @@ def _ids(reader: Reader) -> tuple[bytes, str]:
         after = 3 + int(words[2]) if count >= 4 and words[1] == _SERVER_VERSION else count
         if after < count and words[after]:
             raise InvalidParameter(
-                f"{reader.where}: its tokens hold {words[after]} media, such as images, so token ids do not determine its cache: "
+                f"{reader.where}: its tokens include {words[after]} media, such as images, so token ids do not determine its cache: "
                 "save a slot of text only"
             )
         if after != count - 1:

@@ -107,7 +107,7 @@ def export_prompt_cache(
     for number, layer in enumerate(cache):
         if layer.k is None or layer.v is None or layer.states:
             what = "states" if layer.states else "no keys or no values"
-            raise InvalidParameter(f"layer {number} holds {what}; kvpack writes layers of keys and values for mlx-lm")
+            raise InvalidParameter(f"layer {number} contains {what}; kvpack writes layers of keys and values for mlx-lm")
         pair = [exported(f"layer {number}", side, dtype, "mlx-lm") for side in (layer.k, layer.v)]
         metadata[f"1.{number}"], pair, counts = _as_held(number, layer, pair, windows.get(number))
         for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32, device="cpu") for count in counts))):
@@ -146,7 +146,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     """Keys and values ``[batch, kv_head, token, dim]`` in the order of their tokens, and how many tokens were before them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
-        raise InvalidParameter(f"{where}: holds no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
+        raise InvalidParameter(f"{where}: contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
     keys, values = parts[0], parts[1]
     length = min(keys.shape[2], values.shape[2])
     if name in _WHOLE:

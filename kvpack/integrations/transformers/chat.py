@@ -96,7 +96,7 @@ class Chat:
         found = messages_in(cache, tokenizer) if messages is None else messages
         if found is None:
             raise InvalidParameter(
-                f"{path}: holds no messages, which files of Chat.save hold: give messages=, those that the cache was computed from, or "
+                f"{path}: contains no messages (Chat.save writes them): give messages=, which the cache was computed from, or "
                 "continue its token ids with KvpackCache.load(path, model)"
             )
         chat = cls(model, tokenizer, messages=found, template=template)

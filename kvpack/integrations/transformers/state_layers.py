@@ -163,6 +163,6 @@ def check_kept(layers: Sequence[Any]) -> None:
     for number, own in enumerate(layers):
         if isinstance(own, StateLayer) and not any(own.has_previous_state.values()):
             raise InvalidParameter(
-                f"layers[{number}] holds no state after the cache's tokens: the model keeps its states in its modules, not in its cache, "
+                f"layers[{number}] contains no state after the cache's tokens: the model keeps its states in its modules, not its cache, "
                 "so no other process could continue it"
             )

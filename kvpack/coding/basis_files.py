@@ -69,7 +69,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
     source = OnDisk(open_regular(where, "a basis"))
     try:
         if source.size > MAX_FILE_BYTES:
-            raise LimitExceeded(f"{where}: has more than {MAX_FILE_BYTES} bytes, the most that a basis may have")
+            raise LimitExceeded(f"{where}: has more than {MAX_FILE_BYTES} bytes, the maximum for a basis")
         check_is_basis(container.File(source, where, None))
         yield BasisFile(source, where)
     finally:
@@ -78,7 +78,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
 
 def check_is_basis(file: container.File) -> None:
     if not file.header.is_basis:
-        raise InvalidParameter(f"{file.where}: is a cache, expected a basis: kvpack calibrate makes one")
+        raise InvalidParameter(f"{file.where}: is a cache and not a basis: kvpack calibrate makes a basis")
 
 
 def frames_of(file: container.File) -> dict[tuple[int, str], Frames]:

@@ -102,7 +102,7 @@ def of_codec(codec: Codec) -> CodecKernels:
 
 
 def _narrow(codec: Codec) -> bool:
-    """Return True if all rows have as many words as tiles of two tokens per row take of each."""
+    """Return True if rows have exactly the words that tiles of two tokens per row use of each."""
     return all(packing.width == DUAL_WIDTH for packing in codec.packings().values())
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 COMPILERS_BYTES = 16 << 10
-"""Shared memory of a launch in front of what kvpack keeps behind it: there the compiler puts what it moves from lane to lane."""
+"""Shared memory at the start of a launch's, before kvpack's, in which the compiler moves values between lanes."""
 
 SHARED_MEMORY = "global_smem"
 """The assembly's symbol of a launch's shared memory."""
@@ -32,7 +32,7 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
 def expect(holds: bool, expected: str, found: object) -> None:
-    """Raise KvpackError unless what the kernels rely on ``holds``."""
+    """Raise KvpackError unless an assumption of the kernels ``holds``."""
     if not holds:
         raise KvpackError(
             f"Triton {triton.__version__}: the kernels expect {expected}, found {found!r:.200}; "
@@ -60,7 +60,7 @@ def enlarge_shared_memory(kernel: Any, size: int) -> None:
 
 
 def allow_shared_memory(kernel: Any, size: int) -> None:
-    """Let the CUDA driver launch ``kernel`` with ``size`` bytes of dynamic shared memory beside what its assembly declares."""
+    """Allow the CUDA driver to launch ``kernel`` with ``size`` bytes of dynamic shared memory on top of its static memory."""
     # Asking for it loads the code, which gives the function its handle.
     _ = kernel.run
     expect(isinstance(kernel.function, int), "a compiled kernel's function to be a handle of the CUDA driver", kernel.function)
@@ -87,7 +87,7 @@ def _source_key(value: Any) -> str:
 
 
 def plain(function: Any) -> Callable[..., Any]:
-    """The Python function of a ``triton.constexpr_function``: called as it is, Triton 3.6 takes the names of tuples away."""
+    """Return the Python function of a ``triton.constexpr_function``; called directly, Triton 3.6 drops the names of tuples."""
     expect(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
     found: Callable[..., Any] = function.fn
     return found
@@ -107,7 +107,7 @@ def current_stream(device: int) -> int:
 
 
 class CachedLaunch:
-    """A launch whose compiled kernel is looked up once: later calls give pointers alone to the driver.
+    """A launch whose compiled kernel is looked up once; later calls pass only pointers to the driver.
 
     Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels on the device.
     ``arguments`` follow the pointers and never change, and ``constants`` follow these.
@@ -176,7 +176,7 @@ _KEPT: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[st
 def launch_kept(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch what ``launch_and_keep`` has compiled for arguments such as these; False, and nothing done, if there is none."""
+    """Launch the kernel that ``launch_and_keep`` compiled for such arguments; return False, and do nothing, if there is none."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
@@ -271,7 +271,7 @@ class LaunchChain:
             self._keep(given)
 
     def _keep(self, given: Sequence[torch.Tensor]) -> None:
-        """Keep the addresses of what stays; those of a call follow one that is 0."""
+        """Store the constant addresses; those that each call passes follow an address of 0."""
         kept = []
         for launch, places in self._launches:
             pointers = []

@@ -24,11 +24,12 @@ MAX_DUAL_ROWS = 8
 """Up to which two tokens may share a row of a tile: each has query rows of its own."""
 
 MAX_SPLIT_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
-"""Blocks of query rows, of which each decodes the layer again, that are always few; most blocks; and most of them times tokens, where
-they are more than few. With more, tokens are decoded to a scratch first (``many_queries``).
+"""Maximum number of query-row blocks for the split kernel, each of which decodes the layer again: always allowed; with few tokens; and
+times tokens in that case. With more blocks, tokens are decoded to a scratch first (``many_queries``).
 
 On an H200, 65,536 tokens took 28 us (4-bit groups) to 45 us (octahedral) for each block of rows, and 250 us decoded first, for which
-the host takes as long however few tokens there are."""
+the host takes as long however few tokens there are.
+"""
 
 _prepared: WeakKeyDictionary[Layer, dict[Any, Prepared]] = WeakKeyDictionary()
 

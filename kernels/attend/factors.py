@@ -69,7 +69,7 @@ def power_and_rests(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """e and 2^-e of ``_power_and_rest`` for the larger one of a token's factors, and what is left of each over 2^e."""
+    """Return e and 2^-e of ``_power_and_rest`` for the larger of a token's factors, and the remainder of each over 2^e."""
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
     if V.factor is None:

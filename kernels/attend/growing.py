@@ -103,7 +103,7 @@ class GrowingCall:
 
 
 def _items(launch: Launch) -> int:
-    """Rows of the table of work: a tail alone has always the same, and pages as many as the device runs at once.
+    """Return the number of rows of the work table: constant for a tail only, and as many pages as the device runs at once.
 
     Where pages are more, there is room for some that later tokens bring.
     """
@@ -122,7 +122,7 @@ def _with_room(means: Means | None, device: torch.device) -> Means | None:
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the tables of a launch hold those of the one that follows it."""
+    """Return True if the tables of a launch have room for those of the one that follows it."""
     if old.means is None or new.means is None:
         return old.means is new.means and new.work.shape[0] <= old.work.shape[0]
     return new.work.shape[0] <= old.work.shape[0] and new.means.table.shape[0] <= old.means.table.shape[0]

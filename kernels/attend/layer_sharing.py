@@ -1,4 +1,4 @@
-"""Layers that are alike: what a call of many queries prepares for one holds for the others of a model, except for addresses."""
+"""Layers with the same kind: the preparation of a call of many queries for one serves the others of a model, except for addresses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ALIGNED_INTEGERS = ALIGNED // 8
 """Integers of which a table has whole multiples, so that the one behind it is aligned."""
 
 _OF_VALUES = (WithSideCars, Klt, Minifloat)
-"""Codecs of which what is prepared depends on values."""
+"""Codecs whose preparation depends on values."""
 
 
 class _Pages(NamedTuple):
@@ -108,7 +108,7 @@ def kind_of(layer: Layer) -> Hashable | None:
 
 
 class Tables:
-    """The tables of work of a call's blocks, one behind the other, as they are for any layer that is as ``layer`` does."""
+    """The work tables of a call's blocks, one after another, for any layer like ``layer``."""
 
     def __init__(self, layer: Layer) -> None:
         assert layer.k is not None

@@ -38,23 +38,25 @@ FEWEST_TOKENS = 256
 """Tokens of a block, however many sequences there are."""
 
 MAX_QUERIES = 1 << 13
-"""Queries that share a pass over the tokens: their sums are float32. Decoding again takes a hundredth of attending as many."""
+"""Maximum number of queries that share a pass over the tokens, because their sums are float32. Decoding takes a hundredth of the time of
+attending as many queries.
+"""
 
 ROWS_OF_A_PROGRAM = 128
 """Rows of a query that a program of cuDNN's or FlashAttention's takes."""
 
 MAX_PEERS = 256
-"""Shapes for which it is kept which library attends them: asking takes longer than attending a few queries."""
+"""Maximum number of shapes whose attention library is cached, because finding it takes longer than attending a few queries."""
 
 FEWEST_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
-"""Tokens of a part of a block, and parts, of which there are several where there are fewer programs than multiprocessors."""
+"""Tokens of a part of a block, and parts; several if there are fewer programs than multiprocessors."""
 
 
 MAX_TOKENS_AT_ONCE, MAX_SCORES_AT_ONCE = 1 << 14, 1 << 28
 """Tokens, and scores of all heads, up to which one call of FlashAttention attends all: what the host saves is more than what cuDNN does."""
 
 MAX_WHOLE_CONTEXT_QUERIES = 128
-"""Queries up to which ``flash`` attends their own tokens: as many as one of its programs takes."""
+"""Maximum number of queries for which ``flash`` attends their own tokens: as many as one of its programs processes."""
 
 MAX_CALLS = 64
 """Calls that are kept with a layer."""
@@ -105,7 +107,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
 
 
 def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> Call:
-    """A new call over a layer, made by one over another of its ``kind`` (``layer_sharing.kind_of``) where there is one."""
+    """Return a new call over a layer, made from one over another layer of its ``kind`` (``layer_sharing.kind_of``) if there is one."""
     if kind is None:
         return Call(q, layer, options)
     asked = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -136,7 +138,7 @@ class _Part(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """``queries`` queries from query ``first`` of the call on, the first of which is token ``position``, and what they attend."""
+    """``queries`` queries from query ``first`` of the call on, at token ``position``, and the tokens that they attend to."""
 
     first: int
     queries: int
@@ -169,7 +171,7 @@ class Call:
         """True if one call of FlashAttention attends all, by whether PyTorch may choose it."""
 
     def alike(self, layer: Layer) -> Call | None:
-        """The call for any layer that is as its own ``layer``, which ``over`` gives it; None if there may be no other."""
+        """Return the call for any layer like its own ``layer`` (see ``over``); None if there can be no other."""
         tables, passes = layer_sharing.Tables(layer), []
         for one in self._passes:
             parts = []
@@ -243,7 +245,7 @@ class Call:
         return _Pass(first, count, position, parts)
 
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
-        """The blocks of tokens that some query sees; those of several sequences are cut where the first query is."""
+        """Return the blocks of tokens that some query sees; those of several sequences are split at the first query."""
         options = self._options
         end = min(self._tokens, position + queries) if options.causal else self._tokens
         begin = max(0, position - options.sliding_window + 1) if options.sliding_window else 0
@@ -301,7 +303,7 @@ class Call:
         part.values.decode(v, self._table, memory, part.keys.elements)
 
     def _attends_at_once(self, q: torch.Tensor, one: _Pass, memory: torch.Tensor) -> bool:
-        """Return True if one library call takes these queries and all tokens, which are decoded in ``memory``, and gives the result."""
+        """Return True if one library call can attend these queries to all tokens, which are decoded in ``memory``."""
         switches: Any = torch.backends.cuda
         allowed = switches.flash_sdp_enabled()
         if allowed not in self._at_once:
@@ -314,7 +316,7 @@ class Call:
     def _add_own(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int, empty: bool
     ) -> None:
-        """Add tokens, the first of which is ``ahead`` of the first query: each query sees those up to its own."""
+        """Add tokens, the first of which is ``ahead`` of the first query; each query sees those up to its own."""
         tokens, queries = k.shape[2], q.shape[2]
         if ahead == 0 and tokens == queries:
             flash.merge(sums, lse, *dense(q, k, v, self._scale, True), first=empty)
@@ -351,7 +353,7 @@ def _splits(programs: int, tokens: int, device: torch.device) -> int:
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over dense keys and values and its natural log-sum-exp, by cuDNN or FlashAttention where they take it.
+    """Attention over dense keys and values and its natural log-sum-exp, by cuDNN or FlashAttention if they support it.
 
     With ``causal`` there are as many queries as tokens.
     """

@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 INTERPRETED_MULTIPROCESSORS = 2
 
 PREFETCHED_WITH_SIGNS = 1500
-"""Tokens a multiprocessor from which prefetching is worth what it costs beside signs."""
+"""Minimum number of tokens per multiprocessor for prefetching to pay off with signs."""
 
 MASKED_TILES = 3
-"""Whole tiles that take as long as what a masked one takes more: it is not fetched ahead of time, nor is its code."""
+"""Whole tiles that take as long as the extra work of a masked tile: neither it nor its code is prefetched."""
 
 
 PROGRAM_TILES = 3
-"""Tiles that take as long as what a program does beside its own."""
+"""Tiles that take as long as a program's fixed costs."""
 
 MAX_ROUNDS, FEWEST_TILES = 4, 8
-"""Rounds of programs that run at once, at most, and fewest tiles of a program where there is more than one."""
+"""Maximum rounds of concurrent programs, and minimum tiles per program if there is more than one."""
 
 
 class Kernel(NamedTuple):
@@ -96,7 +96,7 @@ class Launch:
 
 
 def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """The loaders of both sides: where they and their groups of tokens allow it, of neighbors, whose words are one run of memory."""
+    """Return the loaders of both sides, for two neighbors per row if the loaders and token groups allow it."""
     keys, values = loader(k, dual), loader(v, dual)
     found = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):

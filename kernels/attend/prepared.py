@@ -1,4 +1,4 @@
-"""A call of attention, prepared: everything that is the same for every query of a shape over one layer is done once.
+"""A prepared attention call: everything that is the same for every query of a shape over one layer is done once.
 
 What is left for a call are two allocations and, in the common case, three launches: queries into the coded frames, one split kernel
 for all packed tokens and one for a raw tail, and the merge, which rotates its result back.
@@ -47,10 +47,10 @@ MANY_ROWS, ROTATED_ROWS = 1024, 64
 """Padded rows from which a program rotates queries of several sequences, and how many of their rows."""
 
 ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
-"""Columns of all parts that such a program contains at once, the channels that it writes, and its warps."""
+"""Columns of all parts that such a program has in registers at once, the channels that it writes, and its warps."""
 
 ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
-"""Most rows, and most parts at once, where columns are channels, and nothing is rotated; and the parts of each warp."""
+"""Maximum number of rows, and of parts at once, if columns are channels and nothing is rotated; and the parts of each warp."""
 
 SCRATCH, QUERY, OUT, LENGTHS, STARTS, SINKS, OWN = range(7)
 """The tensors of a call, in the order in which launches number them; from OWN on the queries of pages that map their values, and sums."""
@@ -253,7 +253,7 @@ class Prepared:
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
     def _prepared_rotations(self) -> list[_Placed]:
-        """A launch for all plain frames, and one for each frame of a page that maps its values, which has a query of its own."""
+        """Return a launch for all plain frames, and one for each frame of a page that maps its values and so has its own query."""
         plain = [(QUERY, self._plain())] if self._plain() else []
         found: list[_Placed] = []
         for query, frames in (*plain, *((OWN + number, [frame]) for number, frame in enumerate(self._own_queries))):
@@ -278,7 +278,7 @@ class Prepared:
         return found
 
     def _prepared_means(self) -> list[_Placed]:
-        """For each launch whose keys have means, one that multiplies queries by those of its pages."""
+        """Return, for each launch whose keys have means, a launch that multiplies queries by the means of its pages."""
         shape = self.shape
         found: list[_Placed] = []
         for launch, place in zip(self.launches, self._mean_products, strict=True):
@@ -424,7 +424,7 @@ class _Places:
 
 
 def _inner(q: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """The query as the codec alone takes it: with the channel scales of the frame's page, in its order."""
+    """Return the query in the codec's own frame: with the channel scales of the frame's page, in its order."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, WithSideCars)
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)

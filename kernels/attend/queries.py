@@ -1,4 +1,4 @@
-"""A block of query rows as the matrix units take them, beside tiles of keys."""
+"""A block of query rows in the layout of the matrix units, next to tiles of keys."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005

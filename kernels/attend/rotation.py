@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvpack.formats.columns import next_power_of_two
 
 MAX_CHANNELS = 128
-"""Channels of sums that a product takes at once, at most."""
+"""Maximum number of channels of sums that a product computes at once."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def rotate_queries(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Queries in the frames of ``matrix`` and ``blocks`` (``query_matrix``), and what their scores are to be multiplied by.
+    """Return queries in the frames of ``matrix`` and ``blocks`` (``query_matrix``), and the factor of their scores.
 
     ``q`` is ``[sequence, row, DIM]``, a sequence being one of the batch's and one KV head. Written are float32
     ``[sequence, column, padded row]`` for each frame, one after the other, over the length of each query, so that none is above 1, and
@@ -128,7 +128,7 @@ def rotate_sums(
 
 
 def sums_block(dim: int) -> int:
-    """The channels of sums that a product takes at once."""
+    """Return the number of channels of sums that a product computes at once."""
     return min(MAX_CHANNELS, query_block(dim))
 
 

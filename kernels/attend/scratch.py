@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     Change = Callable[[torch.Tensor], torch.Tensor]
 
 DECODED_BYTES = 64 << 20
-"""Bytes of float32 values that torch decodes at once where no fused kernel decodes."""
+"""Bytes of float32 values that PyTorch decodes at once if no fused kernel decodes."""
 
 ALIGNED = 64
-"""Elements of which a block takes whole multiples."""
+"""Block sizes are multiples of this many elements."""
 
 
 class Frame(NamedTuple):
@@ -191,7 +191,7 @@ class DecodedBlock:
         self._store = frame.storing(side.batch, side.heads, dtype, side.device)
 
     def alike(self, side: Side, values: bool, tables: layer_sharing.Tables) -> DecodedBlock | None:
-        """The block for any side that is as its own ``side``, of keys or of ``values``, whose work is added to ``tables``.
+        """Return the block for any side like its own ``side``, of keys or of ``values``; its work is added to ``tables``.
 
         None if there may be no other.
         """

@@ -1,4 +1,4 @@
-"""The segments of a layer: consecutive tokens that one tile loader takes, of either side, and where those of both sides meet."""
+"""The segments of a layer: consecutive tokens of one side with one tile loader, and the boundaries of both sides' segments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 RAW_TOKENS, MAX_RAW_TOKENS = (64, 16), 4096
-"""Tokens that are decoded together if one of them is raw, fewer if a page would have more than so many of them (or half of it)."""
+"""Tokens that are decoded together if one of them is raw; fewer if a page would have more than this many (or half of it)."""
 
 HALF_ERROR = 2**-11
 """Relative error of binary16 values in the 2-norm, if none overflows or underflows."""
@@ -65,7 +65,7 @@ class SideSegment(NamedTuple):
 
 
 class SideSegments(NamedTuple):
-    """The segments of a side, and what every call asks of all of them: kept, for there may be hundreds.
+    """The segments of a side and their properties that every call needs; cached, because there may be hundreds.
 
     ``supported``: each has a tile loader that is exact enough. ``outliers``: some loader takes outliers.
     """
@@ -76,14 +76,14 @@ class SideSegments(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A codec's coded frame; ``page`` where pages have channel scales or an order of their own: the page that these are of."""
+    """A codec's coded frame; ``page`` is its page if pages have channel scales or their own order."""
 
     codec: Codec
     page: PackedRun | None
 
     @property
     def query_codec(self) -> Codec | None:
-        """The codec whose frame queries reach by one kept matrix: with the balanced frame of the page, if that is its only map.
+        """Codec whose frame one cached matrix maps queries to: with the page's balanced frame, if that is its only map.
 
         None if the maps of the page are applied first.
         """
@@ -126,7 +126,7 @@ def of_side(side: Side) -> SideSegments:
 
 
 def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
-    """One segment, or with raw tokens several: those that hold such tokens are ``raw``, in the frame of the others.
+    """Return one segment, or several if there are raw tokens: segments with raw tokens are ``raw``, in the frame of the others.
 
     Pages whose maps do not depend on the run are in the frame of the side's ``first_page``. Of a basis they are in the original frame, in
     ``dtype``, as the raw tail is: columns without codes have no place in tiles.

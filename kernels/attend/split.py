@@ -1,4 +1,4 @@
-"""The attention kernel: one work item of packed tokens per program (``merge`` then sums what all of them give).
+"""The attention kernel: one work item of packed tokens per program (``merge`` then sums their results).
 
 A program contains a block of query rows (the query heads of one KV head, and their q_len queries) and walks its tokens in tiles
 ``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are

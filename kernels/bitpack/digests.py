@@ -39,8 +39,9 @@ STEPS = 32
 BLOCKS_AT_ONCE = 1 << 20
 """Blocks of two launches, unless one tensor has more: 1 GiB of tensors, for whose sums 64 MiB are allocated."""
 STREAMS = 4
-"""Pairs of launches that run at once. The second launch of a pair takes as long as its largest tensor needs, and leaves most of the
-device idle: an embedding of 1 GB takes as long as 14 GB of smaller weights."""
+"""Pairs of launches that run at once. The second launch of a pair takes as long as its largest tensor needs, and leaves most of the device
+idle: an embedding of 1 GB takes as long as 14 GB of smaller weights.
+"""
 
 TABLE_INTEGERS = tl.constexpr(3)
 """Integers of a tensor in the table: its address, its bytes, and the number of its first block among all."""
@@ -99,7 +100,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """The streams on which ``groups`` pairs of launches run: that of the caller for one pair, otherwise others, for which it waits."""
+    """Return the streams on which ``groups`` pairs of launches run: the caller's for one pair, otherwise others, for which it waits."""
     if device.type != "cuda" or groups == 1:
         yield [nullcontext()]
         return
@@ -118,7 +119,7 @@ def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContext
 
 @lru_cache(maxsize=16)
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """Memory that is freed on a stream is used again on it alone, so that the sums of all groups take that of ``STREAMS``."""
+    """Return the streams for the sums. Memory freed on a stream is reused only on that stream, so all groups use those of ``STREAMS``."""
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 

@@ -71,7 +71,7 @@ def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.
 
 @triton.jit
 def scale_and_centre(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """The binary16 scale (low half) and center (high half) of int32 ``scales`` of any shape: what ``affine`` takes."""
+    """Return the binary16 scale (low half) and center (high half) of int32 ``scales`` of any shape, as ``affine`` uses them."""
     if FAST:
         scale, centre = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",

@@ -1,4 +1,4 @@
-"""Arithmetic on f16x2: 32-bit registers of two binary16, uint32 tensors, for rows of which a thread holds one.
+"""Arithmetic on f16x2: 32-bit registers of two binary16, as uint32 tensors, for rows that one thread has.
 
 Without inline PTX (``FAST`` false) the same functions are plain Triton.
 """
@@ -37,7 +37,9 @@ def _negate(low: int, high: int) -> str:
 def negated_f16x2(
     values: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """``values`` with the sign of the low half flipped where bit ``POSITION`` of a column is set, and of the high where the next is."""
+    """Return ``values`` with the sign of the low half flipped if bit ``POSITION`` of a column is set, and that of the high half if the next
+    bit is.
+    """
     LOW: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION + 1, 1)
     LOW_BIT: tl.constexpr = constant_at(LOW, 0)

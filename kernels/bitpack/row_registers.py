@@ -61,7 +61,7 @@ class Row:
         self.halves = 0
 
     def add(self, name: str, packing: Columns) -> Words:
-        """Load the planes of a code stream, in elements as wide as its rows allow; an element of 16 bits takes a register of its own."""
+        """Load the planes of a code stream, in elements as wide as its rows allow; a 16-bit element uses a whole register."""
         first = []
         for plane, words in enumerate(packing.planes):
             bits = 64 if words % 4 == 0 else 32 if words % 2 == 0 else 16

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 LANES, STEPS = 1 << 10, 16
-"""Values that a program takes at once, and times that it does so."""
+"""Values that a program processes at once, and the number of repetitions."""
 WARPS = 4
 
 FLOATS = {"F16": (tl.int16, 0x7C00), "F32": (tl.int32, 0x7F800000)}
-"""The integer of a stored float's bits, and those of its exponent, which all are set where it is not finite."""
+"""Integer dtype of a stored float's bits, and the mask of its exponent, whose bits are all set if it is not finite."""
 
 TABLE_INTEGERS = tl.constexpr(3)
 """Integers of a stream in the table: its address, its values, and the number of its side."""

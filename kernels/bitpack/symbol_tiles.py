@@ -1,4 +1,4 @@
-"""Tiles of symbols of rows of which a thread contains one, for lookups in the layout that the matrix units give their sums in.
+"""Tiles of symbols of rows that one thread has, for lookups in the layout of the matrix units' sums.
 
 That is a layout of their next operand, too. So two bytes of each symbol go through shared memory, and not its values, of which there
 are several.

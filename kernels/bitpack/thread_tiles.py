@@ -1,4 +1,4 @@
-"""Tiles of rows of which a thread holds one: the f16x2 registers that a token's symbols decode to, in columns side by side.
+"""Tiles of rows that one thread has: the f16x2 registers of a token's decoded symbols, in neighboring columns.
 
 The registers of all tokens are joined to a tile, which the compiler carries to the matrix units through shared memory.
 """

@@ -22,7 +22,7 @@ def tile_width(packing: Columns) -> int:
 
 
 def tile_fields(packing: Columns, dual: int = 0) -> int:
-    """Fields of a token that one tile holds: more than one if a row has fewer words than the matrix units' step."""
+    """Fields of a token in one tile: more than one if a row has fewer words than the step of the matrix units."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 

@@ -42,7 +42,7 @@ class _Span(NamedTuple):
 
 
 class Prepared:
-    """Attention over both sides of a layer, of as many sequences, KV heads and tokens, whose tables are made once."""
+    """Attention over both sides of a layer with fixed numbers of sequences, KV heads and tokens; its tables are made once."""
 
     def __init__(self, k: Side, v: Side, k_parts: list[_Part], v_parts: list[_Part]) -> None:
         self._k_parts, self._v_parts, self._tokens = k_parts, v_parts, k.tokens
@@ -137,7 +137,7 @@ def _visible(
 
 
 def _spans(k: list[_Part], v: list[_Part], begin: int, end: int) -> list[_Span]:
-    """The tokens [begin, end) cut where a part of either side ends."""
+    """Split the tokens [begin, end) at the ends of the parts of either side."""
     spans: list[_Span] = []
     first = second = 0
     start = begin

@@ -51,7 +51,7 @@ MIN_ENTRIES = 16
 MAX_DIM = 1024
 
 MAX_TABLE_BYTES = 1 << 19
-"""The tables of a codec that C takes: larger ones, of which every header may ask for others, are not kept twice."""
+"""Maximum size of a codec's tables that C supports; larger ones, which each header may choose, are not cached twice."""
 
 _KEPT = 64
 

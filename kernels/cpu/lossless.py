@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .sides import Side
 
 VALUES_AT_ONCE = 1 << 22
-"""Values whose exponents are in memory at once, if a chunk of every head has no more: they fit a processor's cache."""
+"""Values whose exponents are in memory at once, if a chunk of every head has no more; they fit a processor's cache."""
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:

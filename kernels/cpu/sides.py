@@ -160,7 +160,7 @@ def _packed(side: Side) -> list[SidePart] | None:
 
 
 def _framed(codec: Codec) -> bool:
-    """Return True if each page may have a coded frame of its own: by channel maps, or rows of a basis that the cache holds."""
+    """Return True if each page may have its own coded frame: by channel maps, or by rows of a basis in the cache."""
     if isinstance(codec.family, Klt) and codec.family.rows != "basis":
         return True
     return isinstance(codec, WithSideCars) and codec.maps_by_run

@@ -91,7 +91,8 @@ def _load_word(
     HALVES: tl.constexpr,
     BINARY: tl.constexpr,
 ) -> tl.tensor:
-    """The word of one plane that holds each symbol's column, int32, not negative; a byte where the plane is one of bytes (``HALVES``).
+    """Load the word of one plane that contains each symbol's column, int32, not negative; a byte if the plane consists of bytes
+    (``HALVES``).
 
     Above such a byte there may be other bits if ``BINARY``: no field reaches them.
     """

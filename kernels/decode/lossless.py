@@ -35,7 +35,7 @@ _GROUP_INTEGERS = tl.constexpr(14)
 """Integers of a token group in the work table: those that ``_load_group`` names."""
 
 _MAX_TABLES = 1 << 8
-"""Tables whose slots are found at once: the numbers on the way to a slot take some 100 bytes."""
+"""Tables whose slots are searched at once; the search needs about 100 bytes per slot."""
 
 
 def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:

@@ -30,10 +30,10 @@ TILE_VALUES = 1 << 12
 """Values of a tile: 32 per thread, which hide the latency of loads."""
 
 ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MANY_CHANNELS = 64, 16, 256
-"""Tokens of a tile that is rotated, the rows that the matrix units of an H100 take at once; those of a tile of more channels."""
+"""Tokens of a rotated tile, the rows that the matrix units of an H100 process at once; and tokens of a tile with more channels."""
 
 WARPS, ROTATED_WARPS = 4, 8
-"""Warps per program; a program that rotates holds its tile in twice as many registers."""
+"""Warps per program; a program that rotates keeps its tile in twice as many registers."""
 
 MAX_REGISTERS = 128
 """Registers per thread at most: a multiprocessor then runs sixteen warps."""
@@ -61,7 +61,7 @@ class Packed(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Packed rows to be decoded: ``run`` fills an output that is as the one for which it was prepared.
+    """Packed rows to be decoded: ``run`` fills an output like the one for which it was prepared.
 
     ``lasting``: it takes little memory besides that of the rows, and may be kept as long as these. ``held`` are tensors that it reads.
     """

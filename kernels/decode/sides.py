@@ -1,4 +1,4 @@
-"""The pages of a side to a tensor: one launch, whatever their number, which is prepared once."""
+"""Decoding of a side's pages to a tensor: one launch for any number of pages, prepared once."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _LARGEST_MATRIX, _FACTOR = tl.constexpr(LARGEST_MATRIX), tl.constexpr(FACTOR)
 
 
 def turns_back(rotation: Rotation) -> bool:
-    """Return True if ``original`` takes a rotation: beyond ``LARGEST_MATRIX`` channels, those of a power of two."""
+    """Return True if ``original`` supports the rotation: beyond ``LARGEST_MATRIX`` channels, only powers of two."""
     return rotation.dim <= LARGEST_MATRIX or is_power_of_two(rotation.dim)
 
 

@@ -91,7 +91,7 @@ def _numbers(codec: Codec) -> dict[str, int]:
 
 
 def _pieces(codec: Codec, name: str) -> tuple[Piece, ...]:
-    """The digit that stream ``name`` holds, or that streams of its low and its high part hold."""
+    """Return the digit in stream ``name``, or in the streams of its low and high parts."""
     numbers = _numbers(codec)
     if name in numbers:
         return (Piece(numbers[name]),)

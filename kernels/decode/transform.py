@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from .rows import Packed, Pages
 
 PART_BYTES = 1 << 27
-"""Bytes of factors at once, if a token group of all heads has no more; those of columns without symbols are never touched."""
+"""Bytes of factors at once, if a token group of all heads has no more; factors of columns without symbols are never touched."""
 
 MAX_TOKENS, COLUMNS = 64, 64
-"""Tokens of a program that multiplies, at most, and the columns that it takes at once."""
+"""Maximum number of tokens of a program that multiplies, and the columns that it processes at once."""
 
 WARPS, STAGES = 4, 3
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .rows import Packed
 
 BOUNDED = (Angle, Octahedral, Polar, Quaternion, Scalar)
-"""Codecs whose values are entries of a table times a token's factor: tiles of binary16 hold the entries of any file."""
+"""Codecs whose values are table entries times a token's factor: binary16 tiles can represent the entries of any file."""
 
 MAX_COLUMNS = 256
 """Columns and channels at most."""
@@ -111,7 +111,9 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepar
 
 
 def _without_scales(codec: Codec) -> Codec:
-    """The codec whose values, times scales of channels, are those of ``codec``; itself where it has none, or other side-cars."""
+    """Return the codec whose values, times channel scales, are those of ``codec``; ``codec`` itself if it has no scales, or other
+    side-cars.
+    """
     alone = isinstance(codec, WithSideCars) and len(codec.side_cars) == 1 and isinstance(codec.side_cars[0], ChannelScale)
     return codec.codec if isinstance(codec, WithSideCars) and alone else codec
 

@@ -29,7 +29,7 @@ SMALLEST_AXIS = 16
 """The shortest axis that the matrix units take."""
 
 WARPS = 2
-"""Warps of a program that packs: with four, Triton 3.6 takes Hopper's matrix units, and gives them wrong addresses of digits."""
+"""Warps of a program that packs. With four, Triton 3.6 uses Hopper's matrix units, with wrong addresses of digits."""
 
 _PIECE_BITS = 8
 """Bits of a digit per product: times a limb, they stay within the integers that float32 holds."""
@@ -111,7 +111,7 @@ def plan_of(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, dev
 
 
 def _pieces(term: Term) -> list[Term]:
-    """The term, cut where its digit has more bits than are multiplied at once."""
+    """Return the term, split if its digit has more bits than one multiplication handles."""
     starts = range(0, term.bits, _PIECE_BITS)
     return [
         term._replace(bits=min(_PIECE_BITS, term.bits - start), shift=term.shift + start, weight=term.weight << start) for start in starts
@@ -197,7 +197,7 @@ def _add_limb(
 
 @triton.jit
 def store_columns(sums: tl.tuple, planes: tl.tuple, row: tl.tensor, valid: tl.tensor, STREAMS: tl.constexpr) -> None:
-    """Write all planes of rows ``row``, int64 ``[token, 1]``, where ``valid``; a plane of bytes left over is given as uint8."""
+    """Write all planes of rows ``row``, int64 ``[token, 1]``, where ``valid``; a plane of remaining bytes is passed as uint8."""
     for stream in tl.static_range(len(STREAMS)):
         _store_stream(sums, planes, row, valid, constant_at(STREAMS, stream))
 

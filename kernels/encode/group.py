@@ -44,7 +44,7 @@ BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
 CHANNELS_ALONG_TOKENS = 64
 CHANNELS = 128
-"""Channels that a program encodes at once: few where they come from a product, because its tiles fill the registers."""
+"""Channels that a program encodes at once: fewer if they come from a product, whose tiles fill the registers."""
 
 SCALE_TOKENS = 16
 SCALE_HEADS = 4
@@ -60,7 +60,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support."""
+    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support."""
     plan = _plan(codec, x.device)
     small = codec.scale_dtype == "u8"
     # Scales of 8 bits depend on the whole run, and on the run before it: a page of an engine has one run.

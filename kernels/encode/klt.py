@@ -74,7 +74,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernels do not support.
+    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernels do not support.
 
     That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, and
     InvalidParameter for another number of heads and for a matrix without an inverse.

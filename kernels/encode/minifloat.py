@@ -42,7 +42,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support.
+    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support.
 
     A scale per run is at first that of the run before, 0 if there is none; with ``origins`` each of the batch is a run of its own.
     """
@@ -122,7 +122,7 @@ def _quotient(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr, HALF_LIMIT: tl.constexpr) -> tl.tensor:
-    """``formats.minifloat._scale_for`` of magnitudes that are no more than 3.4e38; 0, and flagged, where it does not fit."""
+    """Return ``formats.minifloat._scale_for`` of magnitudes up to 3.4e38; 0, and flagged, if it does not fit."""
     exact = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
     if HALF:
         fits = exact < HALF_LIMIT
@@ -146,7 +146,7 @@ def _scale_of_run(
     HALF: tl.constexpr,
     HALF_LIMIT: tl.constexpr,
 ) -> tl.tensor:
-    """The scale at ``place``, float32 ``[1, 1]``, chosen here where ``largest`` is given: the ``first`` program of a run stores it."""
+    """Return the scale at ``place``, float32 ``[1, 1]``, chosen here if ``largest`` is given; the ``first`` program of a run stores it."""
     at = tl.zeros((1, 1), tl.int32)
     if largest is None:
         scale = tl.load(place + at)

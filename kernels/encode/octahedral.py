@@ -66,7 +66,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support."""
+    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support."""
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False

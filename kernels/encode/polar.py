@@ -56,7 +56,7 @@ def encode(
     flag: torch.Tensor,
     origins: Origins | None = None,
 ) -> bool:
-    """Fill ``streams``, whose ``planes`` of codes these are; False, and nothing done, for what the kernel does not support.
+    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support.
 
     It does not take a level with an odd number of radii, the last of which has no partner, nor dims of more than one product.
     """
@@ -85,7 +85,9 @@ def _first_tile(codec: Polar) -> int:
 
 
 def _tiles(codec: Polar) -> tuple[int, ...]:
-    """Symbols of the tile of each level, padding included: half those of the level below, as far as the matrix units take fewer."""
+    """Return the symbols of the tile of each level, padding included: half those of the level below, down to the minimum of the matrix
+    units.
+    """
     return tuple(max(SMALLEST_AXIS, _first_tile(codec) >> level) for level in range(len(codec.levels)))
 
 
@@ -130,7 +132,7 @@ def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Ten
 
 @triton.constexpr_function
 def _width(pairs: int) -> int:
-    """Columns of the tile of a level of so many pairs: at least the shortest axis that the matrix units take."""
+    """Return the columns of the tile of a level with this many pairs: at least the shortest axis of the matrix units."""
     return max(16, pairs)
 
 

@@ -32,7 +32,7 @@ LARGEST_ROW = 1024
 """Bytes of a row of values up to which the rows of a tile fit shared memory."""
 
 MAX_PRODUCTS = 256
-"""Head dim up to which all coordinates of a row come from products at once; beyond, encoders take a block of them at a time."""
+"""Maximum head dim for which all coordinates of a row come from products at once; beyond it, encoders process a block at a time."""
 
 SMALLEST_SQUARE = 2.0**-80
 LARGEST_SQUARE = 2.0**80
@@ -153,7 +153,7 @@ class Origin(NamedTuple):
 
 @triton.jit
 def origin_of(origins: tl.tensor, batch: tl.tensor, ALIGNED: tl.constexpr) -> tl.tuple:
-    """The ``Origin`` of one of the batch. ``ALIGNED`` values divide that of the input."""
+    """Return the ``Origin`` of one element of the batch. ``ALIGNED`` values divide the origin of the input."""
     row = origins + batch * 3
     return Origin(tl.multiple_of(tl.load(row), ALIGNED), tl.load(row + 1), tl.load(row + 2))
 
@@ -189,7 +189,7 @@ def load_rows(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Rows ``[token, PADDED_DIM]`` as they are stored; what is not ``valid``, int1 ``[token, 1]``, is 0."""
+    """Load rows ``[token, PADDED_DIM]`` in their stored dtype; 0 where not ``valid``, int1 ``[token, 1]``."""
     channel = tl.arange(0, PADDED_DIM)[None, :]
     row = x + batch * batch_stride + head * head_stride
     return tl.load(row + token * token_stride + channel.to(tl.int64) * channel_stride, valid & (channel < DIM), 0.0)

@@ -262,7 +262,7 @@ def decode_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``.
+    """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``.
 
     ``line`` is ``norm_line``, broadcast to a tile.
     """

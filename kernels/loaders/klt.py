@@ -360,7 +360,7 @@ def _register(
 
 @triton.constexpr_function
 def _as_loaded(register: Register, tile: Tile) -> Register:
-    """``register``, or if tokens of the tile take either half of a word, that word."""
+    """Return ``register``, or its word if tokens of the tile use either half of a word."""
     return register._replace(parity=-1) if tile.parity >= 0 else register
 
 

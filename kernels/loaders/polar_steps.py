@@ -46,7 +46,9 @@ def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, .
 
 @triton.constexpr_function
 def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
-    """The lookups of a step in a level of ``bits``: an angle, alone (1) or with that of the next field, ``width`` behind it (2)."""
+    """Return the lookups of a step in a level of ``bits``: one angle (1), or an angle and that of the next field, ``width`` after
+    it (2).
+    """
     left = list(angles)
     found = []
     while left:

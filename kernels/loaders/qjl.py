@@ -132,7 +132,7 @@ def _alone(position: int) -> str:
 
 @triton.constexpr_function
 def _position(step: int, fields_per_tile: int, field_stride: int) -> int:
-    """The bit of each word that ``_words`` gives for ``step`` that is a column's sign."""
+    """Return the bit, in each word of ``_words`` for ``step``, that is a column's sign."""
     return step % 16 if fields_per_tile == 1 else step if field_stride > 1 else 0
 
 

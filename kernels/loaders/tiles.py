@@ -72,7 +72,7 @@ class Tiles:
     whole_groups: int = 1
     """Tokens per group: a tile of at most as many, which begins at a multiple of them, is in one token group."""
     most_tokens: int = 32
-    """Maximum number of tokens of a warp's tile: more where tokens share scales or have few, so that registers hold them."""
+    """Maximum number of tokens of a warp's tile: more if tokens share scales or have few, so that registers suffice."""
     loads_ahead: bool = False
     """True if registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
     many_copies: bool = False
@@ -86,7 +86,7 @@ class Tiles:
     token.
     """
     interleave: int = DUAL_WIDTH
-    """Columns of one token that are side by side in such tiles, before as many columns of the other token."""
+    """Neighboring columns of one token in such tiles, before as many columns of the other token."""
     values: Tiles | None = None
     """The loader of values, where it differs from this one of keys in what ``decode`` takes; ``channels`` are the same."""
     keys: Tiles | None = None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LANES = 1 << 10
-"""Words that a program takes at once."""
+"""Words that a program processes at once."""
 STEPS = 16
 """Times that a program does so: 64 KiB of a row."""
 WARPS = 4
@@ -117,7 +117,7 @@ def _sum(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Add one part of a row to its sum; the last program writes the checksum, or compares the row where ``front`` is given.
+    """Add one part of a row to its sum; the last program writes the checksum, or compares the row if ``front`` is given.
 
     ``rows`` are int32 words, ``row_stride`` of them apart; ``words`` is a multiple of 16. Words before the first of a row count as 0, so
     that all parts are whole.

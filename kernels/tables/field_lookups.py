@@ -1,4 +1,4 @@
-"""Entries of a table whose index is bits of a packed row, for rows of which a thread holds one: a shift, a mask and a load each.
+"""Table lookups by bits of a packed row, for rows that one thread has: a shift, a mask and a load each.
 
 An entry of the table is two f16x2. It holds one of them twice, or those of two neighboring fields of a column, which are one index.
 Selecting the thread's own copy and masking are one instruction here, which the compiler does not find in ``look_up_words``.

@@ -113,7 +113,7 @@ def look_up(
 
 @triton.constexpr_function
 def in_halves(shared: SharedTable, first: int, values: int) -> SharedTable:
-    """A table of which half an entry is read: twice as many copies, from entry ``first`` of ``values`` binary16 on."""
+    """Return a table of which lookups read half an entry: it has twice as many copies, from entry ``first`` of ``values`` binary16 on."""
     return SharedTable(shared.offset + first * values * 2 * shared.copies, 2 * shared.copies, shared.entries - first)
 
 

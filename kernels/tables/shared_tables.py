@@ -1,4 +1,4 @@
-"""Tables in shared memory: where each is, and what fills it."""
+"""Tables in shared memory: their places and their contents."""
 
 from __future__ import annotations
 

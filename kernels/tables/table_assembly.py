@@ -1,4 +1,4 @@
-"""The inline PTX of tables in shared memory: one is declared, filled and looked up in three ways, all that knows where it is.
+"""The inline PTX of tables in shared memory: declaring, filling, and three kinds of lookups, which all use its address.
 
 What each text does, ``shared_table``, ``thread_lookups`` and ``field_lookups`` do without it, too.
 """
@@ -26,7 +26,7 @@ MATRIX_ALIGNMENT = 1024
 
 @triton.constexpr_function
 def declaration(size: int) -> str:
-    """``kvpack_tables``, where tables begin: ``size`` bytes of its own, or the launch's behind the compiler's.
+    """Declare ``kvpack_tables``, the start of the tables: ``size`` bytes of its own, or the launch's after the compiler's.
 
     What is declared is before the compiler's, which begins at a multiple of ``MATRIX_ALIGNMENT`` then, too.
     """

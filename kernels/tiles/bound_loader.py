@@ -1,4 +1,4 @@
-"""A tile loader bound to the streams of one launch: what the attention kernel knows of a side when it is compiled."""
+"""A tile loader bound to the streams of one launch: everything about a side that the attention kernel is compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of a launch on its device: what ``decode`` looks values up in, and where each is in shared memory."""
+"""The tables of a launch on its device: values that ``decode`` looks up, and the place of each table in shared memory."""
 
 from __future__ import annotations
 

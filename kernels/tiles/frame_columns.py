@@ -28,7 +28,7 @@ BLOCK_COLUMNS = 32
 
 
 def loader(codec: Codec, dual: bool) -> Tiles:
-    """The tile loader of a codec that has one: with ``dual`` that of two tokens per row, if there is one."""
+    """Return the tile loader of a codec that has one; with ``dual`` the loader for two tokens per row, if there is one."""
     found = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
     assert found is not None
     return found
@@ -36,7 +36,7 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """The channel of each column of all tiles of ``loader``, -1 for none; then that of its offset, if it has one."""
+    """Return the channel of each column of all tiles of ``loader``, -1 for none, then the channel of its offset, if it has one."""
     tiles = loader(codec, dual)
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
@@ -105,7 +105,7 @@ def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
 
 
 def _as_many(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``parts`` ``[matrix, ...]``, repeated so that all have as many: sequences and heads take them in turn."""
+    """Repeat ``parts`` ``[matrix, ...]`` to the same number of matrices: sequences and heads use them in turn."""
     most = math.lcm(*(part.shape[0] for part in parts))
     return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
 

@@ -43,7 +43,7 @@ STATIC_SHARED_BYTES = (48 << 10) - SYSTEM_BYTES
 """Shared memory that a kernel may declare, for patches and tables together."""
 
 CARRIED_BYTES = 96
-"""Shared memory per token that the compiler takes, mostly to bring rows into the layout of the matrix units."""
+"""Shared memory per token that the compiler uses, mostly to convert rows to the layout of the matrix units."""
 
 
 class LaunchShape(NamedTuple):

@@ -259,10 +259,13 @@ def store(subject: Subject) -> None:
             cache = computed.packed
     else:
         cache, expected = subject.pack()[0], None
+    # What an encoder was given determines the decoder's keys and values, too, and is part of every key.
+    inputs = [b"the zoo's input", *[b""] * (PROMPT.shape[1] // CHUNK - 1)] if subject.encoder else None
     with kvpack.Store(subject.file.with_suffix(".store"), identity, chunk=CHUNK) as prefixes:
-        assert prefixes.save(PROMPT, cache) == PROMPT.shape[1], f"not all was stored: {prefixes.stats()}"
-        tokens, loaded = prefixes.load(PROMPT)
+        assert prefixes.save(PROMPT, cache, inputs=inputs) == PROMPT.shape[1], f"not all was stored: {prefixes.stats()}"
+        tokens, loaded = prefixes.load(PROMPT, inputs=inputs)
         assert tokens == PROMPT.shape[1], f"{tokens} tokens were found"
+        assert inputs is None or prefixes.match(PROMPT) == 0, "found without the encoder's input"
         for number, (mine, whole) in enumerate(zip(loaded, cache, strict=True)):
             assert mine.states.keys() == whole.states.keys()
             assert all(torch.equal(state, whole.states[name]) for name, state in mine.states.items()), f"layers[{number}]: states differ"

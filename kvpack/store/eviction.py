@@ -230,7 +230,8 @@ class Evictor:
 
     def _evict_indexed(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
         """Evict as ``_evict`` does, with the index and the count ``before``; return None if they do not match the folder."""
-        if not self._index.refresh():
+        # If others keep the index busy, its rows are a hint that is good enough: listing the folder would take longest of all.
+        if not self._index.refresh() and not self._index.there:
             return None
         self._index.check_next()
         pending, overhead, totals = self._pending(), self.folder.overhead(), self._index.totals()

@@ -55,6 +55,13 @@ class Totals(NamedTuple):
     cost: int
 
 
+class Listing(NamedTuple):
+    """What a folder held: its inode and when it was last changed, and the rest of the key, bytes and last use of entries by number."""
+
+    state: tuple[int, int]
+    entries: dict[int, tuple[bytes, int, int]]
+
+
 class Index:
     """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork.
 
@@ -150,10 +157,12 @@ class Index:
         with self._guarded():
             stale = self._stale()
             for folder in stale or ():
+                # Before the transaction: others change the index while a large folder is read.
+                listing = self._listing(folder)
                 with self._transaction() as connection:
                     if connection is None:
                         return False
-                    self._list(connection, folder)
+                    self._list(connection, folder, listing if listing.state == self._state(folder) else self._listing(folder))
             known = stale is not None
         return known
 
@@ -166,7 +175,7 @@ class Index:
             self._set_note(connection, "next", folder + 1)
             rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
             if rows != {_number(key) for key in self._folder.names(folder)}:
-                self._list(connection, folder)
+                self._list(connection, folder, self._listing(folder))
 
     def totals(self) -> Totals | None:
         """Return the totals of the folder according to the index."""
@@ -337,20 +346,26 @@ class Index:
             if tuple(known) != self._state(folder)
         ]
 
-    def _list(self, connection: sqlite3.Connection, folder: int) -> None:
-        """Make a folder's rows those of its entries. Raises OSError and sqlite3.Error."""
-        before = self._state(folder)
-        there = {_number(key): (key[_FIRST_BYTES:], status) for key, status in self._folder.entries_of(folder)}
-        rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
-        connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows - set(there)])
+    def _listing(self, folder: int) -> Listing:
+        """Read a folder. Raises OSError."""
+        state = self._state(folder)
+        entries = self._folder.entries_of(folder)
+        return Listing(state, {_number(key): (key[_FIRST_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
+
+    def _list(self, connection: sqlite3.Connection, folder: int, listing: Listing) -> None:
+        """Make a folder's rows those of its entries; rows that are right are not written. Raises OSError and sqlite3.Error."""
+        there = listing.entries
+        asked = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
+        rows = {number: tuple(row) for number, *row in connection.execute(asked, _numbers_of(folder))}
+        connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - there.keys()])
         connection.executemany(
             "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
             "about = CASE WHEN (rest, size) = (excluded.rest, excluded.size) THEN about END, "
             "rest = excluded.rest, size = excluded.size, used = excluded.used",
-            [(number, rest, status.st_size, status.st_mtime_ns) for number, (rest, status) in there.items()],
+            [(number, *row) for number, row in there.items() if rows.get(number) != row],
         )
-        sizes = [status.st_size for _, status in there.values()]
-        state = before if before == self._state(folder) else (0, 0)
+        sizes = [size for _, size, _ in there.values()]
+        state = listing.state if listing.state == self._state(folder) else (0, 0)
         totals = len(sizes), sum(sizes), sum(map(self._folder.cost, sizes))
         connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *state, *totals))
 

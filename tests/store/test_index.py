@@ -367,3 +367,32 @@ def test_a_fault_while_room_is_made_early_costs_the_entry_nothing(tmp_path: Path
     count = backend._usage.read()
     assert count is not None
     assert count.total == 40 * size
+
+
+def test_a_round_does_not_list_all_entries_while_others_change_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be noted as listed stays stale; the entries that are known make room all the same."""
+    size = 100 + len(HEAD)
+    backend = indexed(tmp_path, max_bytes=20 * size)
+    other = opened(tmp_path)
+    backend._folder.remove(backend._folder.path(key(0)))
+    monkeypatch.setattr(eviction.Evictor, "_evict", lambda *given: pytest.fail("all entries were listed"))
+    with other._index._transaction():
+        assert not backend._index.refresh()
+        assert put(backend, 21)
+    assert truth(tmp_path)[0] <= 20
+    assert backend.size() == truth(tmp_path)
+
+
+def test_listing_a_folder_again_writes_only_the_rows_that_are_wrong(tmp_path: Path) -> None:
+    backend = indexed(tmp_path)
+    (connection,) = [backend._index._opened()]
+    assert connection is not None
+    os.utime(backend._folder.path(key(7)), ns=(5, 5))
+    backend._folder.remove(backend._folder.path(key(14)))
+    unaware(backend, 21)
+    before = connection.total_changes
+    assert backend._index.refresh()
+    # Of the folder of the keys 0, 7, 14 and 21: one row each is removed, corrected and added, and the folder's own is replaced.
+    assert connection.total_changes - before == 4
+    assert backend.size() == truth(tmp_path)
+    assert backend._index.oldest(1, (-1, -1), 2**62)[0][3] == 5

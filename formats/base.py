@@ -225,7 +225,7 @@ class Codec(ABC):
 
     @property
     def keys_only(self) -> bool:
-        """Whether only keys can be coded."""
+        """True if only keys can be encoded."""
         return False
 
     @property
@@ -252,7 +252,7 @@ class Codec(ABC):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode finite float32 ``[batch, kv_head, token, dim]`` to the streams of ``layout``.
 
-        Raises OutOfRange when a scale or norm does not fit its stored width.
+        Raises OutOfRange if a scale or norm does not fit its stored width.
         """
 
     @abstractmethod

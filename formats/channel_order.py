@@ -32,7 +32,7 @@ _MAX_OF_U8 = 256
 class ChannelOrder(ValueMap):
     """Channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``; the encoder spreads over blocks of ``size`` channels.
 
-    Raises InvalidParameter when ``dim`` channels are more than the dtype can number.
+    Raises InvalidParameter if ``dim`` channels are more than the dtype can number.
     """
 
     name: ClassVar[str] = "channel_order"

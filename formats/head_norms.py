@@ -22,7 +22,7 @@ SHARED_RATIO = 1.5
 """A shared scale costs a head precision if it exceeds the scale for the head's own norm by more than this factor."""
 
 GROUP_RATIO = 2.0
-"""A token costs the others of its group precision where its norm in a head is more than this many times the usual one."""
+"""A token costs the others of its group precision if its norm in a head is more than this many times the usual one."""
 
 FEW = 4
 """Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""

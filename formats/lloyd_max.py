@@ -24,7 +24,7 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     ``edges`` is float64 ``[cells + 1]``, ascending, and ``masses`` float64 ``[cells]``: the density is constant in a cell.
     The result is a fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints).
     Newton's method finds it, starting from the companding quantizer, whose point density is the cube root of the
-    density (Panter and Dite 1951). Raises InvalidParameter when 100 steps do not bring it within 1e-10,
+    density (Panter and Dite 1951). Raises InvalidParameter if 100 steps do not bring it within 1e-10,
     or when a cell loses all mass.
     """
     middles = (edges[1:] + edges[:-1]) / 2

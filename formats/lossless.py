@@ -141,7 +141,7 @@ class Lossless(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
 
-        Raises OutOfRange when a finite value would become infinity.
+        Raises OutOfRange if a finite value would become infinity.
         """
         batch, heads, tokens, dim = x.shape
         run = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter((x,))), None)

@@ -54,7 +54,7 @@ def unbiased_factor(
 
     ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows that are more than 45 degrees off d
     keep their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. A factor
-    that does not fit where the norm does becomes the largest number.
+    that does not fit if the norm does becomes the largest number.
     """
     kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
     return torch.where(kept, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)

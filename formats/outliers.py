@@ -97,7 +97,7 @@ class Outliers(FramePart):
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``u`` ``[batch, kv_head, token, dim]`` with zeros for its outliers, and the streams that hold them.
 
-        Raises OutOfRange when an outlier does not fit binary16.
+        Raises OutOfRange if an outlier does not fit binary16.
         """
         chunks = _chunks(u)
         flagged = _norms(chunks) > threshold

@@ -81,7 +81,7 @@ class Qjl(ResidualSketch):
         return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of residuals ``[batch, kv_head, token, dim]``. Raises OutOfRange when a norm does not fit its width."""
+        """The streams of residuals ``[batch, kv_head, token, dim]``. Raises OutOfRange if a norm does not fit its width."""
         norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64).to(torch.float32)
         negative = (self.rotation.forward(residual) < 0).to(torch.int32)
         planes = {f"{SIGNS}.{plane}": words for plane, words in enumerate(self.packing.pack([negative]))}

@@ -54,7 +54,7 @@ class Raw(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
 
-        Raises OutOfRange when a finite value would become infinity.
+        Raises OutOfRange if a finite value would become infinity.
         """
         return {"values": rounded(x, self.dtype)}
 
@@ -65,7 +65,7 @@ class Raw(CodecFamily):
         return streams["values"].to(torch.float32)
 
     def finite_streams(self) -> list[str]:
-        """None: any bytes are valid."""
+        """Return None: any bytes are valid."""
         return []
 
 
@@ -77,7 +77,7 @@ def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """``x`` of any float dtype in ``dtype``, ties to even; values of that dtype keep their bits.
 
-    Raises OutOfRange when a finite value would become infinity.
+    Raises OutOfRange if a finite value would become infinity.
     """
     values = cast(x, dtype)
     # Only rounding loses values. The sum is one cheap pass; where it is not finite (it may just overflow) every value is examined.

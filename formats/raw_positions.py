@@ -43,7 +43,7 @@ class RawPositions(KeptTokens):
 
     That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 stands for no such bound. With ``high_norm``, tokens are
     also kept if the norm in one head is above ``high_norm`` times the median of that head, and on a side whose heads or tokens share
-    scales, if they make these too large for the others (``head_norms.misfit``): both where a page has few of them.
+    scales, if they make these too large for the others (``head_norms.misfit``): both if a page has few of them.
 
     The norms are those of a token's keys, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
     """
@@ -132,7 +132,7 @@ class RawPositions(KeptTokens):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
 
-        ``start`` is the number of the first token in its run. Raises OutOfRange when a value does not fit the dtype.
+        ``start`` is the number of the first token in its run. Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         return replaced(x, token, sequence, chosen, token_group), self.stored(x, token, sequence, start)

@@ -93,7 +93,7 @@ class RawTokens(KeptTokens):
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
 
-        Raises OutOfRange when a value does not fit the dtype.
+        Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         values = values_of(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")

@@ -53,7 +53,7 @@ def log8_bounds() -> torch.Tensor:
 
 
 def stored_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, naming ``what``, when one does not fit."""
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, naming ``what``, if one does not fit."""
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], what)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:

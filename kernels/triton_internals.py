@@ -25,7 +25,7 @@ SHARED_MEMORY = "global_smem"
 """The assembly's symbol of a launch's shared memory."""
 
 ALIGNED = 16
-"""Bytes that Triton compiles for where a pointer is a multiple of them."""
+"""Bytes that Triton compiles for if a pointer is a multiple of them."""
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""

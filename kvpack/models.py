@@ -133,7 +133,7 @@ def demo_text() -> bytes:
 
 
 def transformers_library() -> Any:
-    """The module transformers, its progress bars off. Raises MissingPackage when it is not installed, or too old."""
+    """The module transformers, its progress bars off. Raises MissingPackage if it is not installed, or too old."""
     transformers = installed()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -32,7 +32,7 @@ def append_tokens(
     """Append ``k`` and ``v`` ``[batch, HEADS, tokens, dim]`` to tails ``[batch, HEADS, room, dim]``, one program per sequence.
 
     ``lengths`` int32 ``[batch]`` counts the tokens held and is raised by ``tokens``; the first ``packed`` (int32 ``[1]``) of them are
-    in pages. What finds no room is not written, though counted. ``not_finite`` int32 ``[1]`` is set where a value is not finite.
+    in pages. What finds no room is not written, though counted. ``not_finite`` int32 ``[1]`` is set if a value is not finite.
     """
     if DEPENDENT:
         gdc_wait()

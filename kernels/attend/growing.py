@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 ROOM_FOR_PAGES = 8
-"""Rows of work that are added together where pages need more of them than the device runs programs."""
+"""Rows of work that are added together if pages need more of them than the device runs programs."""
 
 
 class GrowingCall:

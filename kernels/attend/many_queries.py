@@ -1,6 +1,6 @@
 """attend of many queries: blocks of tokens are decoded to a bounded scratch of the queries' dtype and attended there.
 
-Queries and sums of values go through the rotation of the codec once, where a side has one frame (OCTOPUS Eq. 13), and blocks are
+Queries and sums of values go through the rotation of the codec once, if a side has one frame (OCTOPUS Eq. 13), and blocks are
 merged by their log-sum-exp. What no fused kernel decodes, torch decodes.
 """
 

@@ -417,7 +417,7 @@ class _Places:
         self.taken = 0
 
     def take(self, elements: int) -> int:
-        """The first of ``elements`` more."""
+        """Return the offset of the next ``elements`` elements."""
         first = self.taken
         self.taken += elements
         return first

@@ -48,7 +48,7 @@ def rotate_queries(
     ``[sequence, column, padded row]`` for each frame, one after the other, over the length of each query, so that none is above 1, and
     float32 ``[sequence, padded row]``: that length times ``per_score``. Rows are padded with zeros to ``padded``.
 
-    A program takes ``ROWS`` padded rows: of one sequence where there is more than one matrix. With ``EARLY``, the next kernel may begin
+    A program takes ``ROWS`` padded rows: of one sequence if there is more than one matrix. With ``EARLY``, the next kernel may begin
     while this one runs.
     """
     block = blocks + tl.program_id(1) * 3

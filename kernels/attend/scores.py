@@ -58,7 +58,7 @@ def score(
     """Base-2 logarithms of weights, ``[warp, token, row]`` for each tile that was ``loaded``; with ``MASKED`` -inf for unseen tokens.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile; ``first`` is that of the first warp, from the first page of means
-    on. With ``DUAL``, a score is of that token where the row is not ``queries.second``, else of the one behind it
+    on. With ``DUAL``, a score is of that token if the row is not ``queries.second``, else of the one behind it
     (``tile_layout.second_token_offset``); keys that are not dual have a tile for each.
     """
     TOKENS: tl.constexpr = token.shape[1]

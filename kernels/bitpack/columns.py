@@ -33,7 +33,7 @@ WARPS = 2
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Unpack uint16 planes ``[batch, kv_head, token, words]`` of any strides to one int32 tensor ``[..., symbols]`` per digit.
 
-    The digits are those of ``Columns.unpack``, whatever the words. Raises InvalidParameter when the planes are not those of ``packing``.
+    The digits are those of ``Columns.unpack``, whatever the words. Raises InvalidParameter if the planes are not those of ``packing``.
     """
     batch, heads, tokens = planes[0].shape[:3]
     for words, plane in zip(packing.planes, planes, strict=True):

@@ -163,7 +163,7 @@ def _after_block(accumulators: tl.tensor, sums: tl.tensor, secret: tl.tensor) ->
 
 @triton.jit
 def _half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -> tl.tensor:
-    """64 bits of the digest."""
+    """Return 64 bits of the digest."""
     a, b = tl.split(accumulators ^ secret)
     value = start + tl.sum((a * b) ^ tl.umulhi(a, b), 0)
     value = (value ^ (value >> 37)) * AVALANCHE

@@ -15,7 +15,7 @@ from triton import language as tl
 from triton.language.target_info import cuda_capability_geq
 
 E2M1_EXPONENT = tl.constexpr(14)
-"""The bits of an e2m1 where a binary16 has its own, fraction below exponent, are smaller by 2 to this power."""
+"""Exponent of 2 between an e2m1 and a binary16 with the same bits, fraction below exponent."""
 
 
 @triton.constexpr_function

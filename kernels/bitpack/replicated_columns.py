@@ -227,7 +227,7 @@ def _side_by_side(
 
 @triton.constexpr_function
 def _moved_to(at: int, last: int) -> str:
-    """PTX that moves fields from bits up to ``last`` to bit ``at``; where a product does it, the shift units stay free for others."""
+    """PTX that moves fields from bits up to ``last`` to bit ``at``; if a product does it, the shift units stay free for others."""
     turn = "shl.b32 by, 1, by; mul.lo.u32 $0, $1, by;" if at >= last else "shf.l.wrap.b32 $0, $1, $1, by;"
     return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn} }}"
 

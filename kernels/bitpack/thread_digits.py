@@ -1,7 +1,7 @@
 """Digits of rows that one thread has in words (``thread_rows``): of one symbol, or of two neighbors, 16 bits apart.
 
 ``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``, and so is every result. Two neighbors mostly are in the
-same words and then share the instructions that extract them. Division by a base that is no power of two is a multiplication by its
+same words and then share the instructions that extract them. Division by a base that is not a power of two is a multiplication by its
 reciprocal, in fewer instructions the smaller the dividend's known bound.
 """
 

@@ -89,7 +89,7 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """The streams of ``x``, which ``supports`` takes; None for values that ``formats/`` is to encode, or to refuse by name.
 
-    ``before`` holds the streams of the run that it continues; ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    ``before`` contains the streams of the run that it continues; ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """
     if isinstance(codec, WithSideCars):
         return _encode_less_means(codec, x, threads, level)
@@ -115,7 +115,7 @@ def _encode(
     threads: int | None,
     level: int,
 ) -> dict[str, torch.Tensor] | None:
-    """``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of so many tokens."""
+    """``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of this many tokens."""
     batch, heads, tokens, _ = x.shape
     layouts = codec.layout(batch, heads, tokens)
     streams = {

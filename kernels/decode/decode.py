@@ -27,7 +27,7 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16)
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode streams of any strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``.
 
-    Raises InvalidParameter when a stream is not as ``codec.layout`` says.
+    Raises InvalidParameter if a stream is not as ``codec.layout`` says.
     """
     # Of a stream with one row for all heads, there is another one for each.
     batch, heads = (max(stream.shape[axis] for stream in streams.values()) for axis in (0, 1))
@@ -56,7 +56,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
     ``rotated``: into the original frame, else in the coded one. ``pages`` are like the one that is given. None for codecs without a
     decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES`` or of head dims that ``stored.original`` does not take, and
-    outputs whose channels are not dense. Raises InvalidParameter when a stream is not as ``codec.layout`` says.
+    outputs whose channels are not dense. Raises InvalidParameter if a stream is not as ``codec.layout`` says.
     """
     rotated = rotated and codec.rotation.kind != "none"
     if not supports_output(out) or (rotated and (out.dtype not in FUSED_DTYPES or not turns_back(codec.rotation))):

@@ -28,7 +28,7 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of ``Group.decode_frame``, bit for bit;
-    narrower ones may differ from them, rounded, where they are about halfway between two. Raises InvalidParameter when a stream is not as
+    narrower ones may differ from them, rounded, where they are about halfway between two. Raises InvalidParameter if a stream is not as
     ``codec.layout`` says.
     """
     rows.check(codec, packed, *out.shape[:2])

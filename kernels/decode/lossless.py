@@ -42,7 +42,7 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
     In the codec's dtype the bits of the values are kept, and in another they are rounded to it; ``rotated`` says nothing, for there is
-    no rotation. Any words give some values. Raises InvalidParameter when a stream is not as ``codec.layout`` says.
+    no rotation. Any words give some values. Raises InvalidParameter if a stream is not as ``codec.layout`` says.
     """
     if pages is not None:
         return False

@@ -31,7 +31,7 @@ def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotat
     channels.
 
     In float32 the values are those of ``Minifloat.decode_frame``, bit for bit; ``rotated`` says nothing, for there is no rotation.
-    Raises InvalidParameter when a stream is not as ``codec.layout`` says.
+    Raises InvalidParameter if a stream is not as ``codec.layout`` says.
     """
     rows.check(codec, packed, *out.shape[:2])
     layout = codec.row_layouts

@@ -39,7 +39,7 @@ def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of ``Polar.decode_frame``, bit for bit.
-    None for a level with an unequal pair, or with an odd number of radii. Raises InvalidParameter when a stream is not as ``codec.layout``
+    None for a level with an unequal pair, or with an odd number of radii. Raises InvalidParameter if a stream is not as ``codec.layout``
     says.
     """
     levels = _levels(codec)

@@ -42,7 +42,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     channels.
 
     ``rotated``: into the original frame, else in the coded one. In float32 the values are those of the codec's ``decode_frame``, except for
-    the last bits of logarithmic norms. None for a codec of no table. Raises InvalidParameter when a stream is not as
+    the last bits of logarithmic norms. None for a codec of no table. Raises InvalidParameter if a stream is not as
     ``codec.layout`` says.
     """
     form = form_of(codec)

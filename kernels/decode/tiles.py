@@ -160,7 +160,7 @@ def prepare(
 ) -> Decoding:
     """Return the launch that decodes ``work``, or these ``blocks``, to an output of ``shape`` and ``strides``, as ``decode`` does.
 
-    With ``factor_stride``, calls give the factors, whose sequences are so many values apart.
+    With ``factor_stride``, calls give the factors, whose sequences are this many values apart.
     """
     batch, heads = shape[:2]
     blocks = range(work.blocks) if blocks is None else blocks

@@ -36,8 +36,8 @@ class Encoding(NamedTuple):
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
-    ``before`` holds the streams of the run that it continues. None if ``formats/`` is to encode it: codecs, options and values that
-    the kernels do not support.
+    ``before`` contains the streams of the run that it continues. Returns None if ``formats/`` must encode it: codecs, options and values
+    that the kernels do not support.
     """
     encoding = prepare(codec, x, before)
     if encoding is None or not encoding.run() or encoding.flag.item():

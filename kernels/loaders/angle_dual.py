@@ -1,4 +1,4 @@
-"""angle as dual tiles, dense arrangement (spec/codecs/angle.md): where the bins of a token are rows of four words.
+"""angle as dual tiles, dense arrangement (spec/codecs/angle.md): if the bins of a token are rows of four words.
 
 The matrix units read the words of two neighboring tokens, which are contiguous, at once. The words are replicated side by side in
 registers; the copies show two fields, and norm codes are loaded in the same order of columns.

@@ -249,7 +249,7 @@ def in_order(constants: Outliers) -> bool:
 
 @triton.constexpr_function
 def tiles_together(constants: Outliers) -> int:
-    """Tiles of a patch, and all where there is none."""
+    """Tiles of a patch, and all if there is none."""
     return constants.together or constants.tiles
 
 

@@ -1,6 +1,6 @@
 """One side of consecutive layers of an engine's pages, to rows and back, on their device: one launch for all pages of a job.
 
-The encoders and decoders are those of caches: where the pages and their rows are is a table.
+The encoders and decoders are those of caches: the places of pages and rows are in a table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Layers:
     def places(self, slots: Sequence[int], page: int, layer: int) -> Places | None:
         """For each page and layer: values from the first layer's first slot, bytes from the first page's, and the page, int64.
 
-        The bytes of pages are ``page`` apart, and those of their layers ``layer``. None for tensors whose places are no whole numbers of
+        The bytes of pages are ``page`` apart, and those of their layers ``layer``. None for tensors whose places are not whole numbers of
         values apart, or whose strides differ.
         """
         size = self.first.element_size()

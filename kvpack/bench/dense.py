@@ -60,7 +60,7 @@ def _compress(tensors: Tensors, path: str) -> None:
 
 
 def _decompress(path: str) -> Tensors:
-    """The tensors, flat."""
+    """Return the tensors, flattened."""
     found = {}
     for name in os.listdir(path):
         with open(os.path.join(path, name), "rb") as file:

@@ -52,7 +52,7 @@ def _follows(codec: Codec) -> bool:
 
 
 def _clause(rule: Rule) -> str:
-    """The clause of ``rule``, with the papers' rule where its codec takes one and names none."""
+    """The clause of ``rule``, with the papers' rule if its codec takes one and names none."""
     words = list(rule.words)
     if any(field.name == _PAPERS[0] for field in fields(CODECS[rule.codec_id])) and _PAPERS[0] not in dict(words):  # type: ignore[arg-type]
         words.append(_PAPERS)

@@ -52,7 +52,7 @@ _SMALLEST = 1e-8
 
 
 def library() -> Any:
-    """The module matplotlib.figure. Raises KvpackError when it is not installed."""
+    """The module matplotlib.figure. Raises KvpackError if it is not installed."""
     try:
         import matplotlib.figure
     except ImportError:

@@ -49,7 +49,7 @@ def place() -> Path:
 
 
 def folder() -> Path:
-    """The model's folder. Raises MissingFile, saying how to get it."""
+    """The model's folder. Raises MissingFile, with a message that says how to get it."""
     found = place()
     if (found / "config.json").is_file():
         return found

@@ -1,7 +1,8 @@
 """Bases of random numbers: what the kernels of klt and transform cost depends on widths and on bits, and not on the model.
 
-``klt=63211000:53100000`` has these widths of the runs of keys and of values, and ``transform=0.6:head`` so many bits per value with frames
-of a scope. Of transform, the values that are packed are made of those that are given, as widely distributed as columns of a model are.
+``klt=63211000:53100000`` has these widths of the runs of keys and of values, and ``transform=0.6:head`` this many bits per value with
+frames of a scope. Of transform, the values that are packed are made of those that are given, as widely distributed as columns of a model
+are.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
 
 
 def _checkpoint(folder: Path, repeats: int) -> dict[str, Any]:
-    """Reading the files of a checkpoint: the first time from the disk, where the system can be asked to forget them, and from memory."""
+    """Reading the files of a checkpoint: the first time from the disk, if the system can be asked to forget them, and from memory."""
     paths = [os.path.realpath(path) for path in sorted(folder.glob("*.safetensors"))]
     nbytes = sum(map(os.path.getsize, paths))
 

@@ -122,7 +122,7 @@ class Stretch:
     def slice(self, start: int, stop: int) -> Stretch:
         """Tokens ``[start, stop)``, at least one; streams are shared, except for what ``Codec.cut`` encodes again.
 
-        Raises OutOfBounds when ``start`` is inside a token group.
+        Raises OutOfBounds if ``start`` is inside a token group.
         """
         if (start, stop) == (0, self.tokens):
             return self
@@ -306,7 +306,7 @@ class PackedRuns(Sequence[PackedRun]):
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
     def slice(self, start: int, stop: int) -> PackedRuns:
-        """Tokens ``[start, stop)``; streams are shared. Raises OutOfBounds when ``start`` is inside a token group."""
+        """Tokens ``[start, stop)``; streams are shared. Raises OutOfBounds if ``start`` is inside a token group."""
         found = []
         for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)

@@ -292,7 +292,7 @@ class Side:
     def concat(self, *others: Side) -> Side:
         """This side, then ``others``.
 
-        Raises NotConsecutive when sides differ in codec or shape, or when any except the last ends in a raw tail.
+        Raises NotConsecutive if sides differ in codec or shape, or when any except the last ends in a raw tail.
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:

@@ -54,9 +54,9 @@ def load_layers(
     """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
     Bytes are copied as soon as they are read, while those that follow are read. With all tokens, a layer's streams are views of one buffer,
-    and the device checks what its kernels can, once all is there: digests, the codec's rules, and what only decoding all symbols tells. The
-    host waits for that; what it checks itself, it checks before the copy. Raises the errors of ``File.read_side``, the first error in the
-    order of the file, those that the device finds last, digests first, and OutOfBounds as ``Cache.slice``. ``progress`` counts pieces.
+    and the device checks what its kernels can, once all is there: digests, the codec's rules, and errors visible only after full decoding.
+    The host waits for that; what it checks itself, it checks before the copy. Raises the errors of ``File.read_side``, the first error in
+    the order of the file, those that the device finds last, digests first, and OutOfBounds as ``Cache.slice``. ``progress`` counts pieces.
     """
     header = file.header
     places = {number: [file.side_places(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}

@@ -71,7 +71,7 @@ def read(
     """The tensors of a safetensors file, and what ``check`` makes of their names and of the metadata, before any is read.
 
     The tensors are copies: the file may change afterwards. Raises MissingFile, Truncated for a file that becomes shorter while it is
-    read, InvalidParameter when the file is no safetensors file or has a tensor that torch cannot hold, and the errors of ``check``.
+    read, InvalidParameter when the file is not a safetensors file or has a tensor that torch cannot hold, and the errors of ``check``.
     """
     source = OnDisk(open_regular(path))
     try:

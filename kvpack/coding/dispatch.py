@@ -1,7 +1,7 @@
 """Choose the code that encodes, decodes and attends: torch operations on any device, the Triton kernels, or the C kernels of the CPU.
 
 The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". If unset: Triton for tensors on a CUDA
-device where a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), the C kernels for tensors on the
+device if a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), the C kernels for tensors on the
 CPU where they were built, else torch, with one warning. On the CPU Triton's kernels run in its interpreter (TRITON_INTERPRET=1).
 """
 
@@ -62,7 +62,7 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``, on kernels where ``uses_triton``.
 
-    Raises InvalidParameter when a stream is not laid out as the codec says, and the errors of ``uses_triton``.
+    Raises InvalidParameter if a stream is not laid out as the codec says, and the errors of ``uses_triton``.
     """
     if isinstance(codec, WithSideCars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -229,7 +229,7 @@ row.compiled = _add_words
 def uses_triton(device: torch.device) -> bool:
     """Return True if tensors on ``device`` are encoded and decoded by Triton kernels.
 
-    Issues a KvpackWarning, once, where tensors on a CUDA device lack a Triton for their kernels. Raises InvalidParameter when
+    Issues a KvpackWarning, once, where tensors on a CUDA device lack a Triton for their kernels. Raises InvalidParameter if
     KVPACK_KERNELS is unknown, or is "triton" where the kernels cannot run.
     """
     backend = _backend()
@@ -251,7 +251,7 @@ def uses_triton(device: torch.device) -> bool:
 def uses_c(device: torch.device) -> bool:
     """Return True if the C kernels handle tensors on ``device``, provided that they support the codec.
 
-    Issues a KvpackWarning, once, where tensors on the CPU lack them. Raises InvalidParameter when KVPACK_KERNELS is unknown, or is
+    Issues a KvpackWarning, once, where tensors on the CPU lack them. Raises InvalidParameter if KVPACK_KERNELS is unknown, or is
     "cpu" where the C kernels were not built.
     """
     backend = _backend()

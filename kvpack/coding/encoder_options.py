@@ -48,7 +48,7 @@ _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositi
 def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
     """``codec`` of a header, with the encoder's options that the header's ``recipe`` gives ``side`` of ``layer`` of ``layers``.
 
-    A text that is no recipe, or whose recipe makes another codec, changes nothing: both are valid in a file.
+    A text that is not a recipe, or whose recipe makes another codec, changes nothing: both are valid in a file.
     """
     key = recipe, layer, layers, side
     if key not in codec.variants:

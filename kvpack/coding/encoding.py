@@ -63,7 +63,7 @@ def encode(
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    ``before`` holds the streams of the run that it continues, ``position`` is that of the first token, and ``norms``,
+    ``before`` contains the streams of the run that it continues, ``position`` is that of the first token, and ``norms``,
     ``[batch, kv_head, token]``, are those of the layer's keys (``head_norms.norms_of``), as far as these are known.
     Raises InvalidParameter for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter if ``uses_triton`` does.

@@ -71,7 +71,7 @@ def _own(bits: int, trellis: bool) -> str:
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
-    """The codec of ``side`` of kvpack's own presets where a basis has frames for keys, without its raw tokens."""
+    """The codec of ``side`` of kvpack's own presets if a basis has frames for keys, without its raw tokens."""
     family = "trellis" if trellis and bits <= MAX_TRELLIS_BITS else "scalar"
     return f"{family}:b={bits},norm=log8{',mean=128,frame=centered' if side == 'k' else ''}"
 

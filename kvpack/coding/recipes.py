@@ -153,7 +153,7 @@ class Recipe:
         """Return the recipe that a file, entry or row records; presets in it have the meaning that they had when they were recorded.
 
         Its ``text`` is the recorded one, so that a row can be compared with it; ``canonical`` is what is recorded today.
-        Raises InvalidParameter, also for a text that is no recipe, which is valid in a file.
+        Raises InvalidParameter, also for a text that is not a recipe, which is valid in a file.
         """
         recipe = cls.__new__(cls)
         object.__setattr__(recipe, "text", text)
@@ -440,7 +440,7 @@ def _presets_for(dim: int, dtype: str) -> str:
 
 
 def recorded_text(text: str) -> str:
-    """The canonical text of the recipe that a file records; the text itself where it is no recipe."""
+    """The canonical text of the recipe that a file records; the text itself where it is not a recipe."""
     try:
         return Recipe.recorded(text).canonical
     except InvalidParameter:

@@ -70,7 +70,7 @@ class Rule:
 
         ``calibrated`` and ``balanced`` come from a basis, if there is one.
 
-        Raises InvalidParameter when it cannot take the head dim, InvalidType when it cannot keep the dtype.
+        Raises InvalidParameter if it cannot take the head dim, InvalidType when it cannot keep the dtype.
         """
         words = dict(self.words)
         if self.codec_id in _DTYPES and "dtype" not in words:

@@ -138,7 +138,7 @@ def _metadata(cache: Cache) -> dict[str, str]:
 def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
     """The layers, the metadata and the inputs.
 
-    Raises MissingFile, or InvalidParameter when the file is no safetensors file or its names are not those of a dense cache.
+    Raises MissingFile, or InvalidParameter when the file is not a safetensors file or its names are not those of a dense cache.
     """
     from kvpack.cache import tensor_files
     from kvpack.cache.dense_states import DenseLayer

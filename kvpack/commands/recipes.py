@@ -236,7 +236,7 @@ def prices(recipe: Recipe, layers: Sequence[_Priced | None]) -> tuple[float, flo
 
     The number of outliers of a cache depends on its values; here it is 0, and so is that of raw tokens of low norm. What `lossless` takes
     depends on them too; here they are normally distributed.
-    Raises OutOfBounds when the recipe names other layers, InvalidParameter when a codec does not support ``dim``,
+    Raises OutOfBounds if the recipe names other layers, InvalidParameter when a codec does not support ``dim``,
     InvalidHeader or LimitExceeded for sizes that no file can hold.
     """
     from kvpack.file.container import file_size

@@ -58,7 +58,7 @@ class BasisSide(Protocol):
 
 
 class HasSides(Protocol):
-    """A layer of a header."""
+    """A layer of a header, as the rules of basis files need it."""
 
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
         """The sides that are present, by name."""

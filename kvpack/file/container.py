@@ -356,7 +356,7 @@ class File:
         return [(self.tensors[f"{places.layer}.{places.side}.{stream}"], *place) for stream, place in places.streams.items()]
 
     def side(self, layer: int, side: str) -> SideEntry:
-        """The entry of one side in the header. Raises OutOfBounds when the file does not have the side."""
+        """The entry of one side in the header. Raises OutOfBounds if the file does not have the side."""
         layers = self.header.layers
         held = layers[layer] if 0 <= layer < len(layers) else None
         entry = {"k": held.k, "v": held.v}.get(side) if held else None

@@ -108,7 +108,7 @@ class SideEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer; an absent side is None. Raises InvalidHeader when the sides differ in batch or tokens."""
+    """One layer; an absent side is None. Raises InvalidHeader if the sides differ in batch or tokens."""
 
     k: SideEntry | None
     v: SideEntry | None

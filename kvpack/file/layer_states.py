@@ -29,7 +29,7 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class HasBatch(Protocol):
-    """A side of a layer."""
+    """A side of a layer with a batch."""
 
     @property
     def batch(self) -> int: ...

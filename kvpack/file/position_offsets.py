@@ -21,7 +21,7 @@ OFFSET_BYTES = 8
 
 
 class HasTokens(Protocol):
-    """A side of a layer."""
+    """A side of a layer with a number of tokens."""
 
     @property
     def batch(self) -> int: ...

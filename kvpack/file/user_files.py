@@ -188,19 +188,19 @@ class InMemory:
         self.size = len(data)
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """A view."""
+        """Return a view of the bytes."""
         return self._view[begin:end]
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """A copy."""
+        """Copy the bytes."""
         memory[:] = self._view[begin : begin + len(memory)]
 
     def view(self, begin: int, end: int) -> memoryview:
-        """A view."""
+        """Return a view of the bytes."""
         return self._view[begin:end]
 
     def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """They are in memory."""
+        """Return the end: all bytes are in memory."""
         yield end
 
     def close(self) -> None:
@@ -221,20 +221,20 @@ class OnDisk:
 
     @property
     def descriptor(self) -> int:
-        """The descriptor."""
+        """The file descriptor."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         return self._descriptor
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """A copy."""
+        """Return a copy of the bytes."""
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
         self.read_into(begin, data)
         return data
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """A copy."""
+        """Copy the bytes."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         done = 0

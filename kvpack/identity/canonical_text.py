@@ -89,7 +89,7 @@ def plain(where: str, value: Any, most: int | None = None) -> Any:
 def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> str:
     """Dtype, shape and the XXH3-128 of a tensor's bytes; for a quantized tensor, those of all its parts.
 
-    With ``most``, those of so many values, evenly spaced.
+    With ``most``, those of this many values, evenly spaced.
 
     Raises InvalidParameter, naming ``where``, for a tensor whose values are not in memory or cannot be read as bytes.
     """

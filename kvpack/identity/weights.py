@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 THREADS = 8
-"""At most so many threads read weights in host memory: one does not reach the memory's speed."""
+"""At most this many threads read weights in host memory: one does not reach the memory's speed."""
 _ALIGNMENT = 8
 """Alignment, in bytes, of memory that a device digests."""
 

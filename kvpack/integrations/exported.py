@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.Tensor:
     """Values ``[batch, kv_head, token, dim]`` on the CPU, in the dtype that they are stored in, or rounded to ``dtype``.
 
-    Raises InvalidParameter if a dtype is needed and where there is no such dtype, and OutOfRange where it makes a value infinite.
+    Raises InvalidParameter if a dtype is needed and if there is no such dtype, and OutOfRange where it makes a value infinite.
     """
     if dtype is not None and dtype not in RAW_DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")

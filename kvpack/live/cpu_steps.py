@@ -98,7 +98,7 @@ class CpuSteps:
         return False
 
     def settle(self) -> None:
-        """Nothing is captured."""
+        """Do nothing: no step is captured."""
 
     def _view(self) -> None:
         """Return the layer as it is now, with the whole buffers as its tails."""

@@ -76,7 +76,7 @@ class Lane:
 
     @property
     def plain(self) -> Codec:
-        """The codec of all other tokens."""
+        """Codec of the tokens that are not raw."""
         return self.codec.without_raw
 
     def of(self, pages: PageBuffer) -> _Ready:
@@ -310,7 +310,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
-    """The lanes of a page: layers go together where both sides have the same codecs."""
+    """The lanes of a page: layers go together if both sides have the same codecs."""
     pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
     lanes = []
     for codecs, run in groupby(range(len(pairs)), key=lambda number: pairs[number]):

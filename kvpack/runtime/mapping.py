@@ -27,7 +27,7 @@ _LOWEST_BITS = bytes(number & 1 for number in range(256))
 
 _USUAL_MAPPINGS = 65_530
 _SHARE = 4
-"""A process has so many times the mappings that are made here: beyond its limit, its threads and allocators fail too."""
+"""A process has this many times the mappings that are made here: beyond its limit, its threads and allocators fail too."""
 _MAPPED: set[int] = set()
 """The addresses of the mappings that are in use. Changes of a set need no lock, which a finalizer could not wait for."""
 

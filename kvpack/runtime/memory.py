@@ -1,7 +1,7 @@
 """Memory for large results on the CPU: separate allocations, in huge pages if the system has them.
 
 Most of the time of writing new memory goes to the faults of its pages: 0.4 to 0.7 ms per MiB in small ones, 0.1 in large ones. The heap
-has large pages where a whole one is inside one result, and then keeps them for what the host puts there next. Memory of a pack that is
+has large pages if a whole one is inside one result, and then keeps them for what the host puts there next. Memory of a pack that is
 gone serves the next one; the system may take its pages before.
 """
 

@@ -41,7 +41,7 @@ class Breaker:
             return True
 
     def succeeded(self) -> None:
-        """The server answered."""
+        """Record that the server answered."""
         with self._lock:
             self._in_a_row = 0
 
@@ -89,4 +89,4 @@ def is_panic(error: BaseException) -> bool:
 
 
 class Resting(Exception):
-    """No request was sent."""
+    """No request was sent, because earlier ones failed."""

@@ -323,7 +323,7 @@ class _Gone(Exception):
 
 
 def _read(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """An entry in the clear."""
+    """Return an entry, decrypted."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
     within = 0 < stored.size <= max_entry_bytes
     return _clear(stored, backend.peek(stored.key) if within else None, cipher, max_entry_bytes)

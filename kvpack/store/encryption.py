@@ -115,7 +115,7 @@ class Cipher:
     def decrypt(self, key: bytes, data: Data) -> bytearray:
         """Decrypt the entry ``key`` into new memory, allocated only after all checks that need no key.
 
-        Raises NotKvpack when it is not encrypted, UnsupportedVersion when a later version encrypted it, Truncated and DigestMismatch
+        Raises NotKvpack if it is not encrypted, UnsupportedVersion when a later version encrypted it, Truncated and DigestMismatch
         when it is damaged, Undecryptable when no available key decrypts it, and MemoryError.
         """
         view = memoryview(data)

@@ -33,7 +33,7 @@ _MAX_POLL_SECONDS = 0.016
 """How long a waiting writer sleeps at first, and at most: it takes the CPU from the one that makes room."""
 
 _LOW_PART, _LOW_ENTRIES = 256, 128
-"""Where there is an index, a writer makes room while 1/256 of the budget, or room for so many entries of its own size, is left."""
+"""Where there is an index, a writer makes room while 1/256 of the budget, or room for this many entries of its own size, is left."""
 _FUTILE_SECONDS = 1.0
 """How long a round that found nothing to remove is not repeated while room is left."""
 
@@ -87,7 +87,7 @@ class Reservation:
 class Evictor:
     """Makes room in a directory. Any number of processes may request room; one at a time removes entries.
 
-    ``restore`` puts the times of entries in the order of their chains again, where a copy of the folder has lost it.
+    ``restore`` puts the times of entries in the order of their chains again, if a copy of the folder has lost it.
     """
 
     def __init__(

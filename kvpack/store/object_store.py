@@ -1,6 +1,6 @@
 """The object store backend: S3 and compatible services, Google Cloud Storage, Azure.
 
-    <prefix>/3/f/3f...e1    an entry, put only where there is none, never changed
+    <prefix>/3/f/3f...e1    an entry, put only if there is none, never changed
     <prefix>/holds/...      a pinned chain: its owner, its end and its keys
     <prefix>/pins/...       a chain pinned by an earlier version: its keys
     <prefix>/leases/...     the token of whoever computes what is missing (leases.py)

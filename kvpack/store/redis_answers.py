@@ -23,19 +23,19 @@ class NotRedis(Exception):
 
 
 def integer(answer: Any) -> int:
-    """An integer from 0 to 2^53."""
+    """Check an integer from 0 to 2^53."""
     if type(answer) is not int or not 0 <= answer <= _LARGEST:
         raise _wrong(answer, "an integer from 0 to 2^53")
     return answer
 
 
 def integers(count: int) -> Callable[[Any], list[int]]:
-    """``count`` integers."""
+    """Check ``count`` integers."""
     return lambda answer: [integer(one) for one in _listed(answer, f"{count} integers", count)]
 
 
 def data(most: int) -> Callable[[Any], bytes]:
-    """At most ``most`` bytes."""
+    """Check at most ``most`` bytes."""
 
     def check(answer: Any) -> bytes:
         if type(answer) is not bytes or len(answer) > most:
@@ -46,7 +46,7 @@ def data(most: int) -> Callable[[Any], bytes]:
 
 
 def data_list(answer: Any) -> list[bytes]:
-    """A list of bytes."""
+    """Check a list of bytes."""
     found = _listed(answer, "a list of bytes")
     for one in found:
         if type(one) is not bytes:
@@ -55,7 +55,7 @@ def data_list(answer: Any) -> list[bytes]:
 
 
 def member_list(answer: Any) -> list[bytes]:
-    """A list of keys."""
+    """Check a list of keys."""
     found = data_list(answer)
     if any(len(key) != KEY_BYTES for key in found):
         raise _wrong(answer, f"keys of {KEY_BYTES} bytes")
@@ -77,7 +77,7 @@ def numbers(answer: Any) -> list[int]:
 
 
 def progress(answer: Any) -> int:
-    """0, 1 or -1."""
+    """Check a reply of 0, 1 or -1."""
     if type(answer) is not int or not -1 <= answer <= 1:
         raise _wrong(answer, "0, 1 or -1")
     return answer

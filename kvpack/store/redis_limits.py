@@ -38,7 +38,7 @@ class _Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """A request is about to be sent."""
+        """Note that a request is about to be sent."""
         self._begun, self._sent, self._taken = time.monotonic(), 0, 0
         self._socket.settimeout(self._seconds)
 

@@ -168,7 +168,7 @@ class Store:
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
     ) -> tuple[int, Cache | None]:
-        """The longest stored prefix: its length in tokens and its cache, (0, None) when there is none.
+        """The longest stored prefix: its length in tokens and its cache, or (0, None).
 
         Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
         to continue from: pass all ids except the last. A layer with a sliding window (``Identity.windows``) gets only the chunks that the

@@ -37,7 +37,7 @@ class Untrusted(PermissionError):
 
 
 class NotAnEntry(OSError):
-    """A folder, a link, a FIFO or a device where a file is expected."""
+    """A folder, a link, a FIFO or a device in place of a file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, f"{path} is no regular file")

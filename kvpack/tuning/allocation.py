@@ -45,7 +45,7 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
 
 
 def recipe_text(allocation: Allocation) -> str:
-    """The recipe in one line, as files record it. Raises InvalidParameter when it is too long for a file's header."""
+    """The recipe in one line, as files record it. Raises InvalidParameter if it is too long for a file's header."""
     text = _canonical(";".join(recipe_clauses(allocation)))
     if len(text) > MAX_STRING_BYTES:
         raise InvalidParameter(

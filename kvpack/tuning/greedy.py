@@ -25,7 +25,7 @@ def allocate(priced: Priced, losses: Losses, budget: int) -> Allocation:
 
     Everything starts with its smallest codec; the step with the largest decrease of loss per byte is taken while one fits
     (Lagrangian bit allocation: Shoham and Gersho, 1988). What is left over then pays for any codec that still fits.
-    Raises InvalidParameter when the smallest file is larger than the budget.
+    Raises InvalidParameter if the smallest file is larger than the budget.
     """
     hulls = {place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in of.items()) for place, of in losses.items()}
     chosen = {place: points[0][2] for place, points in hulls.items()}

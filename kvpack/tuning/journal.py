@@ -73,7 +73,7 @@ class Journal:
 def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     """Return the journal of these windows, with the contents of an existing file.
 
-    Raises MissingFile when it cannot be read, InvalidParameter when it is not a journal, or one of other windows.
+    Raises MissingFile if it cannot be read, InvalidParameter when it is not a journal, or one of other windows.
     """
     made = Journal(path, identity(exact))
     if path is None or not os.path.lexists(path):

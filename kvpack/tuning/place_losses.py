@@ -22,7 +22,7 @@ MEASURED_BITS = 2
 """The width at which places are measured: coarse enough for a loss above the noise, and fine enough that the losses of places add up."""
 
 SCORED_PART = 4
-"""One token in so many of a window is scored."""
+"""One token in this many of a window is scored."""
 
 
 def losses_of_places(model: Any, basis: Basis, layers: int, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:

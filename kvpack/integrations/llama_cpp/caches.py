@@ -273,7 +273,7 @@ def _of_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: 
 def _values(
     reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor | Quantized:
-    """``[1, kv_head, token, dim]``."""
+    """Return the values ``[1, kv_head, token, dim]``."""
     if block.channels % heads:
         raise InvalidParameter(f"{where}: {heads} heads do not divide its {block.channels} channels: pass its number of KV heads")
     if block.dtype in QUANTIZED:

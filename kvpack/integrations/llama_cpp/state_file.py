@@ -11,7 +11,7 @@ All numbers are little-endian::
             u32 transposed, u32 layers
             for each layer, its keys: i32 type, u64 bytes per cell, cells
             for each layer, its values: the same, or, transposed: i32 type, u32 bytes per value, u32 channels, channels
-            (no values where the keys are latents, in models with MLA)
+            (no values if the keys are latents, in models with MLA)
 
 Source: llama.cpp 0c1e57098, ``llama_context::state_seq_save_file`` and ``llama_kv_cache::state_write``; llama-server's form of token
 ids is ``server_tokens::serialize``.
@@ -190,7 +190,7 @@ def _check_front(reader: Reader) -> None:
 
 
 def _ids(reader: Reader) -> tuple[bytes, str]:
-    """Token ids, and their form."""
+    """Return the token ids, and their form."""
     (count,) = reader.numbers("I", "the number of its token ids")
     ids = np.frombuffer(reader.take(4 * count, f"its {count} token ids"), "<i4")
     form = LIST

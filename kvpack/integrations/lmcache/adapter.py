@@ -116,7 +116,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._popped("lookup", task_id)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Nothing was locked."""
+        """Do nothing: no object was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Begin to load objects; a damaged or refused one does not affect the others."""

@@ -57,7 +57,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
     The pool's geometry is read when SGLang registers it. Options come in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
     ``threads``, ``adapter``, ``tenant``, ``basis``, the file of the basis that a recipe may need, and ``revision``, which names the weights
-    where the model is no folder.
+    if the model is not a folder.
     Calls come from threads of SGLang's cache controller and may wait. Raises InvalidParameter, which fails the attach.
     """
 

@@ -338,7 +338,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
 
-        That is the packed layer, or dense keys and values where the model cannot take it.
+        That is the packed layer, or dense keys and values if the model cannot take it.
         Raises OutOfBounds for a layer that the cache does not have, InvalidParameter when the tensors do not continue it, or when an
         earlier pass failed between two layers.
         """
@@ -507,7 +507,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
     def go_back(self, tokens: int) -> int:
         """Keep the first ``tokens`` tokens, or as many as there are states for (``states_at``), and return how many are kept.
 
-        Raises OutOfBounds for more tokens than the cache holds, and the errors of ``crop``.
+        Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
         """
         tokens, held = integer(tokens, "tokens"), self.passes.record.tokens
         if not 0 <= tokens <= held:

@@ -36,7 +36,7 @@ class Turns:
         return True
 
     def give_back(self) -> None:
-        """Let another thread have the turn, where the calling one has it."""
+        """Let another thread have the turn, if the calling one has it."""
         with self._changed:
             if self._owner == threading.get_ident():
                 self._owner = None
@@ -44,7 +44,7 @@ class Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """The turn within a ``with`` block, where the calling thread does not have it already."""
+        """The turn within a ``with`` block, if the calling thread does not have it already."""
         taken = self.take()
         try:
             yield

@@ -75,7 +75,7 @@ def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _parameters_of(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """``model.parameters()``, likewise."""
+    """Return ``model.parameters()``, including those of wrapped models."""
     return {id(x): x for module in modules_of(model) for x in module._parameters.values() if x is not None}.values()
 
 

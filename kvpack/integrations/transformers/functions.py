@@ -124,7 +124,7 @@ def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
-    """Dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter when it covers others than the layer holds."""
+    """Dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter if it covers others than the layer holds."""
     k, v = states.decoded()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
     # A mask of two dimensions, as flash attention takes it, has a row for each sequence and a column for each token.

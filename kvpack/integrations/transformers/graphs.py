@@ -184,7 +184,7 @@ class StepGraphs:
 
 
 class _Refusal(Exception):
-    """Why there is no graph."""
+    """The reason why there is no graph."""
 
 
 class _Step(NamedTuple):

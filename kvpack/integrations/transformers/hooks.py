@@ -57,7 +57,7 @@ class Hooks:
 
     @staticmethod
     def on(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """The hooks of ``model``, created if there are none; ``inside`` is ``models_in(model)``, where the caller has walked it."""
+        """The hooks of ``model``, created if there are none; ``inside`` is ``models_in(model)``, if the caller has walked it."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
             hooks = Hooks(model, models_in(model) if inside is None else inside)

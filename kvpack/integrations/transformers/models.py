@@ -145,7 +145,7 @@ class Expected:
 class Model(Expected):
     """The properties of a transformers model, or of a wrapper of one, that its caches depend on. It references no weights.
 
-    ``inside`` is ``models_in(model)``, where the caller has walked it.
+    ``inside`` is ``models_in(model)``, if the caller has walked it.
     Raises InvalidParameter for anything but a model.
     """
 

@@ -37,13 +37,13 @@ class RotaryPositions:
         self._largest: torch.Tensor | None = None
         """The largest position up to each token of the first pass, int64 ``[row, token]``; None if it was not seen."""
         self._cut: int | None = None
-        """The tokens that a crop left where the deltas after them are not known."""
+        """The tokens that a crop left if the deltas after them are not known."""
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
         """Return the positions after ``cache``, None for an empty one; None for a model with one-dimensional positions.
 
-        Raises InvalidParameter when they are not known: a file may not record them, and the model may have others of another prompt.
+        Raises InvalidParameter if they are not known: a file may not record them, and the model may have others of another prompt.
         """
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:

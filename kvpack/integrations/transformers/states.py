@@ -172,7 +172,7 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """``value``, through which ``backward`` raises InvalidParameter where it would go on to tensors that it was ``computed`` from."""
+    """``value``, through which ``backward`` raises InvalidParameter if it would go on to tensors that it was ``computed`` from."""
     if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
         return value
     return _WithoutGradients.apply(value, *computed)  # type: ignore[no-untyped-call]

@@ -43,7 +43,7 @@ class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
     ``assisted`` is True if the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` is True if
-    the cache keeps states, which are of no use once a pass has failed. ``first`` is what ``watched`` is named where the cache was compared
+    the cache keeps states, which are of no use once a pass has failed. ``first`` is what ``watched`` is named if the cache was compared
     with it, None for an empty cache, which is named at its first token. A pass has the cache's ``turns`` from its beginning to its end.
     """
 

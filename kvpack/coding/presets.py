@@ -64,10 +64,12 @@ def _turboangle(k_bins: int, v_bins: int) -> tuple[str, str]:
     return f"k=angle:n={k_bins},norm=linear8", f"v=angle:n={v_bins},norm=log4"
 
 
-def _own(bits: int, trellis: bool) -> str:
-    """kvpack's own recipe: keys less the mean of their page, which is stored apart, in channels of about one size."""
-    words = f"{'trellis' if trellis else 'scalar'}:b={bits},norm=log8"
-    return f"k={words},mean=128,channel_scale=fp16;v={words}"
+def own_codec(side: str, bits: int, trellis: bool) -> str:
+    """The codec of ``side`` of kvpack's own presets, without its raw tokens.
+
+    Of keys, the mean of each page is stored apart, and the rest is in channels of about one size.
+    """
+    return f"{'trellis' if trellis else 'scalar'}:b={bits},norm=log8{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
@@ -89,7 +91,8 @@ def _simple() -> dict[str, Preset]:
         found[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
     for name, own in OWN.items():
         codes = "paths through a trellis" if own.trellis else "codes"
-        found[name] = Preset(_own(*own), f"kvpack's own: {codes} of {own.bits} bits, key means, channel scales")
+        recipe = ";".join(f"{side}={own_codec(side, *own)}" for side in "kv")
+        found[name] = Preset(recipe, f"kvpack's own: {codes} of {own.bits} bits, key means, channel scales")
     found["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded")
     found["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")
     found["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")

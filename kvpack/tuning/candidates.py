@@ -11,7 +11,7 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
 from kvpack.coding import raw_clause
-from kvpack.coding.presets import RAW_CLAUSE
+from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, own_codec
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.head_norms import norms_of
@@ -54,10 +54,10 @@ _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.words_of(R
 BITS = (1, 2, 3, 4, 5, 6, 8)
 """The widths of the search by widths."""
 
-BY_WIDTHS = tuple(f"scalar:b={bits},{_RAW_WORDS}" for bits in BITS)
-"""The candidates of the search by widths, of both sides."""
+BY_WIDTHS = tuple(f"{side}={own_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
+"""The candidates of the search by widths: without means of keys, widths by what layers lose do harm."""
 
-BALANCED = tuple(f"k=scalar:b={bits},mean=64,frame=centered,{_RAW_WORDS}" for bits in BITS)
+BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" for bits in BITS)
 """Key candidates if the basis has balanced frames."""
 
 CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))

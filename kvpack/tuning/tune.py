@@ -166,7 +166,7 @@ def run(
 def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
     """The usual candidates: the fast search has one family, in which more bytes mean smaller errors, and that by widths another."""
     if widths:
-        values = tuple(f"v={codec}" for codec in BY_WIDTHS)
+        values = tuple(codec for codec in BY_WIDTHS if codec.startswith("v="))
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else BY_WIDTHS
     if basis is None:
         return RUNGS if quick else LADDER

@@ -15,7 +15,7 @@ from kvpack.tuning.widths import bits_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES = tune.Settings(tokens=128, score=32, windows=1, held_out=1)
+SIZES = tune.Settings(tokens=512, score=128, windows=1, held_out=1)
 
 
 def test_places_that_lose_more_get_more_bits() -> None:
@@ -46,7 +46,7 @@ def _clause(recipe: object, layer: int, side: str, layers: int) -> str:
 def test_keys_are_balanced_by_a_basis_that_has_frames(tmp_path: Path) -> None:
     basis = tmp_path / "x.kvbasis"
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=256, windows=2, balanced_only=True))
-    sizes = tune.Settings(tokens=256, score=64, windows=1, held_out=1)
+    sizes = SIZES
     report = tune.run(None, None, 5.0, sizes, widths=True, basis=str(basis), out=str(tmp_path / "recipe.txt"))
     assert "frame=centered" in report["measured"][0]["recipe"]
     clauses = parse_recipe(f"@{tmp_path / 'recipe.txt'}")

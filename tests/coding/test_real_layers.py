@@ -118,8 +118,8 @@ def output(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def decoded(recipe: str, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the layers of a case decode to."""
     pairs = [(case.k.to(torch.bfloat16), case.v.to(torch.bfloat16)) for case in cases()[name]]
-    options = {"basis": basis()} if recipe.startswith(("klt", "transform")) else {}
-    found = [layer.unpack(torch.float32) for layer in kvpack.pack(pairs, recipe, **options)]
+    given = kvpack.Recipe(recipe, basis()) if recipe.startswith(("klt", "transform")) else recipe
+    found = [layer.unpack(torch.float32) for layer in kvpack.pack(pairs, given)]
     return [(k, v) for k, v in found if k is not None and v is not None]
 
 

@@ -4,9 +4,9 @@
 
 Triton's interpreter takes programs that its compiler refuses: constants that are given two values, tuples without names, variables of a
 loop that change their shape. Launches only compile here, so results are memory as it was. Calls are those with the fewest and the most
-options, which are not what loaders differ by, or with ``--every`` all that differ in code. With ``--quick``, a call of one query, one of
-many and one of unpacking are compiled to machine code, with what loaders hold of assembly, and all others up to Triton's layouts. It
-prints the most registers of a thread and shared memory of a program of each kernel, beside what the chip has, and what failed.
+options, which are not what loaders differ by, or with ``--every`` all that differ in code. With ``--quick``, the first launch of each
+kernel is compiled to machine code, with what loaders hold of assembly, and the others up to Triton's layouts. It prints the most
+registers of a thread and shared memory of a program of each kernel, beside what the chip has, and what failed.
 """
 
 from __future__ import annotations
@@ -86,10 +86,14 @@ class NoDevice:
 
 
 class Compiled:
-    """The kernels that were launched, by name, and the operations that failed; ``whole`` is whether machine code is made now."""
+    """The kernels that were launched, by name, and the operations that failed; ``whole`` is whether machine code is made now.
+
+    ``assembled`` are those of which this recipe has machine code.
+    """
 
     def __init__(self, quick: bool) -> None:
         self.quick, self.whole = quick, not quick
+        self.assembled: set[str] = set()
         self.kernels: set[str] = set()
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
@@ -103,9 +107,8 @@ class Compiled:
         declared = sum(size for section, size in _sections(kernel.asm["cubin"]) if section.startswith(".nv.shared."))
         self.used[name] = max(registers, registers_of(kernel.asm["cubin"])), max(shared, kernel.metadata.shared + declared)
 
-    def attempt(self, what: str, operation: Callable[[], object], *, first: bool = False) -> None:
-        """Call ``operation``, which is the first of its kind for a recipe or one of the others."""
-        begin, self.whole = time.process_time(), first or not self.quick
+    def attempt(self, what: str, operation: Callable[[], object]) -> None:
+        begin = time.process_time()
         try:
             operation()
         except Exception as error:
@@ -156,6 +159,8 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
         compiled.kernels.add(self.__name__)
+        compiled.whole = not compiled.quick or self.__name__ not in compiled.assembled
+        compiled.assembled.add(self.__name__)
         kernel = run(self, *args, grid=grid, warmup=True, **given)
         compiled.note(self.__name__, kernel)
         return kernel
@@ -198,7 +203,7 @@ def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
         given = lengths if options.lengths else None, starts if options.starts else None
         if attention.supports(q, layer):
             call = partial(lambda q, options, given: attention.prepare(q, layer, options)(q, None, *given), q, options, given)
-            compiled.attempt(f"{recipe}: {what}", call, first=what == "a query")
+            compiled.attempt(f"{recipe}: {what}", call)
     q = torch.randn(2, 4 * HEADS, 1, DIM).to(torch.bfloat16)
     if growing.GrowingCall.supports(q, layer):
         for options in (Options(scale, sliding_window=70, starts=True), *([Options(scale)] if every else ())):
@@ -206,7 +211,7 @@ def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
             step = partial(lambda options, given: growing.GrowingCall(q, layer, options)(q, lengths, None, given), options, given)
             compiled.attempt(f"{recipe}: a step, {options}", step)
     many = torch.randn(2, 4 * HEADS, 300, DIM).to(torch.bfloat16)
-    compiled.attempt(f"{recipe}: many queries", lambda: many_queries.attend(many, layer, scale), first=True)
+    compiled.attempt(f"{recipe}: many queries", lambda: many_queries.attend(many, layer, scale))
     compiled.attempt(f"{recipe}: many queries, capped", lambda: many_queries.attend(many, layer, scale, softcap=5.0, starts=starts))
 
 
@@ -214,8 +219,7 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
     for name, side in layer.sides.items():
         for dtype in (torch.bfloat16, torch.float32):
             out = torch.empty(2, HEADS, TOKENS, DIM, dtype=dtype)
-            unpack = partial(sides.unpack_into, side, 0, TOKENS, out)
-            compiled.attempt(f"{recipe}: {name} to {dtype}", unpack, first=dtype == torch.bfloat16)
+            compiled.attempt(f"{recipe}: {name} to {dtype}", lambda side=side, out=out: sides.unpack_into(side, 0, TOKENS, out))
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
         compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode.encode(side.codec, x))
         if dispatch.checks_values(side.codec, out.device):
@@ -238,7 +242,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE")
     parser.add_argument("--json", action="store_true", help="a JSON object on the last line")
     parser.add_argument("--every", action="store_true", help="all calls that differ in code")
-    parser.add_argument("--quick", action="store_true", help="make machine code of few calls alone")
+    parser.add_argument("--quick", action="store_true", help="make machine code of the first launch of each kernel alone")
     parser.add_argument("--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
     layers = {recipe: packed(recipe) for recipe in options.recipes}
@@ -246,6 +250,7 @@ def main(arguments: list[str]) -> int:
     compile_alone(compiled, options.capability)
     dispatch.uses_triton = lambda device: True  # type: ignore[assignment]
     for recipe, layer in layers.items():
+        compiled.assembled.clear()
         attend(layer, recipe, compiled, options.every)
         code(layer, recipe, compiled)
     chip, room = CHIPS[options.capability]

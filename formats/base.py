@@ -43,7 +43,7 @@ NORMS = {"fp16": "F16", "fp32": "F32"}
 MAX_DIM = 1024
 
 _SIZES_KEPT = 64
-"""The most sizes of sides whose layouts a codec keeps."""
+"""Maximum number of side sizes whose layouts a codec caches."""
 
 _PACKING = {"arrangement", "fields"}
 """Parameters that say how codes are packed and do not change the codes."""

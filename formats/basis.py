@@ -52,7 +52,7 @@ def runs_of(dim: int) -> int:
 
 
 def rows_of(dim: int) -> int:
-    """The rows of ``dim`` values that a head's basis takes."""
+    """Return the rows of ``dim`` values for a head's basis."""
     return 2 + dim + -(-TABLE_VALUES * runs_of(dim) // dim)
 
 

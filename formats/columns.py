@@ -54,7 +54,7 @@ def factors_of_two(value: int) -> int:
 
 
 def next_power_of_two(value: int) -> int:
-    """The smallest power of two that is at least ``value``."""
+    """Return the smallest power of two that is at least ``value``."""
     return 1 << (value - 1).bit_length()
 
 
@@ -132,7 +132,7 @@ class Columns:
 
     @cached_property
     def column_values(self) -> int:
-        """The number of values that a column can take."""
+        """Number of distinct values of a column."""
         return math.prod(base**self.fields for base in self.bases)
 
     @cached_property

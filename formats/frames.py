@@ -82,7 +82,8 @@ def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.T
 
 
 class Tables:
-    """Tables of symbols: ``frequencies`` int64 ``[table, symbol]``, and what symbols but the first, the escape, decode to in steps.
+    """Tables of symbols: ``frequencies`` int64 ``[table, symbol]``, and the decoded value, in steps, of every symbol except the first, the
+    escape.
 
     Frequencies of a table sum to 2^12. ``values`` is float32 ``[table, symbol - 1]``, of the levels from -``reach`` to ``reach``.
     """
@@ -139,7 +140,7 @@ class Frames:
 
     @property
     def columns(self) -> int:
-        """Columns of a frame, which has as many channels."""
+        """Number of columns of a frame, which is its number of channels."""
         return int(self.rows.shape[2])
 
     def heads(self, dim: int) -> int:

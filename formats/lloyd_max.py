@@ -80,7 +80,8 @@ def coordinate_masses(edges: Array, dim: int) -> Array:
 
 
 def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
-    """Relative mass between ``edges`` of the angle whose tangent is the norm of ``second`` Gaussian values over that of ``first``.
+    """Return the relative mass, between ``edges``, of the angle whose tangent is the norm of ``second`` Gaussian values over that of
+    ``first``.
 
     Source: PolarQuant, the polar form of a Gaussian vector; with ``first`` = ``second``: sin^(first - 1) of twice the angle.
     """

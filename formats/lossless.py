@@ -148,7 +148,9 @@ class Lossless(CodecFamily):
         return {**run.encode(x, 0), **run.streams}
 
     def coded(self, x: torch.Tensor, tables: Numbers) -> dict[str, torch.Tensor]:
-        """The streams of ``x`` but ``frequencies``, by ``tables``, int64 ``[batch · kv_head, symbol]``: what occurs has a frequency."""
+        """Return the streams of ``x`` except ``frequencies``, by ``tables``, int64 ``[batch · kv_head, symbol]``; every symbol in ``x`` has
+        a frequency.
+        """
         batch, heads, tokens, dim = x.shape
         bits = self._bits(x)
         rows = -(-tokens // self.chunk)

@@ -130,7 +130,7 @@ class Options:
         return value
 
     def text(self, name: str) -> str | None:
-        """Any word; None if it is not given."""
+        """Return any word; None if it is not given."""
         text = self._read(name)
         if text is not None:
             self._note(name, text, None)

@@ -301,7 +301,9 @@ def _nearest_unit(planes: Planes) -> torch.Tensor:
 
 
 def _keep_larger(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
-    """Take ``score`` and ``contender`` in place where ``score`` is above ``best``; a sign mask is several times faster than torch.where."""
+    """Take ``score`` and ``contender`` where ``score`` is above ``best``, in place; a sign mask is several times faster than
+    torch.where.
+    """
     above = (best - score).view(torch.int32) >> 31
     winner.bitwise_xor_((winner ^ contender).bitwise_and_(above))
     torch.maximum(best, score, out=best)

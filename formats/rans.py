@@ -70,7 +70,7 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost(counts: Numbers, table: Numbers) -> Numbers:
-    """The bits ``[table]`` that symbols of these ``counts`` ``[table, symbol]`` take by ``table``; infinite where one has no frequency."""
+    """Return the bits ``[table]`` of symbols with these ``counts`` ``[table, symbol]`` by ``table``; infinite if one has no frequency."""
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
     found: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
@@ -160,7 +160,7 @@ def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -
 
 
 def _rows_of(table: Numbers, step: int) -> Numbers:
-    """The numbers of the tables of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` where those of a chunk have one."""
+    """Return the table numbers of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if a chunk has one table."""
     if table.ndim == 1:
         return table[:, None].astype(numpy.int64)
     found = numpy.zeros((len(table), LANES), numpy.int64)

@@ -108,7 +108,7 @@ class RawTokens(KeptTokens):
         return streams[VALUES][0, 0].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for a flag above 1, and for a count of flags that is not that of the raw tokens. Any values are valid."""
+        """Raise InvalidPayload for a flag above 1, and if the number of flags differs from that of raw tokens. Any values are valid."""
         flags, rows = arrays[FLAGS], arrays[VALUES].shape[2]
         count = 0
         for first, block in value_blocks(flags):

@@ -77,7 +77,7 @@ class WithSideCars(Codec):
 
     @cached_property
     def maps_by_run(self) -> bool:
-        """True if runs may have value maps of their own."""
+        """True if runs may have different value maps."""
         return any(value_map.layout(1, 1, 0) for value_map in self.value_maps)
 
     @cached_property

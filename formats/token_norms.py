@@ -12,7 +12,7 @@ TOKEN_NORMS = {**NORMS, LOG8: "U8"}
 """Stored dtypes of the norms of tokens, by parameter value."""
 
 FEATURE = "log-norms"
-"""The required feature of codecs whose norms are bytes."""
+"""Required feature of codecs whose norms are bytes."""
 
 STEPS, OCTAVE = 16, -7
 """Codes of an octave, and the binary logarithm of the smallest norm above zero, which code 1 is."""

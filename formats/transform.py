@@ -311,7 +311,7 @@ class Transform(CodecFamily):
         return (self._check_counts,)
 
     def _check_counts(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Refuse other counts of tokens than those of the runs."""
+        """Raise InvalidPayload unless the counts of tokens are those of the runs."""
         rows = arrays["columns"].shape[2]
         expected = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows)

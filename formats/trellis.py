@@ -136,7 +136,9 @@ def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tenso
 
 
 def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tensor | None) -> torch.Tensor:
-    """The path of least squared error; the low bits of its first window and the high ones of its last are ``shared`` where given."""
+    """Return the path with the least squared error; the low bits of its first window equal the high bits of its last, ``shared`` if
+    given.
+    """
     rows, dim = x.shape
     states, symbols = table.numel(), 1 << bits
     kept = states // symbols

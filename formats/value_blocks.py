@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Array = Stored | numpy.ndarray[Any, Any]
 
 BLOCK_VALUES = 1 << 17
-"""The number of values checked at once."""
+"""Number of values that are checked at once."""
 
 _CACHES_OF_A_DEVICE = 32
 

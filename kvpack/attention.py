@@ -128,7 +128,7 @@ def attend(
 
 
 def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The prepared call over a layer, where one over another that is as it does was checked and prepared; else None."""
+    """Return the prepared call over a layer if a layer of the same kind has been checked and prepared; else None."""
     if not _kinds or layer.k is None or layer.v is None:
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries

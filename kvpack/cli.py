@@ -38,7 +38,7 @@ BROKEN_PIPE = 141
 
 
 class _Version(argparse.Action):
-    """Shows the version and what runs on each kind of device: found out only when asked for."""
+    """Prints the version and the backend of each kind of device, which is only determined on request."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)

@@ -78,7 +78,7 @@ class ByteTokenizer:
         return found
 
     def decode(self, ids: Sequence[int], **_: object) -> str:
-        """The text of ``ids``, those of no byte left out."""
+        """Return the text of ``ids``; ids that are not bytes are left out."""
         return bytes(token for token in map(int, ids) if token < BOS).decode(errors="replace")
 
 

@@ -25,7 +25,7 @@ def by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 
 
 class Way(NamedTuple):
-    """One way to keep dense tensors in files: ``read`` returns what ``write`` was given, in new memory."""
+    """A way to store dense tensors in files: ``read`` returns the tensors given to ``write``, in new memory."""
 
     name: str
     write: Callable[[Tensors, str], object]
@@ -52,7 +52,7 @@ def _undump(path: str) -> Tensors:
 
 
 def _compress(tensors: Tensors, path: str) -> None:
-    """One frame per tensor, in a file of its own."""
+    """Write one frame per tensor, each to its own file."""
     os.makedirs(path, exist_ok=True)
     for name, x in tensors.items():
         with open(os.path.join(path, name), "wb") as file:

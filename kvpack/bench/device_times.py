@@ -44,7 +44,7 @@ def wait(device: str) -> None:
 
 
 def free(device: str) -> None:
-    """Give memory that nobody uses back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

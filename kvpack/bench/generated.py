@@ -25,7 +25,7 @@ PROMPT = 256
 TOKENS = 768
 
 PART = 128
-"""The divergence is told by parts of as many tokens."""
+"""Tokens per part for which the divergence is reported."""
 
 
 @dataclass(frozen=True)

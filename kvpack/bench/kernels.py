@@ -75,7 +75,7 @@ PARTS = ("attention", "encode", "unpack", "queries")
 """The parts of the measurement: attention on every shape, each of the others on one shape."""
 
 QUERIES_SHAPE = QueryShape(1, 32, 8, 128, 65536)
-"""The shape of many queries, if none is given for that part alone."""
+"""Default shape of the part with many queries."""
 
 _COLD_BYTES = 150 << 20
 _MAX_COPIES = 64
@@ -292,7 +292,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _explain(report: dict[str, Any]) -> None:
-    """Print what the columns of tables of attention mean, and whose widths those of klt are."""
+    """Print the meaning of the columns in tables of attention, and the widths used for klt."""
     print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
     print("Times are of the main kernel and the merge, cold: buffers in turn exceed the L2 cache; with rotations, of the whole call.")
     print("The ratio to the best bf16 is of whole calls, rotations included; GB/s and the byte floor leave them out.")

@@ -187,7 +187,7 @@ def _check(settings: Settings, basis: Basis | None) -> None:
 
 
 def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
-    """Change the keys of ``network`` as the settings ask, and return what the report says of it."""
+    """Change the keys of ``network`` by the settings, and return the report's description of the change."""
     found: dict[str, Any] = {"twin": None, "offset": None}
     if settings.twin is not None:
         difference = make_twin(network, settings.twin, sample, settings.seed)

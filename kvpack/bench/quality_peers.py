@@ -82,7 +82,7 @@ def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasure
 
 
 def _kept(layer: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a layer of a QuantizedCache holds."""
+    """Return the tensors of a layer of a QuantizedCache."""
     yield from (layer.keys, layer.values)
     for quantized in (layer._quantized_keys, layer._quantized_values):
         if isinstance(quantized, tuple):

@@ -35,7 +35,7 @@ QUERIES = (2, 8, 16, 32, 64, 128, 512, 2048, 8192)
 RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3", "kv=octahedral:b=3", "kv=angle:n=128", "kv=polar:b=3", "bf16")
 
 CHECKED_QUERIES = 64
-"""Queries whose result is compared with that of float32."""
+"""Queries whose results are compared with float32."""
 
 
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
 
 
 def _peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
-    """Seconds of each of SDPA's backends that takes the shape; without a mask, which only FlashAttention's would take aligned."""
+    """Return the seconds of each SDPA backend that supports the shape, without a mask, with which only FlashAttention would be aligned."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 

@@ -49,7 +49,7 @@ def run(
     folder: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure; the report that ``show`` prints. ``every`` is that of ``kvpack.prefill``, the other arguments are those of ``serve.run``.
+    """Measure, and return the report for ``show``. ``every`` is as in ``kvpack.prefill``; the other arguments are as in ``serve.run``.
 
     Raises InvalidParameter for a shape or dtype that is not known, a prefix that is not a multiple of a chunk of tokens, and a prompt that
     the store does not give back whole.

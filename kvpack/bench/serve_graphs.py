@@ -1,4 +1,4 @@
-"""Decode steps in CUDA graphs: over any cache whose step is kernels alone, and over preallocated bf16 states to compare with."""
+"""Decode steps in CUDA graphs, over any cache whose steps consist of kernels only, compared with preallocated bf16 states."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StaticStates:
 
 
 def cache_of_length(tokens: int, layers: int) -> Any:
-    """A transformers cache that says that it contains ``tokens`` tokens, and keeps none: a layer gives back what it is given."""
+    """Return a transformers cache that reports ``tokens`` tokens but keeps none: a layer returns the states that it is given."""
     library: Any = transformers_library()
 
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]

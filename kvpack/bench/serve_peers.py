@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DYNAMIC, FLASH, STATIC, COMPILED = "DynamicCache", "DynamicCache, flash", "StaticCache", "StaticCache, compiled"
 NO_ROOM = "does not fit"
-"""The error of a cache for which there is no memory."""
+"""Error of a cache that does not fit in memory."""
 BACKENDS = ("fp8", "quanto", "hqq")
 """Backends of QuantizedCache; the last two are packages, and quantize to 4 bits."""
 TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
@@ -66,6 +66,6 @@ def outcome(measure: Callable[[], Found]) -> tuple[Found | None, str | None]:
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """The bytes of the tensors that a cache of dense layers holds; None for one whose layers hold anything else."""
+    """Return the size of the tensors in a cache of dense layers; None if a layer has anything else."""
     held = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "_quantized_keys", None) is None]
     return sum(x.nbytes for pair in held for x in pair) if len(held) == len(cache.layers) else None

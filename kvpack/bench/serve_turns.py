@@ -1,4 +1,4 @@
-"""Decode steps of several caches in turns: the host of a device, which decides what they take, is not equally fast at all times."""
+"""Decode steps of several caches in alternation, because the speed of the host, which limits them, varies over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
 ALONE = "the model alone"
-"""The name of steps without a cache: what a model takes whatever attends."""
+"""Name of the steps without a cache, which take the model's own time."""
 _NOTHING = "kvpack bench nothing"
 """The name of attention that attends to nothing."""
 

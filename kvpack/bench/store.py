@@ -178,7 +178,7 @@ def _read(path: str, memory: memoryview) -> memoryview:
 
 
 def _save_dense(folder: str, layers: int, chunks: int) -> list[str]:
-    """Write what a store of bf16 safetensors would hold: one file per chunk."""
+    """Write the files of a store of bf16 safetensors: one per chunk."""
     x = torch.zeros(1, HEADS, CHUNK, DIM, dtype=torch.bfloat16)
     tensors = {f"{layer}.{side}": x.clone() for layer in range(layers) for side in "kv"}
     paths = [os.path.join(folder, f"{number}.safetensors") for number in range(chunks)]
@@ -195,7 +195,7 @@ def _read_dense(path: str) -> dict[str, torch.Tensor]:
 
 
 def _operations(folder: str, identity: Identity, processes: int) -> dict[str, Any]:
-    """Puts, then gets, of chunks of 4 layers by several processes at once, each of prompts of its own."""
+    """Run puts, then gets, of chunks of 4 layers in several processes at once, each with its own prompts."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes), context.Queue()
     cache = _prefix(identity.recipe, 4, HEADS, DIM, 1)

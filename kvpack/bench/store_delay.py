@@ -1,4 +1,4 @@
-"""kvpack bench store --location --delay: a store and an engine's pages on a server that is so many milliseconds away.
+"""kvpack bench store --location --delay: a store and an engine's pages on a server with a given delay in milliseconds.
 
 A relay on this machine delays every request, so that a server nearby stands for one far away. It adds no time for bytes.
 """
@@ -89,7 +89,7 @@ def _measured(place: str, options: dict[str, Any], count: int) -> dict[str, dict
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print what each call takes, in milliseconds and in delays."""
+    """Print the time of each call, in milliseconds and in delays."""
     delay, rows = report["delay_ms"], []
     for who, calls in report["ms"].items():
         for what, value in calls.items():

@@ -163,7 +163,7 @@ class _Scale:
         return len(numbers) * CHUNKS
 
     def match(self) -> dict[str, float]:
-        """Prefixes of 10 and of 100 chunks, of which each is looked up once."""
+        """Return prefixes of 10 and of 100 chunks, each of which is looked up once."""
         with self._store() as store:
             return {f"match {count} chunks": self._looked(store.match, count) for count in (10, 100)}
 
@@ -211,7 +211,7 @@ class _Scale:
             return {"collect": _ms(store.collect)}
 
     def command(self, name: str) -> dict[str, float]:
-        """A command of its own process, as an operator runs it."""
+        """Run a command in its own process, as an operator does."""
         words = [sys.executable, "-m", "kvpack", "store", name, self._location]
         begun = time.perf_counter()
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)

@@ -82,7 +82,7 @@ def part_summary(
     names: Sequence[str],
     reference: str | None,
 ) -> dict[str, Any]:
-    """The results on a further text as JSON values: what the predictions come to, without the errors of layers."""
+    """Return the results on another text as JSON values: the predictions, without the errors of layers."""
     rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     compare(rows, reference)
     return {

@@ -120,7 +120,7 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
 
 
 def _weight(width: int) -> float:
-    """A weight at which a run takes ``width`` bits, and no more, where a bit must be worth more than ``_SLOPE``."""
+    """Return a weight for which a run gets exactly ``width`` bits if a bit must be worth more than ``_SLOPE``."""
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4
     return _SLOPE / math.sqrt(last * following)
@@ -170,7 +170,7 @@ def _normal_tables() -> Tables:
 
 
 def _coloured(x: torch.Tensor, frames: Frames) -> torch.Tensor:
-    """Keys or values whose columns are those of ``x`` ``[batch, kv_head, token, dim]`` times the deviations that their scales stand for."""
+    """Return keys or values with the columns of ``x`` ``[batch, kv_head, token, dim]``, times the deviations that their scales imply."""
     batch, heads, tokens, dim = x.shape
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     deviations = torch.from_numpy(_FIRST_DEVIATION * numpy.exp2(-frames.scales / SCALES_PER_OCTAVE)).to(x.device, torch.float32)

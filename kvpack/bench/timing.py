@@ -84,7 +84,7 @@ def repeated_seconds(call: Callable[[], object]) -> float:
 
 
 def queued_seconds(call: Callable[[], object]) -> float | None:
-    """Seconds that the device alone takes for one of several calls in a row; None for calls that wait for it.
+    """Return the seconds that the device needs for one of several calls in a row; None for calls that wait for it.
 
     The device is kept busy until all calls are in its queue, so that it then waits for no host.
     """

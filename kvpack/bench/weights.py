@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 LARGE = 140_000_000_000
-"""Bytes of the checkpoint whose first start is extrapolated: about those of a model of 70 billion parameters in bf16."""
+"""Size of the checkpoint whose first start is extrapolated: about that of a model of 70 billion parameters in bf16."""
 PROMPT = 512
 """Tokens of the prefill in which the digest is computed meanwhile."""
 

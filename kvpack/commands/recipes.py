@@ -116,7 +116,7 @@ class _Model(NamedTuple):
 
 
 def _model(path: str, asked: dict[str, int], basis: Basis | None) -> _Model:
-    """The layers of the model ``path``. Raises InvalidParameter for a shape that is given besides, or that the basis does not have."""
+    """Return the layers of the model ``path``. Raises InvalidParameter for a shape that contradicts it, or that the basis lacks."""
     from kvpack.models import cache_shapes
 
     layers = cache_shapes(path)

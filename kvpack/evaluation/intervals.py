@@ -24,7 +24,7 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if the mean of ``values`` is below that of ``others``, with which they are paired, by more than chance explains.
+    """Return True if the mean of ``values`` is below that of the paired ``others`` by more than chance explains.
 
     One pair tells nothing of chance: its difference counts as it is.
     """

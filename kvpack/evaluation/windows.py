@@ -33,7 +33,9 @@ KEPT = 4
 """The first tokens, on which models rest attention that they need nowhere else: they stay when the past is forgotten."""
 
 PASS = 32
-"""The most scored tokens that enter the model at once. A pass that is longer than a cache's raw tail attends to its own tokens exactly."""
+"""Maximum number of scored tokens that enter the model at once. A pass longer than the cache's raw tail attends to its own tokens
+exactly.
+"""
 
 _ROWS = 64
 """Number of positions whose distributions are compared at once."""
@@ -266,7 +268,7 @@ def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
 
 
 class Bf16Cache(KvpackCache):
-    """The packed cache of a model, which takes new keys and values in bf16, as models hold them: on a CPU it computes in float32."""
+    """A model's packed cache that accepts new keys and values in bf16, as models store them; on a CPU, the model computes in float32."""
 
     _offsets: Any
 

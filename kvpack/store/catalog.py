@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 _FRONTS_AT_ONCE = 256
 """The most fronts that are asked for at once."""
 _FRONT_BYTES = 16 * 2**20
-"""The most bytes of the entries whose fronts are asked for at once, unless one alone has more: the front of a row is the whole entry."""
+"""Maximum number of bytes of the entries whose fronts are read in one request, unless one entry has more; the front of a row is the whole
+entry.
+"""
 
 
 @dataclass(frozen=True)

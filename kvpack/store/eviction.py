@@ -129,7 +129,7 @@ class Evictor:
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
     def _keep_room(self, size: int, kept: set[bytes], count: Count) -> None:
-        """Make room before there is none, unless another process does: others go on with what is left and wait for nobody.
+        """Evict ahead of need, unless another process does; other processes continue with the remaining room without waiting.
 
         ``count`` includes the ``size`` bytes just taken. Only an index makes a round cheap enough to begin early.
         """

@@ -119,7 +119,7 @@ class Priced:
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
     def stream_bytes(self, place: Place, codec: str) -> int:
-        """Bytes of one place's streams alone."""
+        """Bytes of the streams of one place."""
         side = self.packed[place][codec]
         return side.tail.nbytes + sum(stream.nbytes for page in side.runs for stream in page.streams.values())
 

@@ -84,5 +84,5 @@ def _gain(first: Point, second: Point) -> float:
 
 
 def _slope(points: list[Point], number: int) -> float:
-    """The key by which a heap gives the largest gain first."""
+    """Return the key by which a heap yields the largest gain first."""
     return -_gain(points[number - 1], points[number])

@@ -26,7 +26,7 @@ SCORED_PART = 4
 
 
 def losses_of_places(model: Any, basis: Basis, layers: int, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
-    """The losses of each side of ``layers`` layers as texts for ``model`` of a basis, less what any place loses, which is noise.
+    """Return the losses of each side of ``layers`` layers as texts for ``model`` of a basis, minus the smallest loss, which is noise.
 
     ``windows`` are token ids ``[1, token + 1]``; ``step`` is told of every window read.
     """

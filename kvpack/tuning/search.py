@@ -115,7 +115,7 @@ def _check_budget(search: Search) -> None:
 
 
 def _fitting(search: Search, what: str, losses: Losses) -> Measurement:
-    """The allocation of least loss whose files are within the budget in every window: some codecs take more bytes in some windows."""
+    """Return the allocation with the least loss whose files fit the budget in every window; some codecs need more bytes in some windows."""
     budget = search.budget
     while True:
         found = search.measure(what, allocate(search.priced, losses, budget))

@@ -189,7 +189,7 @@ def export_slot(
 
 
 def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer of an opaque slot holds as many of the ``tokens`` as llama.cpp keeps."""
+    """Raise InvalidParameter unless a layer of an opaque slot has as many of the ``tokens`` as llama.cpp keeps."""
     _check_kept(number, kept, tokens, window)
     if kept > _most(tokens, window):
         raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_most(tokens, window)} of {tokens}")

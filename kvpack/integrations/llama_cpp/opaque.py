@@ -34,7 +34,7 @@ IDS = "token_ids"
 
 
 def is_opaque(file: StateFile) -> bool:
-    """Return True if a slot has a type that no codec holds."""
+    """Return True if a slot has a type that no codec supports."""
     return any(block.dtype in OPAQUE for section in file.sections for block in (*section.keys, *section.values))
 
 
@@ -60,7 +60,7 @@ def opaque_layer(
 
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
-    """Return True if ``cache`` is one of ``opaque_layer``, all of it. Raises InvalidParameter for a part, and for a ``dtype`` of blocks."""
+    """Return True if all of ``cache`` consists of ``opaque_layer``. Raises InvalidParameter for a part, and for a ``dtype`` of blocks."""
     found = [_named(layer).keys() >= {"k"} for layer in cache]
     if any(found) and not all(found):
         raise InvalidParameter(

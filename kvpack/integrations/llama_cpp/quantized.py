@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HALF = 0.5
 """The token scale."""
 _LARGEST = 32752.0
-"""The largest d of which 2 d is a binary16 number."""
+"""Largest d for which 2 d is a binary16 number."""
 
 
 def recipe_of(kind: str, sides: str) -> str:
@@ -67,7 +67,7 @@ class Quantized:
         return self.blocks[..., :2].contiguous().view(torch.float16)[..., 0]
 
     def side(self, window: int = 0) -> Side:
-        """The packed side, which holds every bit."""
+        """The packed side, bit for bit."""
         heads, tokens, dim = self.shape[1:]
         codes = _codes(self.blocks[..., 2:], QUANTIZED[self.kind]).flatten(-2)[None]
         scale = self._scale[None]

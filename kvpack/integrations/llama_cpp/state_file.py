@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 
 QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34, 8)}
-"""The quantized types that a codec holds bit for bit."""
+"""Quantized types that a codec stores bit for bit."""
 OPAQUE = {"q4_1": Kind(3, 20, 4), "q5_1": Kind(7, 24, 5), "iq4_nl": Kind(20, 18, 4)}
 """The other quantized types that a cache may have, which no codec holds."""
 BLOCKS = {**QUANTIZED, **OPAQUE}

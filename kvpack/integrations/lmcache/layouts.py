@@ -28,7 +28,8 @@ _CHUNK_TOKENS = 256
 
 
 def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
-    """The recipe with its ``basis``, if it needs one: an object of as many layers as the basis then holds all of the model's, in order.
+    """Return the recipe with its ``basis``, if it needs one. Objects with as many layers as the basis must have all layers of the model, in
+    order.
 
     Raises InvalidParameter for a recipe that names layers, what ``recipe_with_basis`` raises, and what ``PageCodec`` raises for the
     recipe and ``head_dim``, before there is an object: one by one LMCache would only miss them.

@@ -43,7 +43,7 @@ class StoreMetrics:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
 
     def tell(self) -> None:
-        """Add what was counted since the last call."""
+        """Add the counts since the last call."""
         metrics = _metrics()
         if not metrics:
             return

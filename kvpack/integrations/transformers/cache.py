@@ -461,7 +461,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         return packed, offset
 
     def is_masked(self, layer: int) -> bool:
-        """Return True if the model's own attention had a causal mask for ``layer``: some models ask for one, and say is_causal=False."""
+        """Return True if the model's own attention had a causal mask for ``layer``; some models request one, yet pass is_causal=False."""
         return self.masked.get(self.layers[layer].is_sliding, False)
 
     @property

@@ -1,4 +1,4 @@
-"""Chat: a conversation with a model over one packed cache, in which only new messages are given and only new tokens computed."""
+"""Chat: a conversation with a model over one packed cache. Only new messages are passed in, and only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -285,7 +285,9 @@ class _Tokens:
 
 
 def _longest_ending(content: str, text: str, at: int) -> int:
-    """The length of the longest ending of ``content`` that is in ``text`` from ``at`` on: templates drop beginnings, such as reasoning."""
+    """Return the length of the longest ending of ``content`` that is in ``text`` from ``at`` on; templates drop beginnings, such as
+    reasoning.
+    """
     low, high = 0, len(content)
     while low < high:
         middle = (low + high + 1) // 2

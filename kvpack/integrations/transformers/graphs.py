@@ -54,7 +54,7 @@ _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDi
 
 
 class StepGraphs:
-    """The decode steps of a model over the KvpackCache ``cache``, whose layer ``number`` holds tokens: a graph of one kind of step.
+    """The decode steps of a model over the KvpackCache ``cache``, whose layer ``number`` has tokens: a graph for one kind of step.
 
     A step is a pass of one new token for each sequence, with nothing but token ids, positions and a mask of padding on the left. The
     first steps of a row of them run as they are; then one is captured. The capture is told a length of the cache that is wrong, and its
@@ -301,7 +301,7 @@ class _Forward:
 
     @property
     def is_of_its_class(self) -> bool:
-        """True if the forward is that of the model's class."""
+        """True if the forward is the one of the model's class."""
         return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -401,7 +401,9 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _is_watched() -> bool:
-    """Return True if a mode of PyTorch's sees each operation: replays have none. One that only says where new tensors are sees nothing."""
+    """Return True if a PyTorch mode intercepts each operation, which replays do not have. A mode that only places new tensors does not
+    count.
+    """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     functions = (mode for mode in modes if not isinstance(mode, DeviceContext))
     return any(functions) or bool(_get_current_dispatch_mode_stack())

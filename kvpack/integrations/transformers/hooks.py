@@ -433,7 +433,9 @@ class _PreparePositions(_Watched):
 
 
 class _PrepareCache(_Watched):
-    """``_prepare_cache_for_generation``, which for some models puts a cache of its own in the place of one for what the encoder gave."""
+    """A ``_prepare_cache_for_generation`` that restores the given cache, because some models replace an encoder-decoder cache with their
+    own.
+    """
 
     name = "_prepare_cache_for_generation"
 

@@ -98,7 +98,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def skipped(self) -> int:
-        """The number of the oldest tokens that are gone."""
+        """Number of old tokens that are gone."""
         return self.live.skipped(self.number)
 
     @property
@@ -109,7 +109,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to do: the layer takes its shapes from its first tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append; what attends is the live cache."""
+        """Append to the live cache, which attends."""
         self.live.update(self.number, key_states, value_states)
         return self.live, self.live
 
@@ -195,7 +195,8 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
 
 
 def check_window_given(own: int | None, given: int | None, module: torch.nn.Module) -> None:
-    """Raise InvalidParameter when attention is ``given`` no window, or a wider one, over a layer whose cache keeps its ``own`` window.
+    """Raise InvalidParameter if attention is ``given`` no window, or a wider one than the layer's ``own``, outside of which its cache has
+    no tokens.
 
     What a pass then attends to is what transformers' cache has kept, which is not what a packed layer holds.
     """

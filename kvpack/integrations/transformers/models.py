@@ -180,7 +180,7 @@ class Model(Expected):
 
     @property
     def attention(self) -> str:
-        """The name of the attention that is set."""
+        """Name of the attention in effect."""
         return str(self._decoder_config._attn_implementation)
 
     @property

@@ -87,7 +87,7 @@ def prefill(
 
 
 def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: int, chunk: int) -> None:
-    """Compute those of ``ids`` ``[batch, token]`` that ``cache`` does not hold, as ``prefill``. Raises InvalidParameter for other ids."""
+    """Compute the ``ids`` ``[batch, token]`` that ``cache`` lacks, as ``prefill`` does. Raises InvalidParameter for other ids."""
     start = cache.get_seq_length()
     cache.passes.check_ids(ids, ids.shape[1] - start)
     device, arguments = execution_device(model), _arguments(model, cache)

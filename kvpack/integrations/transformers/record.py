@@ -32,7 +32,7 @@ NOT_RECORDED = "came from forward passes that were not recorded: give KvpackCach
 
 @dataclass
 class _Finding:
-    """Tokens ``[start, stop)`` and what is said of them."""
+    """A clause about tokens ``[start, stop)``."""
 
     start: int
     stop: int

@@ -70,7 +70,7 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _plain(value: Any) -> Any:
-    """A value of the configuration that is none of JSON's."""
+    """Convert a value of the configuration that is not a JSON value."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""KvpackSpec: vLLM's TieringOffloadingSpec whose primary tier contains rows: pages are packed in the worker, where they are.
+"""KvpackSpec: vLLM's TieringOffloadingSpec with rows in its primary tier; the worker packs pages where they are.
 
 vLLM's own secondary tiers store packed chunks as they are; what they bring back is checked before a worker sees it.
 """

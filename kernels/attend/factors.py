@@ -1,6 +1,5 @@
 """Factors of tokens: what scores and weights are multiplied by."""
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for que
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: SIM108
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Without inline PTX (``FAST`` false) the same functions are plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

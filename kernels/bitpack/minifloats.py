@@ -5,7 +5,6 @@ plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Tuples of tensors have one name whatever their length, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ A tile of words of such rows would hold each word many times. Here a row is load
 permutations of bytes bring the code of every column to the same place of a register.
 """
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

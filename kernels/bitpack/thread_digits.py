@@ -7,7 +7,6 @@ reciprocal, in fewer instructions the smaller the dividend's known bound.
 
 # Triton compiles no conditional expressions of tensors.
 # ruff: noqa: SIM108
-# Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ It is loaded with the rows of a tile, and read as float32 ``[warp, token]``.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Tuples of tensors have one name whatever their length, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

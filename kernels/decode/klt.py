@@ -1,6 +1,5 @@
 """Unpack klt: tiles by the loader of attention, then the matrix of each head on the matrix units, a part of the tokens at a time."""
 
-# Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations

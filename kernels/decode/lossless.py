@@ -3,7 +3,6 @@
 A program is one warp, which decodes one chunk.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Decode packed rows of minifloat to values in one pass (spec/codecs/minifloat.md); ``formats/minifloat.py`` is the oracle."""
 
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

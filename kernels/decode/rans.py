@@ -4,7 +4,6 @@ A step finds the symbols of all lanes in a table of slots (``formats.rans.slots_
 words of the chunk, in the order of the lanes.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ is ``[token, symbol]``; the values of a symbol are brought side by side, or, whe
 times. Entry numbers are limited to the table's size.
 """
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ go through both once. Values are as exact as the tiles, which are of binary16, a
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ values of tables, as it does those of calibrations; others are three of tf32, by
 set for torch's products.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

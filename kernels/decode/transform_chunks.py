@@ -3,7 +3,6 @@
 Everything here is exact: ``formats/transform_chunks.py`` and the values of ``formats/transform.py`` are the oracle.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Encode angle on the GPU (spec/codecs/angle.md); ``formats/angle.py`` is the oracle."""
 
-# Triton has no types, and tuples of tensors are of several lengths.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

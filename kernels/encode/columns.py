@@ -4,7 +4,6 @@ A column is a sum of digits times places. A place is split into limbs that binar
 powers of two and of 8 bits elsewhere; the sums of limbs are integers that float32 holds exactly, and a carry joins them.
 """
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, untyped-decorator"
 

@@ -1,6 +1,5 @@
 """Encode group on the GPU (spec/codecs/group.md); ``formats/group.py`` is the oracle, bit for bit without rotation and token scales."""
 
-# Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ Matrices of bases are float32. The matrix units take them, and rows, as sums of 
 out that are below the last bit of float32.
 """
 
-# Triton has no types, and tuples of tensors are of several lengths.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, untyped-decorator"
 

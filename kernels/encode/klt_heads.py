@@ -4,7 +4,6 @@ As for shared widths (``klt.py``), widths are data to the kernels, here for each
 another packs the codes of all heads of a token into one row of bytes.
 """
 
-# Triton has no types, and tuples of tensors are of several lengths.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Encode minifloat on the GPU (spec/codecs/minifloat.md); ``formats/minifloat.py`` is the oracle, bit for bit."""
 
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

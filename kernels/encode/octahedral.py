@@ -4,7 +4,6 @@ Triplets are three tiles of coordinates, straight from the rotation. The nearest
 enclose the triplet's: that is what the local searches of ``formats/octahedral_search.py`` find.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Encode polar on the GPU (spec/codecs/polar.md); ``formats/polar.py`` is the oracle."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Triton has no types, and tuples of tensors are of several lengths.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

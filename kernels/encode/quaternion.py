@@ -3,7 +3,6 @@
 The search covers all secondary quaternions: after rotation by the inverse of one, the nearest Hurwitz unit is a closed form.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations

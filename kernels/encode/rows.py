@@ -5,7 +5,6 @@ that a kernel does not encode as ``formats/`` would raises a flag, and the whole
 or do not fit their width, whose error it names, and values whose squares leave float32.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Encode scalar on the GPU (spec/codecs/scalar.md); ``formats/scalar.py`` is the oracle."""
 
-# Triton has no types, and tuples of tensors are of several lengths.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

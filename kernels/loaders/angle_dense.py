@@ -1,6 +1,5 @@
 """angle as tiles, dense arrangement (spec/codecs/angle.md): bins and norm codes are bit fields in streams of different widths."""
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

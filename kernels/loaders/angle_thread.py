@@ -1,7 +1,6 @@
 """angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins in one stream or two, norm codes of any width."""
 
 # Triton compiles no conditional expressions of tensors.
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

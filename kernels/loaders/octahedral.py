@@ -4,7 +4,6 @@ A table contains the directions with positive signs, and signs are flipped after
 contains whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``) indices and signs have streams of their own.
 """
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

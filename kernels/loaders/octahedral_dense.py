@@ -1,6 +1,5 @@
 """octahedral as tiles, dense arrangement (spec/codecs/octahedral.md): indices and signs in columns of their own."""
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ codec, and its places are zeros again. Where the assembly is off (``FAST`` false
 
 # Triton compiles no conditional expressions of tensors.
 # ruff: noqa: SIM108
-# Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

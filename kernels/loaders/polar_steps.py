@@ -4,7 +4,6 @@ A step decodes as many pairs of channels as a tile has. Where the first level fi
 columns in all its fields: the angles above them then are in few columns as well, and two neighboring fields of a column are one index.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ half the sum of those columns minus the products of the bits is half the product
 
 # Triton compiles no unpacking.
 # ruff: noqa: RUF005
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

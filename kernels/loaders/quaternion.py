@@ -1,6 +1,5 @@
 """quaternion as tiles, direct arrangement (spec/codecs/quaternion.md): four tiles per field, the components of its chunks."""
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """quaternion as tiles, dense arrangement (spec/codecs/quaternion.md): codewords and radii in columns of their own."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

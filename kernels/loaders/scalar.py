@@ -1,6 +1,5 @@
 """scalar as tiles (spec/codecs/scalar.md): values from a table, of two or four fields at a time if their joint index is short."""
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

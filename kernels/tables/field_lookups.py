@@ -5,7 +5,6 @@ Selecting the thread's own copy and masking are one instruction here, which the 
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Larger tables are in shared memory, which is what limits the kernels in which a thread holds a row.
 """
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

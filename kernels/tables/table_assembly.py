@@ -3,7 +3,6 @@
 What each text does, ``shared_table``, ``thread_lookups`` and ``field_lookups`` do without it, too.
 """
 
-# Triton has no types.
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations

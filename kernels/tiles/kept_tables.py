@@ -2,7 +2,6 @@
 
 # Triton compiles no unpacking of tensors.
 # ruff: noqa: RUF005
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _check(settings: Settings, basis: Basis | None) -> None:
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset moves keys that the basis was not calibrated for: leave out --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, and PyTorch finds no CUDA device: leave it out to measure on the CPU")
+        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: leave it out to measure on the CPU")
     if settings.peers and settings.offset is not None:
         raise InvalidParameter("--offset moves only the keys of kvpack's caches: leave out --offset or --peers")
 

@@ -41,7 +41,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
     if model is not None and shape is not None:
         raise InvalidParameter("--model and --shape both name the model to measure: give one of them")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is 'cuda', and PyTorch sees no CUDA device: use --device cpu")
+        raise InvalidParameter("--device is 'cuda', but PyTorch finds no CUDA device: use --device cpu")
     network = random_model(shape, None, device, "bf16") if shape is not None else _loaded(model, device)
     ids = torch.randint(1, min(200, network.config.vocab_size), (1, PROMPT), device=device)
     past = cache_names.cache_of(network(ids, use_cache=True))

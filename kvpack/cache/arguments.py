@@ -31,7 +31,7 @@ def checked_device(device: Any) -> torch.device:
     if found.type == "cpu":
         return found
     if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
-        raise InvalidParameter(f"device is {str(found)!r}, and torch finds {count} CUDA devices: write one that exists, or 'cpu'")
+        raise InvalidParameter(f"device is {str(found)!r}, but PyTorch finds {count} CUDA devices: use one that exists, or 'cpu'")
     if found.type == "meta":
         raise InvalidParameter("device is 'meta', which has no values: use a device such as 'cpu' or 'cuda:0'")
     try:

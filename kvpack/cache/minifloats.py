@@ -107,7 +107,7 @@ class Minifloats:
             raise InvalidParameter(f"scales are on {self.scales.device} and elements on {self.elements.device}: move them to one device")
         granularity, scale_dtype = self._of_blocks() or self._of_numbers()
         if self.granularity not in (None, granularity):
-            raise InvalidParameter(f"granularity is {self.granularity!r}, and the scales {list(self.scales.shape)} are per {granularity}")
+            raise InvalidParameter(f"granularity is {self.granularity!r}, but the scales {list(self.scales.shape)} are per {granularity}")
         dim = self.shape[3]
         return Minifloat(
             dim, self._element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[self._element].bits,))),)
@@ -122,7 +122,7 @@ class Minifloats:
             return None
         if dtype == torch.float8_e4m3fn or (dtype == torch.uint8 and self.global_scale is not None):
             if self.global_scale is None:
-                raise InvalidParameter("scales are float8_e4m3fn (nvfp4): give global_scale too, 1 where the engine has none")
+                raise InvalidParameter("scales are float8_e4m3fn (nvfp4): give global_scale too (1 if the engine has none)")
             scale_dtype = "e4m3"
         elif dtype == torch.uint8 or (dtype == _E8M0 and _E8M0 is not None):
             if self.global_scale is not None:

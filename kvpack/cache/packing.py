@@ -165,7 +165,7 @@ def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
     batch = min((side.batch for layer in layers for side in layer.sides.values()), default=1)
     rows = max([len(inputs.rows), *(stretch.row + 1 for stretch in inputs.hidden)])
     if rows > batch or (inputs.rows and rows != batch):
-        raise InvalidParameter(f"inputs are those of {rows} rows, and the cache has {batch} sequences: give the inputs of these sequences")
+        raise InvalidParameter(f"inputs are those of {rows} rows, but the cache has {batch} sequences: give the inputs of these sequences")
     return replace(inputs, first=start, count=None)
 
 
@@ -213,7 +213,7 @@ def _pack_side(
         codec = codec.without_raw
         if codec != x.codec:
             raise InvalidParameter(
-                f"{where}: the recipe stores {codec.params()}, and the engine's values are {x.codec.params()}: name that format"
+                f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
             )
         return x.side(recipe.window)
     return packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
@@ -227,7 +227,7 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
         if isinstance(x, torch.Tensor) and x.dtype in ELEMENT_DTYPES:
             raise InvalidType(
                 f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: give kvpack.pages.Minifloats(elements, scales), "
-                "with scales of 1 where the engine has none"
+                "with scales of 1 if the engine has none"
             )
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:

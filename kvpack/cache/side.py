@@ -252,7 +252,7 @@ class Side:
             raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
         if x.device != self.device:
             raise InvalidParameter(
-                f"{where}: the values are on {x.device} and the cache is on {self.device}: append x.to({str(self.device)!r})"
+                f"{where}: the values are on {x.device}, but the cache is on {self.device}: append x.to({str(self.device)!r})"
             )
         with float32_no_grad(self.device):
             if self.codec.exact_dtype is None:
@@ -283,7 +283,7 @@ class Side:
             if RAW_NAMES[self.tail.dtype] in held and RAW_NAMES[x.dtype] not in held:
                 kept = RAW_DTYPES[self.codec.exact_dtype]
                 raise InvalidType(
-                    f"{where}: the values are {x.dtype}, and the side keeps {kept}, which would round them: "
+                    f"{where}: the values are {x.dtype}, but the side stores {kept}, which would round them: "
                     f"append x.to({kept}), or convert the cache to fp32 first"
                 )
         wide = torch.promote_types(x.dtype, self.tail.dtype)

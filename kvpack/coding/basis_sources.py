@@ -102,7 +102,7 @@ def bound(header: Header, source: Any = None) -> Header:
     if not unbound or (source is None and not needed):
         return header
     if source is None:
-        raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis=, in commands --basis, its path or a folder that holds it")
+        raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis= (in commands, --basis), as a path or a folder")
     bases = {digest: find(source, digest) for digest in needed}
     for digest in {part.basis for part in unbound} - needed:
         with contextlib.suppress(KvpackError):

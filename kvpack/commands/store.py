@@ -414,12 +414,14 @@ def run_import(arguments: argparse.Namespace) -> int:
         named = exported.identity
         whose = f"of the model {named.model!r}, weights {named.weights!r}, adapter {named.adapter!r}"
         raise InvalidParameter(
-            f"{arguments.input}: claims to hold the keys and values of {len(exported.ids):,} token ids {whose}, and nothing can verify "
+            f"{arguments.input}: claims to hold the keys and values of {len(exported.ids):,} token ids {whose}, but nothing can verify "
             "that: processes that load these ids get the values in the file. Give --trust-names if you trust its writer"
         )
     chunk = exported.chunk or 256 if arguments.chunk is None else arguments.chunk
     if exported.inputs and chunk != exported.chunk:
-        raise InvalidParameter(f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, and --chunk is {chunk}")
+        raise InvalidParameter(
+            f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, but --chunk is {chunk}: leave --chunk out"
+        )
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
     largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
     options: dict[str, Any] = {"chunk": chunk, "encryption": keys, "max_entry_bytes": largest}

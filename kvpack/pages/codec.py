@@ -155,7 +155,7 @@ class PageCodec:
         if not isinstance(pages, PageBuffer):
             raise InvalidType(f"pages are a {type(pages).__name__}, expected a kvpack.pages.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
-            raise InvalidParameter(f"the pages are {pages.geometry}, the codec is for {self.geometry}")
+            raise InvalidParameter(f"the pages are {pages.geometry}, but the codec is for {self.geometry}")
         slots = pages.checked_slots(slots, written)
         return slots, _digests(keys, len(slots), "slots")
 

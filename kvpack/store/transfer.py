@@ -87,7 +87,7 @@ def export_prefix(
         clear, last = in_clear(states.stored.key, data, cipher), prefix.entries[-1]
         own = state_entries.read(clear, last.stored.key, last.start + last.tokens, last.model, last.recipe)
         if len(own) != len(cache):
-            raise InvalidHeader(f"entry {states.stored.key.hex()}: has the states of {len(own)} layers, and the prefix has {len(cache)}")
+            raise InvalidHeader(f"entry {states.stored.key.hex()}: has the states of {len(own)} layers, but the prefix has {len(cache)}")
         cache = replace(cache, layers=with_states(cache.layers, own))
     contents, arrays = files.stored(cache)
     return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)

@@ -292,7 +292,7 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
     with torch.enable_grad():
         logits = model(tokens[:, pairs[0][0].shape[2] :], **over).logits[0].float()
         if not bool(logits.isfinite().all()):
-            raise InvalidParameter("the model's predictions in a window of the text are infinite or NaN")
+            raise InvalidParameter("the model's predictions in a window of the text are infinite or NaN: load it in bfloat16 or float32")
         for temperature in TEMPERATURES:
             log_probabilities = functional.log_softmax(logits / temperature, -1)
             drawn = torch.multinomial(log_probabilities.detach().exp(), 1, generator=generator)

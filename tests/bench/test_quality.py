@@ -415,7 +415,7 @@ def test_a_model_reads_kvpacks_own_texts_and_is_told_apart_by_them(tmp_path: Pat
 def test_a_device_must_be_there_and_an_offset_be_finite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "quality", "--model", "demo", "--device", "cuda"]) == 2
-    assert "--device is cuda, and PyTorch finds no CUDA device" in capsys.readouterr().err
+    assert "--device is cuda, but PyTorch finds no CUDA device" in capsys.readouterr().err
     assert cli.main(["bench", "quality", "--model", "demo", "--offset", "inf"]) == 2
     assert "--offset is inf" in capsys.readouterr().err
 

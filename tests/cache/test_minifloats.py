@@ -120,7 +120,7 @@ def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
         cache = kvpack.pack(given, f"{RECIPES[name]};tail=16")
         assert torch.equal(cache.unpack(torch.float32)[0][0], expected.to(torch.float32))
         assert cache[0].k.window == 16
-    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: the recipe stores .*'octahedral'.*: name that format"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: the recipe stores .*'octahedral'.*: use a recipe of that format"):
         kvpack.pack([pair], "octopus-3")
     with pytest.raises(InvalidParameter, match="batch, kv_head and token must agree"):
         kvpack.pack([(pair[0], torch.zeros(BATCH, HEADS, TOKENS + 1, DIM))], RECIPES[name])
@@ -210,7 +210,7 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
             InvalidParameter,
             r"expected \[2, 3, 37, 2\] for e8m0",
         ),
-        (changed("nvfp4", granularity="token"), InvalidParameter, "granularity is 'token', and the scales .* are per block"),
+        (changed("nvfp4", granularity="token"), InvalidParameter, "granularity is 'token', but the scales .* are per block"),
         (
             with_code("fp8 tensor", "elements", 0xFF),
             InvalidParameter,

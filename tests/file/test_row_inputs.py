@@ -141,7 +141,7 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
     assert part.inputs is not None
     with pytest.raises(InvalidParameter, match="recorded for the tokens 4 to 12 of a sequence, and the tokens 0 to 8 are packed"):
         kvpack.pack([(k[:, :, :8], k[:, :, :8])], "raw", inputs=part.inputs)
-    with pytest.raises(InvalidParameter, match="inputs are those of 3 rows, and the cache has 2 sequences"):
+    with pytest.raises(InvalidParameter, match="inputs are those of 3 rows, but the cache has 2 sequences"):
         kvpack.pack([(k, k)], "raw", inputs=of_rows(*ROWS))
 
 

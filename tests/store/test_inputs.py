@@ -182,7 +182,7 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
     new = tmp_path / "new"
     words = ["store", "import", str(new), str(file), "--tenant", IDENTITY.tenant, "--trust-names"]
     assert cli.main([*words, "--chunk", "64"]) == 2
-    assert "has input digests for chunks of 32 tokens, and --chunk is 64" in capsys.readouterr().err
+    assert "has input digests for chunks of 32 tokens, but --chunk is 64" in capsys.readouterr().err
     (tmp_path / "ids.json").write_text(json.dumps(ids[: 3 * CHUNK]))
     assert cli.main([*words, "--tokens", str(tmp_path / "ids.json")]) == 2
     assert "import it without --tokens" in capsys.readouterr().err

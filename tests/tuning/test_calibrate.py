@@ -270,7 +270,7 @@ def test_predictions_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path)
     settings = calibrate.Settings(tokens=32, score=8, windows=1, scope="none")
-    with pytest.raises(InvalidParameter, match=r"^the model's predictions in a window of the text are infinite or NaN$"):
+    with pytest.raises(InvalidParameter, match=r"^the model's predictions in a window of the text are infinite or NaN: load it"):
         calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), settings)
 
 

@@ -77,7 +77,7 @@ def check_text(value: Any, what: str) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """``device`` as a torch.device that holds values. Raises InvalidParameter for one that this PyTorch cannot use."""
+    """``device`` as a torch.device that contains values. Raises InvalidParameter for one that this PyTorch cannot use."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -105,7 +105,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise InvalidParameter unless ``value`` is None or a number that a float can represent; ``what`` names it in the message."""
+    """Raise InvalidType unless ``value`` is None or a number that a float can represent; ``what`` names it in the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{what} is {shown(value)}, expected a number")

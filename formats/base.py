@@ -20,6 +20,7 @@ from .errors import InvalidParameter, OutOfRange
 from .head_norms import norms_of
 from .lazy import numpy, torch
 from .rotation import Rotation, rotation_of
+from .tables import Kept
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
@@ -41,9 +42,6 @@ NORMS = {"fp16": "F16", "fp32": "F32"}
 """Stored dtypes of norms and factors, by parameter value."""
 
 MAX_DIM = 1024
-
-_SIZES_KEPT = 64
-"""Maximum number of side sizes whose layouts a codec caches."""
 
 _PACKING = {"arrangement", "fields"}
 """Parameters that say how codes are packed and do not change the codes."""
@@ -140,6 +138,8 @@ class CodecSummary(NamedTuple):
     entries: tuple[str, ...]
     has_run_rows: bool
     keys_only: bool
+    exact_dtype: str | None
+    shared_scales: frozenset[str]
 
 
 class Codec(ABC):
@@ -320,29 +320,22 @@ class Codec(ABC):
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Name, dtype and shape of every stored stream for ``tokens`` tokens; a code stream has one array per plane."""
-        layout = {
-            f"{stream}.{plane}": Layout("U16", (batch, heads, tokens, words))
-            for stream, packing in self.packings().items()
-            for plane, words in enumerate(packing.planes)
-        }
+        layout = {}
+        for stream, packing in self.packings().items():
+            for plane, words in enumerate(packing.planes):
+                layout[f"{stream}.{plane}"] = Layout("U16", (batch, heads, tokens, words))
         return layout | self.scales(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
         """Layouts of the streams without rows of a side of this size: those of ``layout`` without the number of rows."""
-        found = self._run_layouts.get((batch, heads))
-        if found is None:
-            if len(self._run_layouts) >= _SIZES_KEPT:
-                self._run_layouts.clear()
-            found = self._run_layouts[batch, heads] = self.layout(batch, heads, 0)
-        return found
-
-    @cached_property
-    def _run_layouts(self) -> dict[tuple[int, int], Mapping[str, Layout]]:
-        return {}
+        if (batch, heads) not in self.made:
+            self.made[batch, heads] = self.layout(batch, heads, 0)
+        layouts: Mapping[str, Layout] = self.made[batch, heads]
+        return layouts
 
     @cached_property
     def summary(self) -> CodecSummary:
-        """What headers ask for of every side: files have thousands of sides of a few codecs."""
+        """What headers and encoders ask for of every side: files have thousands of sides of a few codecs."""
         layouts = self.row_layouts
         return CodecSummary(
             self.features,
@@ -352,12 +345,14 @@ class Codec(ABC):
             tuple(name for name, layout in layouts.items() if layout.per == "entry"),
             any(layout.per == "run" for layout in layouts.values()),
             self.keys_only,
+            self.exact_dtype,
+            self.shared_scales,
         )
 
     @cached_property
-    def variants(self) -> dict[Any, Codec]:
-        """Codecs that were made from this one, by what they were made for: sides of many layers and files share them."""
-        return {}
+    def made(self) -> Kept:
+        """What was made from this codec, by what it was made for: sides of many layers and files share it."""
+        return Kept()
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:

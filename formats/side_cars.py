@@ -60,7 +60,10 @@ class WithSideCars(Codec):
         object.__setattr__(self, "dim", self.codec.dim)
 
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
-        return next((side_car for side_car in self.side_cars if isinstance(side_car, wanted)), None)
+        for side_car in self.side_cars:
+            if isinstance(side_car, wanted):
+                return side_car
+        return None
 
     @cached_property
     def without_raw(self) -> Codec:

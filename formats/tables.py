@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 TABLES_KEPT = 64
 """The most small tables and packings cached of each kind: file headers ask for them, so their number needs a bound."""
+
+_MAX_KEPT = 1024
+"""Maximum number of entries of ``Kept``."""
 KEPT_BYTES = 1 << 24
 """Maximum number of bytes of all cached tensors: each header may ask for another table of megabytes."""
 
@@ -62,3 +65,12 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
+
+
+class Kept(dict[Any, Any]):
+    """Values by what they were made for; it forgets all once there are many."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= _MAX_KEPT:
+            self.clear()
+        super().__setitem__(key, value)

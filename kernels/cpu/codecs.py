@@ -404,8 +404,3 @@ FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
     Trellis: _trellis,
 }
 """Descriptions by codec family; a new codec is one row."""
-
-
-def pointer(described: Described) -> Any:
-    """A pointer to the structure, for the structures that refer to it."""
-    return ctypes.pointer(described.struct)

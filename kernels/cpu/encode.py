@@ -70,6 +70,11 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
         return in_vectors and isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec, x)
     if library.library() is None or x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1):
         return False
+    return _is_supported(codec)
+
+
+@lru_cache(_KEPT)
+def _is_supported(codec: Codec) -> bool:
     if type(codec) is Group:
         (packing,) = codec.packings().values()
         stored = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
@@ -117,14 +122,14 @@ def _encode(
 ) -> dict[str, torch.Tensor] | None:
     """``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of this many tokens."""
     batch, heads, tokens, _ = x.shape
-    layouts = codec.layout(batch, heads, tokens)
-    streams = {
-        name: given[name] if name in given else empty(layout.shape, _STORED[layout.dtype], x.device) for name, layout in layouts.items()
-    }
+    streams = {}
+    for name, layout in codec.run_layouts(batch, heads).items():
+        shape = (*layout.shape[:2], -(-tokens // layout.tokens_per_row), *layout.shape[3:])
+        streams[name] = given[name] if name in given else empty(shape, _STORED[layout.dtype], x.device)
     call, names, _kept = _call_over(codec, x, threads, level)
     # C reads scales of runs in binary32.
-    read = streams | {name: stream.to(torch.float32).expand(batch, heads, -1) for name, stream in given.items()}
-    call.streams = (library.Stream * len(names))(*(library.Stream.of(read[name]) for name in names))
+    read = streams | {name: stream.to(torch.float32).expand(batch, heads, -1) for name, stream in given.items()} if given else streams
+    call.streams = (library.Stream * len(names))(*map(library.Stream.of, map(read.__getitem__, names)))
     if means is not None:
         call.means, call.mean_tokens = library.Stream.of(means[0]), means[1]
     return streams if run(call) else None
@@ -183,7 +188,7 @@ def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tu
     assert described is not None
     candidates = _candidates(codec) if isinstance(codec, Octahedral) else 0
     rotation, bounds = rotations.described(codec.rotation), _bounds(codec, candidates)
-    call = library.Encode(*shape, codecs.pointer(described), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
+    call = library.Encode(*shape, ctypes.pointer(described.struct), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
     if isinstance(codec, Group):
         call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
     elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle | Trellis):

@@ -88,7 +88,7 @@ class Decoder:
         self._streams = [(streams[name], stride) for name in described.streams]
         self._tokens, self._described, rotation = tokens, described, rotations.described(codec.rotation)
         self._kept = rotation
-        side = library.SideArgument(codecs.pointer(described), None, 1)
+        side = library.SideArgument(ctypes.pointer(described.struct), None, 1)
         self._call = library.Unpack(
             batch=layers, heads=heads, stop=tokens, side=side, dtype=DTYPES.index(dtype), rotation=rotation.struct, threads=1
         )

@@ -5,6 +5,7 @@ They are kept with the stretches that they describe: the side of a cache that gr
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -95,7 +96,7 @@ class SidePart(NamedTuple):
 
     def struct(self, described: Described) -> library.SideArgument:
         """The part for C; it refers to memory of this object and of ``described``."""
-        return library.SideArgument(codecs.pointer(described), self.address, len(self.segments))
+        return library.SideArgument(ctypes.pointer(described.struct), self.address, len(self.segments))
 
     def described(self) -> Described:
         """Return the C description of the codec. It is not kept here, because sides are many and tables large."""

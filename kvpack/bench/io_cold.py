@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
-from kvpack.cache.arguments import checked_device
 from kvpack.cache.device_copy import HostBus
 from kvpack.cache.staged_reads import COPY_BYTES, STAGING_BYTES, Copy, staged
 from kvpack.file.container import open_file
+from kvpack.formats.arguments import checked_device
 from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.mapping import is_cold
 

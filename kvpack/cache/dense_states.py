@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,6 +67,11 @@ def dense_states(past: Any) -> list[DenseLayer]:
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
         raise InvalidType(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
+    if isinstance(past, (list, tuple)):
+        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
+            past = [past]
+        if all(map(_is_layer, past)):
+            return [*map(_of_tuple, past, map("layers[{}]".format, count()))]
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} is two caches, of the decoder's tokens and of the encoder's: "
@@ -73,11 +79,6 @@ def dense_states(past: Any) -> list[DenseLayer]:
         )
     if isinstance(getattr(past, "layers", None), Sequence):
         return _of_layers(past)
-    if isinstance(past, (list, tuple)):
-        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
-            past = [past]
-        if all(isinstance(pair, DenseLayer) or (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)) for pair in past):
-            return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
     if isinstance(past, str | bytes | os.PathLike):
         raise InvalidType(
             f"the path {path_text(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
@@ -159,6 +160,10 @@ def keys_and_values(layer: Any, where: str) -> DenseLayer:
             "pack a cache that holds all, as DynamicCache does"
         )
     return DenseLayer(k[:, :, :seen], v[:, :, :seen], max(0, seen - held))
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, DenseLayer) or (isinstance(value, (list, tuple)) and len(value) in (2, 3))
 
 
 def _is_dense(x: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy
@@ -252,7 +253,7 @@ class PackedRuns(Sequence[PackedRun]):
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
         """Make ``PackedRuns`` with one stretch per page; return an argument that is ``PackedRuns`` unchanged."""
-        return runs if isinstance(runs, PackedRuns) else PackedRuns(page.stretch for page in runs)
+        return runs if isinstance(runs, PackedRuns) else PackedRuns(map(attrgetter("stretch"), runs))
 
     def __repr__(self) -> str:
         shown = repr(self[:_SHOWN])

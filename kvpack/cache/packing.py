@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -99,7 +99,7 @@ def pack(
     recipe = parse_recipe(recipe)
     if inputs is not None and not isinstance(inputs, Inputs):
         raise InvalidType(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
-    start, named = integer(start, "start"), model_fields(model)
+    start, named = integer(start, "start"), {} if model is None else model_fields(model)
     try:
         check("start", start, Rule(int, MAX_TOKENS))
     except (InvalidHeader, LimitExceeded) as error:
@@ -111,20 +111,25 @@ def pack(
     recipe.check_layers(len(states))
     layers, outliers = [], []
     # Modes that are set here need not be set for every side.
-    values = sum(x.numel() for state in states for x in state[:2] if isinstance(x, torch.Tensor))
+    values = 0
+    for k, v, *_ in states:
+        for x in (k, v):
+            values += x.numel() if isinstance(x, torch.Tensor) else 0
     with float32_no_grad(torch.device("cpu")), shared_arena(values), shared_scales.collected() as misfits:
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             norms = _norms_of_keys(k)
-            sides = (_pack_side(x, recipe, number, len(states), side, start + skipped, norms) for x, side in ((k, "k"), (v, "v")))
-            layers.append(Layer(*sides, skipped=skipped, states=MappingProxyType(dict(kept))))
-            packed = layers[-1].k
+            place = (number, len(states)), start + skipped, norms
+            packed = _pack_side(k, recipe, "k", *place)
+            layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(kept))))
             if isinstance(k, torch.Tensor) and packed is not None and (found := outlier_channel(k, packed.codec, number)):
                 outliers.append(found)
             if progress:
                 progress(number + 1, len(states))
-    warn(outliers, len(layers))
-    shared_scales.warn(misfits)
+    if outliers:
+        warn(outliers, len(layers))
+    if misfits:
+        shared_scales.warn(misfits)
     if inputs is not None:
         inputs = _fitting(inputs, layers, start)
         _check_values(inputs, states, start)
@@ -171,7 +176,7 @@ def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 
 def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tensor | None]:
     """Return a function that computes the norms of a layer's keys, once for both sides."""
-    return cache(lambda: dispatch.norms(k) if isinstance(k, torch.Tensor) else None)
+    return cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else lambda: None
 
 
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
@@ -195,17 +200,16 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
 def _pack_side(
     x: torch.Tensor | Encoded | None,
     recipe: Recipe,
-    layer: int,
-    layers: int,
     side: str,
+    numbers: tuple[int, int],
     first: int,
     norms: Callable[[], torch.Tensor | None],
 ) -> Side | None:
     if x is None:
         return None
-    where = f"layers[{layer}].{side}"
+    where = f"layers[{numbers[0]}].{side}"
     try:
-        codec = recipe.codec(layer, layers, side, x.shape[3], RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16")
+        codec = recipe.codec(*numbers, side, x.shape[3], RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16")
     except (InvalidParameter, MissingBasis, OutOfBounds) as error:
         raise type(error)(f"{where}: {error}") from None
     if not isinstance(x, torch.Tensor):

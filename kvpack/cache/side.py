@@ -26,7 +26,7 @@ from kvpack.formats.value_blocks import caches_of
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
-from .packed_runs import PackedRun, PackedRuns
+from .packed_runs import PackedRun, PackedRuns, Stretch
 from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
@@ -384,8 +384,11 @@ def packed_side(
     # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
     with float32_no_grad(x.device):
-        if codec.exact_dtype is None and packed < tokens:
+        if packed < tokens and codec.exact_dtype is None:
             check_finite(x[:, :, packed:], packed, where)
         of_packed = None if norms is None else norms[:, :, :packed]
-        runs = (PackedRun(codec, packed, encode(codec, x[:, :, :packed], where, position=first, norms=of_packed)),) if packed else ()
+        runs = PackedRuns()
+        if packed:
+            streams = encode(codec, x[:, :, :packed], where, position=first, norms=of_packed)
+            runs = PackedRuns([Stretch.of_runs(codec, (packed,), streams)])
         return Side(codec, runs, x[:, :, packed:].clone(), window)

@@ -39,9 +39,6 @@ STEERING = {
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
-_VARIANTS_KEPT = 1024
-"""Maximum number of recipe positions for which a codec keeps its encoder variants."""
-
 _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*STEERING.values()))))
 
 
@@ -51,11 +48,10 @@ def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Co
     A text that is not a recipe, or whose recipe makes another codec, changes nothing: both are valid in a file.
     """
     key = recipe, layer, layers, side
-    if key not in codec.variants:
-        if len(codec.variants) >= _VARIANTS_KEPT:
-            codec.variants.clear()
-        codec.variants[key] = _steered(codec, recipe, layer, layers, side)
-    return codec.variants[key]
+    if key not in codec.made:
+        codec.made[key] = _steered(codec, recipe, layer, layers, side)
+    made: Codec = codec.made[key]
+    return made
 
 
 def _steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -73,9 +74,9 @@ def encode(
     raw = codec.side_car(RawPositions)
     if raw is not None:
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
-    if codec.shared_scales:
+    if codec.summary.shared_scales:
         with float32_no_grad(x.device):
-            _report(shared_scales.misfit_of(_coded_norms(codec, x, where, before), codec.shared_scales, where))
+            _report(shared_scales.misfit_of(_coded_norms(codec, x, where, before), codec.summary.shared_scales, where))
     return encode_all(codec, x, where, before, position)
 
 
@@ -106,7 +107,7 @@ def encode_all(
         streams = dispatch.encode(codec, x, before)
     if streams is None:
         streams = _encode_in_blocks(codec, x, where, before, position)
-    kept = codec.exact_dtype
+    kept = codec.summary.exact_dtype
     if kept is not None and RAW_NAMES[x.dtype] not in HOLDS[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
         names = f"{RAW_NAMES[x.dtype]} values as {kept}"
         warnings.warn(f"the recipe stores {names} and rounds them; the recipe raw keeps every value", RoundedWarning, stacklevel=2)
@@ -124,7 +125,7 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """``encode``, for a codec that keeps some tokens raw: what encodes the others then sees a whole run, kernels too."""
     with float32_no_grad(x.device):
-        plain, shared = codec.without_raw, codec.shared_scales
+        plain, shared = codec.without_raw, codec.summary.shared_scales
         coded = dispatch.norms(x) if shared and not plain.changes_norms else None
         if norms is None:
             norms = dispatch.norms(x) if coded is None else coded
@@ -132,7 +133,7 @@ def _encode_beside_raw(
         if shared:
             if coded is None:
                 token, sequence = chosen.T.nonzero().unbind(1)
-                coded = _coded_norms(plain, replaced(x, token, sequence, chosen, codec.token_group), where, before)
+                coded = _coded_norms(plain, replaced(x, token, sequence, chosen, codec.summary.token_group), where, before)
             if raw.high_norm:
                 chosen = with_misfits(chosen, misfit(coded, shared))
             _report(shared_scales.misfit_of(coded, shared, where, chosen, keeps_large=raw.high_norm > 0))
@@ -164,14 +165,16 @@ def _encode_others(
         if not torch.isfinite(own[VALUES]).all():
             check_finite(x, 0, where)
         streams = None
-        if all(entry.per == "token" for entry in codec.without_raw.row_layouts.values()):
+        if {"token"}.issuperset(map(attrgetter("per"), codec.without_raw.row_layouts.values())):
             # A copy of all values without the raw tokens would take longer than to encode them.
             with contextlib.suppress(OutOfRange):
                 streams = encode_all(codec.without_raw, x, where, before, position)
                 _encode_groups_again(codec.without_raw, x, chosen, streams, where, before)
         if streams is None:
-            streams = encode_all(codec.without_raw, replaced(x, token, sequence, chosen, codec.token_group), where, before, position)
-    return {name: (streams | own)[name] for name in codec.row_layouts}
+            rest = replaced(x, token, sequence, chosen, codec.summary.token_group)
+            streams = encode_all(codec.without_raw, rest, where, before, position)
+    streams |= own
+    return dict(zip(codec.row_layouts, map(streams.__getitem__, codec.row_layouts), strict=True))
 
 
 def _encode_groups_again(
@@ -183,7 +186,7 @@ def _encode_groups_again(
     before: Mapping[str, torch.Tensor] | None,
 ) -> None:
     """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, to their rows of ``streams``."""
-    group, tokens = codec.token_group, x.shape[2]
+    group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
         return
@@ -195,7 +198,9 @@ def _encode_groups_again(
     for name, entry in codec.row_layouts.items():
         rows = torch.unique(places // entry.tokens_per_row)
         # Not every version of PyTorch indexes uint16 on every device.
-        target, source = (one.view(torch.int16) if one.dtype == torch.uint16 else one for one in (streams[name], made[name]))
+        target, source = streams[name], made[name]
+        if source.dtype == torch.uint16:
+            target, source = target.view(torch.int16), source.view(torch.int16)
         target[:, :, rows] = source
 
 
@@ -235,7 +240,7 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
     """Return the first token of each block that is encoded together, and the end of the last block."""
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
-    multiple = max(_GROUP_MULTIPLE, codec.token_group)
+    multiple = max(_GROUP_MULTIPLE, codec.summary.token_group)
     size = max(multiple, BLOCK_VALUES * caches_of(x.device) // row // multiple * multiple)
     if codec.id == "raw":
         # One copy without temporaries.
@@ -246,7 +251,7 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
 def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
     """Tokens ``[start, stop)`` of ``x`` as the codec is given them. Raises InvalidParameter for values that are not finite."""
     part = x[:, :, start:stop]
-    if codec.exact_dtype is None:
+    if codec.summary.exact_dtype is None:
         part = part.to(torch.float32)
         check_finite(part, start, where)
     return part

@@ -26,6 +26,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from kvpack.codecs import CodecChoice
@@ -36,6 +37,7 @@ from kvpack.formats.arguments import check_mapping, integer, shown
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
 from kvpack.formats.options import UnknownWord
 from kvpack.formats.raw import HOLDS
+from kvpack.formats.tables import Kept
 
 from . import raw_clause
 from .basis_sources import basis_of
@@ -44,7 +46,7 @@ from .canonical import canonical_text
 from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, OWN, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
-from .rules import CALIBRATED, CHECKED_DIM, WORDS_OF_BASES, Rule
+from .rules import CALIBRATED, CHECKED_DIM, WORDS_OF_BASES, Rule, check_digest
 
 if TYPE_CHECKING:
     import os
@@ -69,7 +71,6 @@ MAX_WINDOW = 1 << 20
 _ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f";{CALIBRATED_RAW_CLAUSE}"}
 """Options that ``klt-<bits>`` adds to the bits. Written out, a clause keeps its meaning, so store keys do not change."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _WINDOW = ("window=", "tail=")
 """Prefixes of a window clause. The canonical text, and so every store key, uses the second."""
 
@@ -235,12 +236,21 @@ class Recipe:
         """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
 
         ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which raw and lossless keep unless their clause names another.
-        Raises InvalidParameter, which lists presets that can, when the codec cannot take this head dim, and InvalidType when it
-        cannot keep this dtype.
+        Raises InvalidParameter for a head dim that the codec cannot take, and lists presets that can; InvalidType for such a dtype.
         """
         layer, layers, dim = integer(layer, "layer"), integer(layers, "layers"), integer(dim, "dim")
         if not isinstance(side, str) or side not in SIDES:
             raise InvalidParameter(f"side is {shown(side)}, expected 'k' or 'v'")
+        place = layer, layers, side, dim, dtype
+        if place not in self._codecs:
+            self._codecs[place] = self._codec(*place)
+        return self._codecs[place]
+
+    @cached_property
+    def _codecs(self) -> dict[tuple[int, int, str, int, str], Codec]:
+        return Kept()
+
+    def _codec(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> Codec:
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
         calibrated = balanced = None
         if rule.frame:
@@ -311,15 +321,12 @@ class Recipe:
 
     def check_length(self) -> None:
         """Raise InvalidParameter for a recipe whose text does not fit a header."""
-        try:
-            check("recipe", self.text, TEXT)
-        except (InvalidHeader, LimitExceeded) as error:
-            raise InvalidParameter(str(error)) from None
+        _check_length(self.text)
 
     def check_layers(self, layers: int) -> None:
         """Raise OutOfBounds when a clause names a layer that a cache of ``layers`` layers does not have."""
         for rule in self.rules:
-            for item in {item for pair in rule.items or () for item in pair}:
+            for item in chain.from_iterable(rule.items or ()):
                 if not -layers <= item < layers:
                     raise OutOfBounds(f"recipe {self._written!r} names layer {item}; the cache has {layers} layers")
 
@@ -376,7 +383,7 @@ class Recipe:
             if codec_id in CALIBRATED:
                 _ = rule.bits
             if rule.needs_basis:
-                _check_digest(codec_id, words)
+                check_digest(codec_id, words)
             for side in sides:
                 rule.codec(CHECKED_DIM, side)
         except UnknownWord as error:
@@ -420,11 +427,12 @@ def _without_alias(clause: str) -> str:
     return f"kv={match[1]}:bits={match[2]}{_ALIAS_WORDS[match[1]]}" if match else clause
 
 
-def _check_digest(codec_id: str, words: Mapping[str, str]) -> None:
-    """Raise UnknownWord unless the basis is a SHA-256."""
-    digest = words.get("basis")
-    if digest is not None and not _DIGEST.fullmatch(digest):
-        raise UnknownWord(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")
+@lru_cache(maxsize=256)
+def _check_length(text: str) -> None:
+    try:
+        check("recipe", text, TEXT)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise InvalidParameter(str(error)) from None
 
 
 def _presets_for(dim: int, dtype: str) -> str:
@@ -475,7 +483,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
         return recipe
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
         raise InvalidType(f"a recipe is text, such as 'kvpack-3'; found a {type(recipe).__name__}")
-    named = split_path(recipe, PRESETS)
+    named = None if recipe in PRESETS else split_path(recipe, PRESETS)
     if named is None:
         return _parsed(str(recipe), (*CODECS.values(), *SIDE_CARS.values()))
     path, added = named

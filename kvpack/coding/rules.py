@@ -40,6 +40,8 @@ WORDS_OF_BASES = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
 CALIBRATED = {"klt": ("2", MIN_BITS), "transform": ("0.6", MIN_TRANSFORM_BITS)}
 """The codecs that need a basis, and their default and fewest bits per value."""
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -143,3 +145,10 @@ def _spelled(codec_id: str, words: Mapping[str, str]) -> str:
 
 def _position(item: int, layers: int) -> int:
     return item + layers if item < 0 else item
+
+
+def check_digest(codec_id: str, words: Mapping[str, str]) -> None:
+    """Raise UnknownWord unless the basis is a SHA-256."""
+    digest = words.get("basis")
+    if digest is not None and not _DIGEST.fullmatch(digest):
+        raise UnknownWord(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -130,10 +131,11 @@ def run(
     Without ``text``, the demo's model reads the demo's text, and any other kvpack's own texts. ``basis`` is the file of the basis that
     recipes such as klt-2 need, ``reference`` a recipe that is measured as well, and that the others are compared with, and ``out`` a
     folder that gets the picture and the report.
-    Two runs with one seed differ in the times alone, and in rounding where torch has another number of threads. Raises
-    InvalidParameter for sizes that do not fit and for a device that is not there,
+    ``cpu_seconds`` are those of the process in all its threads. Two runs with one seed differ in the times alone, and in rounding where
+    torch has another number of threads. Raises InvalidParameter for sizes that do not fit and for a device that is not there,
     MissingFile, WriteFailed and, for ``out``, MissingPackage when matplotlib is not installed.
     """
+    began = time.process_time()
     given = None if basis is None else Basis.load(basis)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [Recipe(recipe, given) for recipe in recipes]
@@ -171,6 +173,7 @@ def run(
         "precision": _precision(network),
         **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), peers, reference, settings.seed, inserted, progress).run(),
     }
+    report["cpu_seconds"] = time.process_time() - began
     if out is not None:
         _write(report, Path(out))
     return report

@@ -255,6 +255,7 @@ def show(report: dict[str, Any]) -> None:
         _show_needles(report)
     if report["generated"] is not None:
         _show_generated(report)
+    print(f"The measurement took {report['cpu_seconds'] / 60:.1f} minutes of CPU time, over all threads.")
 
 
 def named(report: dict[str, Any]) -> str:

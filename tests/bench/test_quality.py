@@ -586,8 +586,11 @@ def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.Mon
     sizes = quality.Settings(tokens=64, score=16, windows=2, needles=0)
     for settings in (sizes, replace(sizes, inserted="\x01")):
         report = quality.run(None, None, ["kv=scalar:b=2"], settings)
+    assert report["cpu_seconds"] > 0
     quality.show(report)
-    assert "\x01 in the middle of the packed tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\x01 in the middle of the packed tokens" in shown
+    assert f"took {report['cpu_seconds'] / 60:.1f} minutes of CPU time" in shown
     for before, after in zip(read[:2], read[2:], strict=True):
         assert (before != after).nonzero().tolist() == [[0, 24]]
         assert after[0, 24] == 1

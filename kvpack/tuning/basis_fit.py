@@ -141,10 +141,7 @@ def _trained(values: Array) -> Array:
 
 
 def _table(values: Array, width: int) -> Array:
-    """The Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending, scaled to the energy of the values.
-
-    Wide ones begin as steps over the whole range.
-    """
+    """The Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending; wide ones begin as steps over the whole range."""
     table: Array
     count, levels = len(values), 1 << width
     if width >= _UNIFORM_FROM:
@@ -157,8 +154,5 @@ def _table(values: Array, width: int) -> Array:
         counts = numpy.diff(ends)
         means = numpy.diff(below[ends]) / numpy.maximum(counts, 1)
         table = numpy.sort(numpy.where(counts > 0, means, table))
-    # Centroids have less energy than what they stand for: products with queries and weighted sums would shrink.
-    energy, kept = numpy.square(values).sum(), (numpy.square(means) * counts).sum()
-    if kept > 0:
-        table *= numpy.sqrt(energy / kept)
+    # Means have less energy than what they stand for. Scaled to it, keys would lose attention to those that are kept raw.
     return table

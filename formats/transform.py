@@ -39,9 +39,6 @@ SCOPES = ("head", "layer")
 CHUNKS = (16, 32, 64, 128, 256)
 MAX_STEP = 255
 
-DEAD_ZONE = 0.06
-"""Distance, beyond half a step, by which a column must be nearer to the next level: it saves bits for a small error."""
-
 _COUNTS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
 _USUAL_BITS = 0.5
@@ -186,7 +183,7 @@ class Transform(CodecFamily):
         )
         rows = source.rows_on(x.device)
         columns = product(wide - rows[:, :1], source.inverse.to(x.device)) / self.step_size
-        levels = torch.sign(columns) * torch.floor(columns.abs() + (0.5 - DEAD_ZONE))
+        levels = torch.sign(columns) * torch.floor(columns.abs() + 0.5)
         if levels.numel() and not float(levels.abs().amax()) <= LARGEST_LEVEL:
             raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the most are {LARGEST_LEVEL}")
         # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.

@@ -23,7 +23,7 @@ from kvpack.formats import rans
 from kvpack.formats.basis import MAX_WIDTH, RUN_COLUMNS, flat_tables, runs_of
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Rope, Tables
-from kvpack.formats.transform import DEAD_ZONE, SCOPES
+from kvpack.formats.transform import SCOPES
 
 if TYPE_CHECKING:
     from kvpack.cache.layer import Layer
@@ -157,8 +157,8 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
 
 def _normal_tables() -> Tables:
     """Tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the least one, in steps."""
-    # Level l, above 0, begins where half a step and the dead zone are above l - 1.
-    edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5 + DEAD_ZONE
+    # Level l, above 0, begins half a step above l - 1.
+    edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])
     deviations = torch.exp2(_MIN_TABLE + torch.arange(_TABLES, dtype=torch.float64) * SCALES_PER_TABLE / SCALES_PER_OCTAVE)[:, None]
     below = torch.special.ndtr(edges / deviations)

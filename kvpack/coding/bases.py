@@ -53,6 +53,12 @@ STREAM_BYTES = {"klt": 200, "transform": 330}
 
 TRANSFORM_STREAMS = 6
 
+RAW_SHARE = 0.007
+"""The part of a text's tokens that a recipe such as transform-0.6 keeps raw: what calibrations of SmolLM2-135M found on English prose."""
+
+RAW_BITS, RAW_POSITION_BITS = 16, 64
+"""Bits of a value of a raw token, and of the token's position, which each side has."""
+
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normal value of variance 1 by a table of 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
 
@@ -186,48 +192,52 @@ class Basis:
         """The layers and sides that have frames, in order."""
         return sorted(self._frames)
 
-    def transformed(self, layer: int, side: str, bits: float) -> Calibrated:
+    def transformed(self, layer: int, side: str, bits: float, raw: bool = False) -> Calibrated:
         """Return the calibrated part of the codec transform, for ``bits`` bits per value on average over all layers and sides.
 
-        Raises OutOfBounds, and InvalidParameter for bits out of range.
+        ``raw`` says that some tokens are kept raw, which counts. Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
-        return Calibrated(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits))
+        return Calibrated(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
-    def step(self, bits: float) -> int:
+    def step(self, bits: float, raw: bool = False) -> int:
         """The step of the codec transform that takes at most ``bits`` bits per value on average, as far as the basis foresees.
 
-        Errors of all layers and sides are in one unit, so that one step is the best for all. Raises InvalidParameter for bits out of
-        range, and for fewer than files of the basis take at the coarsest step.
+        With ``raw``, tokens that are kept raw count, too. Errors of all layers and sides are in one unit, so that one step is the best for
+        all. Raises InvalidParameter for bits out of range, and for fewer than files of the basis take at the coarsest step.
         """
         _check_bits(bits, MIN_TRANSFORM_BITS)
-        if bits not in self._steps:
-            least = self.least_transform_bits
+        if (bits, raw) not in self._steps:
+            least = self.least_transform_bits(raw)
             if bits < least:
                 # The next hundredth is a text that is accepted.
                 raise InvalidParameter(
                     f"{self.where}: bits is {bits:g}, and a file of {FILE_TOKENS} tokens takes at least {least:.4g} bits per value with "
                     f"the codec transform and this basis: write transform-{math.ceil(100 * least) / 100:g} or more"
                 )
-            self._steps[bits] = max(step for step in range(MAX_STEP + 1) if self.transform_bits(step) <= bits)
-        return self._steps[bits]
+            self._steps[bits, raw] = max(step for step in range(MAX_STEP + 1) if self.transform_bits(step, raw) <= bits)
+        return self._steps[bits, raw]
 
     @cached_property
-    def _steps(self) -> dict[float, int]:
+    def _steps(self) -> dict[tuple[float, bool], int]:
         return {}
 
-    @cached_property
-    def least_transform_bits(self) -> float:
-        """Minimum bits per value that ``step`` supports: the cost of chunk states and of a file's streams, without symbols."""
-        return min(map(self.transform_bits, range(MAX_STEP + 1)))
+    def least_transform_bits(self, raw: bool = False) -> float:
+        """Minimum bits per value that ``step`` supports: the cost of chunk states, of a file's streams and of raw tokens, no symbols."""
+        return min(self.transform_bits(step, raw) for step in range(MAX_STEP + 1))
 
-    def transform_bits(self, step: int) -> float:
-        """Bits per value of a file of the codec transform at ``step`` over all layers and sides, as far as the basis foresees."""
+    def transform_bits(self, step: int, raw: bool = False) -> float:
+        """Bits per value of a file of the codec transform at ``step`` over all layers and sides, as far as the basis foresees.
+
+        With ``raw``, ``RAW_SHARE`` of the tokens are kept raw.
+        """
         bits, values = 0.0, 0
         for place, frames in self._frames.items():
             channels = frames.count * frames.columns
             chunk = default_chunk(self._rows[place].dim)
             bits += channels * frames.expected_bits(step) + CHUNK_BITS * frames.heads(self._rows[place].dim) / chunk
             bits += 8 * STREAM_BYTES["transform"] * TRANSFORM_STREAMS / FILE_TOKENS
+            if raw:
+                bits += RAW_SHARE * (RAW_BITS * channels + RAW_POSITION_BITS)
             values += channels
         return bits / values if values else 0.0
 

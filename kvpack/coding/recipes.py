@@ -260,7 +260,7 @@ class Recipe:
         elif rule.codec_id in CALIBRATED:
             basis = self._basis_of(rule, layers)
             if rule.codec_id == "transform":
-                calibrated = basis.transformed(layer, side, rule.bits)
+                calibrated = basis.transformed(layer, side, rule.bits, rule.keeps_raw)
             else:
                 words = dict(rule.words)
                 calibrated = basis.calibrated(layer, side, rule.bits, words.get("gain"), words.get("widths") == "heads")

@@ -94,6 +94,11 @@ class Rule:
             return self
         return replace(self, words=(*self.words, *words.items()))
 
+    @property
+    def keeps_raw(self) -> bool:
+        """Whether its codec keeps some tokens raw."""
+        return raw_clause.choice_of({name: value for name, value in self.words if name in RawPositions.words}) is not None
+
     def canonical(self, side: str) -> Spelled:
         """The codec of ``side`` in its canonical spelling."""
         words = dict(self.words)

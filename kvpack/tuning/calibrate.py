@@ -151,7 +151,7 @@ def run(
         **sizes,
         "raw": _raw_share(found, windows * (tokens - score), halves),
         "raw_attention": sum(map(float, found.shares.values())) / (len(found.shares) * windows) if found.shares else None,
-        "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits],
+        "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits(raw=True)],
         "without_frames": reason,
         "balanced": halves is not None,
         "widths": settings.widths,
@@ -228,10 +228,10 @@ def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def rate(basis: Basis, bits: float) -> dict[str, float]:
-    """Return the expected size and speed of the codec transform at ``bits`` bits per value: bits, and products per decoded value."""
-    step = basis.step(bits)
+    """Return the expected size and speed of ``transform-<bits>``: bits, and products per decoded value."""
+    step = basis.step(bits, raw=True)
     coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in basis.framed()]
-    return {"bits": bits, "expected_bits": basis.transform_bits(step), "products": sum(coded) / len(coded)}
+    return {"bits": bits, "expected_bits": basis.transform_bits(step, raw=True), "products": sum(coded) / len(coded)}
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:

@@ -10,7 +10,6 @@ import torch
 
 from kvpack.formats import rans
 from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Tables
-from kvpack.formats.transform import DEAD_ZONE
 
 from .basis_fit import costs_of, transform_of
 
@@ -31,6 +30,13 @@ LARGEST_DEVIATION = 2.0**-4
 """The unit: the largest standard deviation of a column, over all layers and sides."""
 MIN_OCTAVES, MAX_OCTAVES = -4, 6
 """Standard deviations of columns, in steps, that tables are for: 2^-4 to 2^6."""
+DEAD_ZONE = 0.06
+"""What is added to the half of a step by which a column must be nearer to the next level, where the values of levels are found.
+
+Encoders have none. The values are a little larger for it, and keys lose less attention to those that are kept raw. With SmolLM2-135M,
+transform-0.6 had a KL divergence of 0.042 with these values, and 0.055 and 0.067 with 0.95 and 1.08 of them, in two windows.
+"""
+
 REACH = 63
 """The largest level that has a symbol."""
 _TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
@@ -94,25 +100,31 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     """Tables for columns by their standard deviation in steps: the levels of all columns at all steps that ordinary recipes have."""
     levels = 2 * REACH + 1
     # The last place stands for levels that have no symbol.
-    counts, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(3))
+    counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
     grid = numpy.arange(-REACH, REACH + 1)
     for place, found in columns.items():
         for step in range(0, 256, SCALES_PER_TABLE):
             steps = found * 2.0 ** (step / SCALES_PER_OCTAVE)
-            coded = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - DEAD_ZONE))
+            coded = _levels(steps, 0.0)
             bits = _entropy(coded)
             if bits > _MAX_BITS:
                 break
             if bits >= _MIN_BITS:
                 table = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :]
-                at = table * (levels + 1) + numpy.where(numpy.abs(coded) <= REACH, coded + REACH, levels).astype(numpy.int64)
-                counts += numpy.bincount(at.ravel(), minlength=counts.size).reshape(counts.shape)
-                for of, added in ((sums, steps), (squares, numpy.square(steps))):
-                    of += numpy.bincount(at.ravel(), weights=added.ravel(), minlength=counts.size).reshape(counts.shape)
-    seen, within = counts[:, :levels], sums[:, :levels]
+                by_value = _levels(steps, DEAD_ZONE)
+                for of, level, added in (
+                    (counts, coded, None),
+                    (seen, by_value, None),
+                    (sums, by_value, steps),
+                    (squares, by_value, numpy.square(steps)),
+                ):
+                    at = table * (levels + 1) + numpy.where(numpy.abs(level) <= REACH, level + REACH, levels).astype(numpy.int64)
+                    weights = None if added is None else added.ravel()
+                    of += numpy.bincount(at.ravel(), weights=weights, minlength=of.size).reshape(of.shape)
+    within = sums[:, :levels]
     deviations = 2.0 ** (MIN_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
     usual = numpy.exp(-math.sqrt(2) * numpy.abs(grid) / deviations[:, None])
-    parts = seen + _SMOOTHED * usual / usual.sum(1, keepdims=True)
+    parts = counts[:, :levels] + _SMOOTHED * usual / usual.sum(1, keepdims=True)
     total = parts.sum(1, keepdims=True) + counts[:, levels:]
     rare = parts < _MIN_PART * total
     rare[:, REACH] = False
@@ -120,6 +132,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     kept = numpy.where(rare, 0, numpy.ceil(parts / total * 2**20)).astype(numpy.int64)
     escapes = numpy.maximum(1, 2**20 - kept.sum(1))
     # Towards the middle of a step where there are few.
+    seen = seen[:, :levels]
     values = (within + 4.0 * grid) / (seen + 4.0)
     values[:, REACH] = 0.0
     # The means of levels have less energy than what they stand for, as in tables of klt.
@@ -128,6 +141,12 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     values *= numpy.sqrt(numpy.divide(wanted, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
     frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
     return Tables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
+
+
+def _levels(steps: Array, dead_zone: float) -> Array:
+    """The levels of columns, as encoders round with a ``dead_zone``."""
+    found: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
+    return found
 
 
 def _entropy(levels: Array) -> float:

@@ -247,6 +247,13 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
     assert kvpack.Recipe("transform-0.6", basis).text == f"kv=transform:basis={digest},bits=0.6;{CALIBRATED_RAW_CLAUSE}"
     assert [basis.step(bits) for bits in (8, 4)] == sorted((basis.step(bits) for bits in (8, 4)), reverse=True)
     assert basis.transform_bits(basis.step(4)) <= 4
+    # Tokens that are kept raw count: what is left for symbols is less.
+    more = basis.transform_bits(255, raw=True) - basis.transform_bits(255)
+    assert more == pytest.approx(0.007 * (16 + 64 / 80), rel=0.01)
+    text = f"kv=transform:bits={basis.least_transform_bits() + more / 2:.6f}"
+    assert kvpack.Recipe(f"{text};raw=0", basis).codec(0, 2, "k", 32).id == "transform"
+    with pytest.raises(InvalidParameter, match=r"write transform-1\.57 or more"):
+        kvpack.Recipe(f"{text};raw=1,0.6", basis).codec(0, 2, "k", 32)
     mixed = kvpack.Recipe("k=transform:bits=4;v=klt:bits=4", basis)
     assert [mixed.codec(0, 2, side, dim).id for side, dim in (("k", 32), ("v", 48))] == ["transform", "klt"]
     for text, message in (
@@ -258,7 +265,7 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
             kvpack.Recipe(text)
     with pytest.raises(InvalidParameter, match=r"bits is 0.01, expected 0.05 to 8"):
         basis.step(0.01)
-    least = basis.least_transform_bits
+    least = basis.least_transform_bits()
     with pytest.raises(InvalidParameter, match=rf"bits is 0.05, .* at least {least:.4g} .* codec transform .* write transform-") as told:
         basis.step(0.05)
     accepted = float(str(told.value).split("transform-")[1].split()[0])

@@ -16,7 +16,6 @@ import torch
 
 from kvpack.formats.basis import run_slice
 from kvpack.formats.token_norms import LOG8, decoded_norms
-from kvpack.formats.transform import DEAD_ZONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -253,7 +252,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
     columns = (wide @ torch.from_numpy(numpy.linalg.inv(matrix))).abs() * 2.0 ** (codec.step / 16)
     # Levels are of binary32, and their inverse, too.
     large = 1 + columns.amax() + 2.0 ** (codec.step / 16) * x.double().abs().amax()
-    assert (columns <= 0.5 + DEAD_ZONE + shift + 2.0**-14 * large).all()
+    assert (columns <= 0.5 + shift + 2.0**-14 * large).all()
 
 
 def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:

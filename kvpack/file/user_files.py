@@ -276,7 +276,7 @@ class OnDisk:
 
         pieces = range(0, end - page, PIECE_BYTES)
         try:
-            with contextlib.closing(in_parallel(mapped, pieces, THREADS)) as done:
+            with contextlib.closing(in_parallel(mapped, pieces, THREADS, 2 * THREADS)) as done:
                 yield from done
         except OSError as error:
             now = os.fstat(self._descriptor).st_size

@@ -294,7 +294,7 @@ class Transform(CodecFamily):
         return (self._check_chunk_streams,)
 
     def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse columns that there are not, states below 2^16, and counts of other words."""
+        """Refuse columns that do not exist, states below 2^16, and counts of other words."""
         for first, block in value_blocks(arrays["columns"]):
             if (block > self.dim).any():
                 at = first_place(block > self.dim, first, arrays["columns"].shape)

@@ -76,7 +76,7 @@ _HOMES = {
     "Store": "store",
     "Tier": "store",
 }
-"""The modules of the public names but the errors, which are all in ``errors``."""
+"""Module of each public name except the errors, which are all in ``errors``."""
 
 _MODULES = ("errors", "pages")
 """Modules that are public, too."""

@@ -58,7 +58,7 @@ class GrowingCall:
         return all(own.supported and all(segment.frame.query_codec is not None for segment in own.segments) for own in found)
 
     def refresh(self, layer: Layer) -> bool:
-        """Take the pages of ``layer`` as they are now; whether launches changed, so that graphs must be captured again."""
+        """Take the pages of ``layer`` as they are now; returns True if launches changed, so that graphs must be captured again."""
         launches = self._planned(layer)
         same = len(launches) == len(self._launches) and all(
             new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)

@@ -39,7 +39,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in its dtype and strides; whether that was done.
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in its dtype and strides; returns True if that was done.
 
     What is taken, and what is raised, ``prepare`` says; also taken are codecs that have a decoder of more than one launch.
     """

@@ -40,7 +40,7 @@ _MAX_TABLES = 1 << 8
 def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
-    In the codec's dtype the bits of the values are kept, and in another they are rounded to it; ``rotated`` says nothing, for there is
+    In the codec's dtype the bits of the values are kept, and in another they are rounded to it; ``rotated`` says nothing, because there is
     no rotation. Any words give some values. Raises InvalidParameter if a stream is not as ``codec.layout`` says.
     """
     if pages is not None:

@@ -29,7 +29,7 @@ def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotat
     """Return the launch that decodes ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense
     channels.
 
-    In float32 the values are those of ``Minifloat.decode_frame``, bit for bit; ``rotated`` says nothing, for there is no rotation.
+    In float32 the values are those of ``Minifloat.decode_frame``, bit for bit; ``rotated`` says nothing, because there is no rotation.
     Raises InvalidParameter if a stream is not as ``codec.layout`` says.
     """
     rows.check(codec, packed, *out.shape[:2])

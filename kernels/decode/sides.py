@@ -121,7 +121,7 @@ def _prepared(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepa
 
 
 def _decoded(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
-    """Decode ``parts``, as ``_prepared``, by other means; whether that was done."""
+    """Decode ``parts``, as ``_prepared``, by other means; returns True if that was done."""
     codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
         for part in parts:

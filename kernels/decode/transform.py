@@ -42,7 +42,7 @@ WARPS, STAGES = 4, 3
 def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
     """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
 
-    ``rotated`` says nothing, for there is no rotation. Any words give some values. Raises InvalidParameter if a stream is not as
+    ``rotated`` says nothing, because there is no rotation. Any words give some values. Raises InvalidParameter if a stream is not as
     ``codec.layout`` says, and the errors of ``Transform.source_for``.
     """
     if pages is not None:

@@ -238,7 +238,7 @@ class _Plan:
             self._used[run, kind == PAIRS.value] = 0
 
     def place_tables(self) -> None:
-        """Give each table its place, and each tile the first entries of its columns."""
+        """Assign each table its place, and each tile the first entries of its columns."""
         tables = {}
         for run, pairs in self._used:
             own = self._bits[run]

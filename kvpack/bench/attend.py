@@ -1,4 +1,4 @@
-"""kvpack bench attend: one query over packed rows on the CPU, beside attention over dense rows, in one interleaved run.
+"""kvpack bench attend: one query over packed rows on the CPU, compared with attention over dense rows in the same interleaved run.
 
 Times are of the process, in one thread: other load on the machine disturbs them least.
 """

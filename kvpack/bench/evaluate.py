@@ -1,4 +1,4 @@
-"""evaluate: what recipes cost a model in memory, as one table, in a notebook too."""
+"""evaluate: the cost of recipes for a model in memory, as one table, also in notebooks."""
 
 from __future__ import annotations
 

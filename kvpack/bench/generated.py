@@ -1,4 +1,4 @@
-"""A text that the uncompressed model generates, and what it would have generated over packed caches.
+"""A text that the uncompressed model generates, compared with its predictions over packed caches.
 
 The model draws every token from its predictions by random numbers that a seed gives (the largest sum of a log-probability and a Gumbel
 number). Over a packed cache it reads the same tokens; where its prediction and the same random numbers draw another one, the token has

@@ -1,4 +1,5 @@
-"""kvpack bench quality --norm-rules: recipes beside themselves with the papers' rule of norms (norm_rule=norm), at equal bytes.
+"""kvpack bench quality --norm-rules: recipes compared with the same recipes under the papers' norm rule (norm_rule=norm), at equal
+bytes.
 
 Presets are measured as the papers define them, without the raw tokens that they have besides.
 """

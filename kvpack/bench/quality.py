@@ -70,7 +70,7 @@ REFERENCE = "fp8"
 
 TEXT, LONG_TEXT = "prose", "long"
 OTHERS = ("code", LONG_TEXT)
-"""The texts that are read besides, and that only their divergences are told of."""
+"""Additional texts, of which only divergences are reported."""
 
 _TWIN_SAMPLE = 256
 

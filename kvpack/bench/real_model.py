@@ -62,7 +62,9 @@ def folder() -> Path:
 
 
 def basis(on: str = "prose") -> str | None:
-    """The file of the basis beside the model; None if it was not calibrated. Raises MissingFile if it was not on any other text."""
+    """Return the basis file next to the model; None if it was not calibrated. Raises MissingFile if it was not calibrated on
+    another text.
+    """
     found = place() / CALIBRATIONS[on][1]
     if not found.is_file() and on != "prose":
         raise MissingFile(f"{found}: the basis is not there; make it with: {COMMAND} --calibrate-on {on}", filename=str(found))
@@ -70,7 +72,7 @@ def basis(on: str = "prose") -> str | None:
 
 
 def calibrate(on: str = "prose") -> None:
-    """Make the basis beside the model, unless it is there. Raises KvpackError if ``kvpack calibrate`` fails."""
+    """Make the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
     target = place() / made
     if not target.is_file():

@@ -1,4 +1,4 @@
-"""kvpack bench serve: what a user of a model gets: decode steps, ``generate``, the first token after a stored prefix, memory.
+"""kvpack bench serve: a user's view of a model: decode steps, ``generate``, the first token after a stored prefix, and memory.
 
 The model has the shape of a known one, or of a configuration, and random weights; keys and values are random. Every figure is beside that
 of transformers' own caches, or of recomputing, in the same run. On a CPU times are of the process, in one thread, and each round runs all.
@@ -189,7 +189,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _kept(config: Any, tokens: int) -> list[int]:
-    """Return how many of ``tokens`` the cache of each layer holds: a sliding window has dropped the others."""
+    """Return the number of ``tokens`` in the cache of each layer: a sliding window has dropped the others."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 

@@ -38,7 +38,7 @@ def room() -> int:
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """One row per cache: the ``DynamicCache`` ``dense`` and what ``others`` make, of the model ``plain``, and ``packed``, of ``model``.
+    """Return one row per cache: the ``DynamicCache`` ``dense`` and the ``others`` of the model ``plain``, and ``packed`` of ``model``.
 
     All hold the tokens of ``ids`` ``[batch, token]`` but the last. Times are seconds per step and per token that ``generate`` adds. A
     cache that cannot be made has a row with the ``error``.

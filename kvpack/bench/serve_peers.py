@@ -25,7 +25,7 @@ TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "
 
 
 def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
-    """By its name, what makes each cache that contains ``states``, of ``tokens`` tokens, with room for ``room`` more.
+    """Return, by name, the function that makes each cache with ``states`` of ``tokens`` tokens and room for ``room`` more.
 
     A call raises what transformers does for a model or a backend that it cannot make the cache for.
     """

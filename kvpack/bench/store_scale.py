@@ -1,4 +1,4 @@
-"""kvpack bench store --location: what a store of many entries costs, at a location that keeps them.
+"""kvpack bench store --location: the cost of a store with many entries, at a location that keeps them.
 
 Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location that contains fewer than asked for is
 filled first. What is measured then stores some more, under the location's present size as its budget.
@@ -69,7 +69,7 @@ def run(
 ) -> dict[str, Any]:
     """Fill ``location`` up to ``entries``, and measure ``rows`` there; returns JSON values. ``progress`` counts entries that are put.
 
-    Raises InvalidParameter for fewer entries than two prefixes have, and for rows that there are not.
+    Raises InvalidParameter for fewer entries than two prefixes have, and for rows that do not exist.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
@@ -109,7 +109,7 @@ class _Scale:
         self._new = 10**9 + time.time_ns() % 10**9
 
     def fill(self, entries: int, progress: Progress | None) -> int:
-        """Put what is missing to ``entries``, and return how many these were."""
+        """Put the entries missing from ``entries``, and return their number."""
         backend = open_backend(self._location, Counters(), PLAIN, LocationOptions())
         there, put = backend.size()[0], 0
         like = [_Like(self._named(number)) for number in range(CHUNKS)]
@@ -135,7 +135,7 @@ class _Scale:
             yield key, like[at].pieces(key, parent, ids)
 
     def _write_files(self, like: Sequence[_Like], numbers: range, progress: Progress | None) -> int:
-        """Write the entries of prefixes to a folder that nobody else uses, uncounted, and return how many these were."""
+        """Write the entries of prefixes to a folder that nobody else uses, uncounted, and return their number."""
         folder = Folder(self._location, Counters(), durable=False)
         folder.make_folders(*folder.leaves)
         context = multiprocessing.get_context("fork")

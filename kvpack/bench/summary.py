@@ -25,7 +25,7 @@ CHECKED_DIM = 128
 _SMALLEST = 1e-12
 
 DEPTHS = 4
-"""Equal parts of a prompt: the recall of needles is told for each."""
+"""Number of equal parts of a prompt for which needle recall is reported."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _bits(measured: Sequence[Measured | PeerMeasured]) -> float:
 
 
 def mark_front(rows: Sequence[dict[str, Any]]) -> None:
-    """Set ``on_front`` in every row: whether it is on the Pareto front of bits and KL divergence.
+    """Set ``on_front`` in every row: True if it is on the Pareto front of bits and KL divergence.
 
     The cheapest recipe is, and then each that is better than the last one on the front by more than chance explains: its divergence
     is a smaller part of the other's in the windows, on a logarithmic scale, which windows of large divergence do not rule.
@@ -186,7 +186,7 @@ def family(recipe: str) -> str:
 
 
 def recall(asked: Sequence[Asked]) -> dict[str, Any]:
-    """Return how many of the questions ``asked`` were answered, in all, by depth, and by the prompts' length, as JSON values."""
+    """Return the number of ``asked`` questions that were answered, in total, by depth, and by prompt length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
     for question in asked:
@@ -259,7 +259,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def named(report: dict[str, Any]) -> str:
-    """The model of a report, and what was done to its keys or to the text."""
+    """Return the model of a report, and the changes made to its keys or the text."""
     twin, offset = report["twin"], report["offset"]
     name = str(report["model"])
     if twin is not None:

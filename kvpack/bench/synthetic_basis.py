@@ -1,4 +1,4 @@
-"""Bases of random numbers: what the kernels of klt and transform cost depends on widths and on bits, and not on the model.
+"""Bases of random numbers: the cost of the kernels of klt and transform depends on widths and bits, not on the model.
 
 ``klt=63211000:53100000`` has these widths of the runs of keys and of values, and ``transform=0.6:head`` this many bits per value with
 frames of a scope. Of transform, the values that are packed are made of those that are given, as widely distributed as columns of a model

@@ -48,7 +48,7 @@ _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 
 
 class DenseLayer(NamedTuple):
-    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and how many tokens before them it no longer holds.
+    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and the number of earlier tokens that it has dropped.
 
     ``states`` are tensors ``[batch, ...]`` by name.
     """

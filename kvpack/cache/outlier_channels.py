@@ -22,7 +22,7 @@ SAMPLED_TOKENS = 128
 
 
 class OutlierChannel(NamedTuple):
-    """The largest channel of a layer's keys, and how many times the median of its head it is."""
+    """The largest channel of a layer's keys, and its size relative to the median of its head."""
 
     layer: int
     head: int

@@ -31,7 +31,9 @@ class CachePart:
 
     @classmethod
     def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
-        """The part of a file with ``header``; None for all. Raises InvalidParameter, and OutOfBounds for what the file lacks."""
+        """Return the part of a file with ``header``; None for all. Raises InvalidParameter, and OutOfBounds for layers and tokens that the
+        file lacks.
+        """
         count = len(header.layers)
         numbers = tuple(range(count)) if layers is None else _numbers(layers, count)
         ends = [header.starts[number] - header.start + side.tokens for number in numbers for _, side in header.layers[number].sides()]

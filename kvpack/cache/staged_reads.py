@@ -1,4 +1,4 @@
-"""Bytes of a file in staging memory, copy by copy, read ahead of whoever copies them."""
+"""Bytes of a file in staging memory, one copy after another, read ahead of their consumer."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class _Entry(NamedTuple):
 def read(
     path: str, check: Callable[[list[str], dict[str, str]], Found], max_header_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[dict[str, torch.Tensor], Found]:
-    """The tensors of a safetensors file, and what ``check`` makes of their names and of the metadata, before any is read.
+    """Return the tensors of a safetensors file, and the result of ``check`` for their names and metadata, which runs before any is read.
 
     The tensors are copies: the file may change afterwards. Raises MissingFile, Truncated for a file that becomes shorter while it is
     read, InvalidParameter when the file is not a safetensors file or has a tensor that torch cannot hold, and the errors of ``check``.

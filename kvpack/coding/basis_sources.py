@@ -42,7 +42,7 @@ def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
     """The basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
 
-    Of files in a folder, the smallest first, a KvpackWarning names those that are no bases or cannot be read. Raises MissingBasis, which
+    Of files in a folder, the smallest first, a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis, which
     names the digest, and what reading a file or listing a folder raises.
     """
     for one in source if isinstance(source, list | tuple) else [source]:
@@ -90,7 +90,7 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def bound(header: Header, source: Any = None) -> Header:
-    """``header`` with codecs of sides that have the bases they need, from ``source`` as ``find`` takes it.
+    """Return ``header`` with the bases that the codecs of sides need, from ``source`` as for ``find``.
 
     A codec whose rows are in the file needs none; it has its basis if ``source`` contains it, for tokens that are added where no rows are.
     Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.

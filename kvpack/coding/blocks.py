@@ -27,7 +27,7 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def in_this_thread() -> Iterator[None]:
-    """Let ``for_each_block`` work in the calling thread, and leave the host's settings of threads alone."""
+    """Let ``for_each_block`` run in the calling thread, without changing the host's thread settings."""
     before = getattr(_state, "in_this_thread", False)
     _state.in_this_thread = True
     try:

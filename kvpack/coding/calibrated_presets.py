@@ -1,4 +1,4 @@
-"""kvpack's own presets by a basis: keys in its frames, and a width for every layer and side by what that place costs the model.
+"""kvpack's own presets for a basis: keys in its frames, and a width for every layer and side from the loss of that place.
 
 A place that loses more than others at one width is given more bits. The widths have the average that the preset names.
 """

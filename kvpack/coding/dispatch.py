@@ -40,7 +40,7 @@ ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
-    """The streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel, None if the codec itself is to encode it.
+    """Return the streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel; None if the codec itself must encode it.
 
     ``before`` contains the streams of the run that it continues. The codec itself encodes where no kernels run, what they do not take, and
     values that it may refuse. Raises what ``uses_triton`` and ``uses_c`` raise.
@@ -112,7 +112,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]])
 
 
 def checks_chunks(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_chunks`` checks what ``codec.check_chunks`` does, on ``device``. Raises the errors of ``uses_triton``."""
+    """Return True if ``check_chunks`` performs the checks of ``codec.check_chunks`` on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs

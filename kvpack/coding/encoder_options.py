@@ -35,7 +35,7 @@ STEERING = {
     )
     for codec_id, codec in CODECS.items()
 }
-"""The options of each codec that steer its encoder alone, which are fields of the same name."""
+"""Options of each codec that affect only its encoder, by the name of their field."""
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 

@@ -123,7 +123,7 @@ def _encode_beside_raw(
     position: int | None,
     norms: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """``encode``, for a codec that keeps some tokens raw: what encodes the others then sees a whole run, kernels too."""
+    """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, kernels included, gets a whole run."""
     with float32_no_grad(x.device):
         plain, shared = codec.without_raw, codec.summary.shared_scales
         coded = dispatch.norms(x) if shared and not plain.changes_norms else None

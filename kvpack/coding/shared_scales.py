@@ -78,7 +78,7 @@ def misfit_of(
 
 
 def report(found: Misfit) -> None:
-    """Add ``found`` to what the call around this one collects; without one, issue its warning."""
+    """Add ``found`` to the collection of the surrounding call; without one, issue its warning."""
     collected = _collected.get()
     if collected is None:
         warn([found], stacklevel=4)

@@ -1,1 +1,1 @@
-"""The commands of the command line, one module each; every module imports what it needs when it runs."""
+"""The commands of the command line, one module each; every module imports its dependencies when it runs."""

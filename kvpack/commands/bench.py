@@ -121,7 +121,7 @@ def _add_quality(kinds: Any) -> None:
 
 
 def _add_model_options(quality: Any) -> None:
-    """Add the options that change the model, or what is compared."""
+    """Add the options that change the model, or the comparison."""
     quality.add_argument(
         "--twin",
         type=float,

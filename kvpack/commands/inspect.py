@@ -1,4 +1,4 @@
-"""kvpack inspect: the contents of a file, read from its checked header alone, and the SHA-256 of a basis."""
+"""kvpack inspect: the contents of a file, from its checked header, and the SHA-256 of a basis."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
-    """Notes on the entries that are not listed, and on unencrypted entries beside encrypted ones."""
+    """Return notes on the entries that are not listed, and on unencrypted entries next to encrypted ones."""
     closed = len(catalog.undecryptable)
     refused = len(catalog.unreadable) - closed
     lines = []
@@ -166,7 +166,7 @@ def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
 
 
 def _bases(catalog: Catalog) -> list[dict[str, Any]]:
-    """The bases, and how many entries need each."""
+    """Return the bases, and the number of entries that need each."""
     return [
         {
             "key": key.hex(),

@@ -33,7 +33,7 @@ NEW_TOKENS = 40
 
 
 def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Run the processes one after another on the store at ``location``, and report what each one found and produced as JSON values.
+    """Run the processes one after another on the store at ``location``, and return what each found and produced, as JSON values.
 
     ``progress`` counts processes. Raises InvalidParameter, and KvpackError when transformers is not installed or a process fails.
     """
@@ -97,7 +97,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """``python -m kvpack.demo.store LOCATION RECIPE``: print as JSON what one process did."""
+    """Run ``python -m kvpack.demo.store LOCATION RECIPE``: print the results of one process as JSON."""
     location, recipe = words
     with one_thread():
         print(json.dumps(use(location, recipe)))

@@ -243,7 +243,7 @@ def _weights(seen: Seen, keys: torch.Tensor) -> torch.Tensor:
 
 
 def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
-    """Read the scored tokens of a window, at their own positions, over its first ``kept`` tokens alone: the past is forgotten."""
+    """Read the scored tokens of a window, at their own positions, over only its first ``kept`` tokens: the rest is forgotten."""
     cache = uncompressed(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]

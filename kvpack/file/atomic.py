@@ -92,7 +92,7 @@ def replace_file(
     unfinished: str | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace ``path`` with the file that ``write(descriptor)`` makes of a new empty one, and return what it returns.
+    """Replace ``path`` with a new file that ``write(descriptor)`` fills, and return its result.
 
     The bytes go to a new file of mode 0600, which is locked until it is renamed over ``path``, so that ``sweep`` can recognize the
     file of a dead writer. It is created in the folder of ``path``, where files of dead writers are removed first. Like ``open``, this
@@ -215,7 +215,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Give a finished file the mode, owner and group of the file that it replaces, or the mode of the umask. Raises OSError."""
+    """Set the mode, owner and group of a finished file to those of the replaced file, or the mode to the umask's. Raises OSError."""
     try:
         old = os.stat(target)
     except OSError:
@@ -270,7 +270,7 @@ def _create_locked(folder: str) -> tuple[int, str]:
 
 
 def sweep(path: str, *, old: bool, certain: bool = False) -> bool:
-    """Remove an unfinished file unless its writer holds its lock; return whether it was removed. Raises OSError.
+    """Remove an unfinished file unless its writer has its lock; return True if it was removed. Raises OSError.
 
     A file that is never locked (by its name, or because the file system has no locks) is removed only if it is ``old``. With
     ``certain``, a file on a file system that may hide the locks of other hosts is kept.

@@ -391,7 +391,7 @@ def check_header_size(size: int) -> None:
 
 
 def _codec(where: str, params: Any) -> tuple[Codec, bool]:
-    """The codec of a map, and whether this is the one that the codec is stored as."""
+    """Return the codec of a map, and True if the map is the codec's stored form."""
     check(where, params, Rule(dict))
     try:
         packed = msgpack.packb(params)

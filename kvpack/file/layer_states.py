@@ -1,4 +1,4 @@
-"""The required feature ``layer-state``: what recurrent and convolution layers keep (spec/container.md, Layer states)."""
+"""The required feature ``layer-state``: states of recurrent and convolution layers (spec/container.md, Layer states)."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def begins_row(beginning: bytes) -> bool:
 
 
 def namespace_of(beginning: bytes) -> bytes | None:
-    """The namespace of a row from its first bytes, which nothing checks; None for what is no row of this version."""
+    """Return the namespace of a row from its first bytes, unchecked; None for anything other than a row of this version."""
     return beginning[NAMESPACE_AT:KEY_AT] if begins_row(beginning) else None
 
 

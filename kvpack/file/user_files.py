@@ -264,7 +264,7 @@ class OnDisk:
         return self._mapping[begin:end]
 
     def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Threads map the pages of the next pieces meanwhile: views alone make the disk wait at every page."""
+        """Map the pages of the next pieces in threads meanwhile; views alone would make the disk wait at every page."""
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         memory = self.view(page, end)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) if end > page else 0

@@ -36,7 +36,7 @@ class CpuSteps:
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append tokens to the raw tail; False, and nothing done, where the layer's own ``update`` checks, converts or makes room."""
+        """Append tokens to the raw tail; returns False and does nothing if the layer's own ``update`` checks, converts or makes room."""
         layer = self._layer
         if self._version != layer.version:
             self._view()

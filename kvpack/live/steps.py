@@ -46,7 +46,7 @@ class Steps:
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append a few tokens; False, and nothing done, where the layer's own ``update`` is to check or to make room."""
+        """Append a few tokens; returns False and does nothing if the layer's own ``update`` is to check or to make room."""
         layer = self._layer
         if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
             return False

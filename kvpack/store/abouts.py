@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def about_kind(kind: str) -> str:
-    """The text of entries that are no chunks: pages, states or bases."""
+    """The text of entries that are not chunks: pages, states or bases."""
     return json.dumps({"kind": kind})
 
 

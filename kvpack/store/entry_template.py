@@ -104,7 +104,7 @@ class EntryTemplate:
         )
 
     def feature(self, data: memoryview, start: int) -> bytes | None:
-        """The feature of a matching entry whose first token is ``start``; None when ``data`` does not match."""
+        """The feature of a matching entry whose first token is ``start``; None if ``data`` does not match."""
         if len(data) != self.size:
             return None
         header_end = len(self.text) + len(self.fixed)

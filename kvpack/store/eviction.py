@@ -173,7 +173,7 @@ class Evictor:
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
     def _try_round(self, size: int, kept: set[bytes], *, anew: bool = False) -> Round | None:
-        """Sweep, count, and evict until ``size`` more bytes fit; None when another process is evicting.
+        """Sweep, count, and evict until ``size`` more bytes fit; None if another process is evicting.
 
         Where there is an index, the count is believed, unless it is to be made ``again`` or has lost touch with what is there.
         """

@@ -32,7 +32,7 @@ UNFINISHED = "unfinished"
 INDEX = ("index.db", "index.db-shm", "index.db-wal")
 """The files of the index (index.py)."""
 BESIDE = ("usage", "lock", *INDEX)
-"""Files of the store that are no entries."""
+"""Files of the store that are not entries."""
 _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 

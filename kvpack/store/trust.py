@@ -132,7 +132,7 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def own(self, descriptor: int) -> None:
-        """Give a file or folder that this user has just made to the store's owner, and to the trusted group if there is one.
+        """Return a file or folder that this user has just made to the store's owner, and to the trusted group if there is one.
 
         Raises Untrusted if it belongs to somebody who is not trusted, and OSError.
         """

@@ -68,7 +68,7 @@ def best(measured: list[Measurement]) -> Measurement:
 
 
 def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
-    """The tuned allocation and the best uniform one, None when no uniform recipe fits.
+    """The tuned allocation and the best uniform one, None if no uniform recipe fits.
 
     The losses of single places are measured with all others uncompressed, where they add up best, and only predict the loss
     of an allocation; the measured loss of the whole allocation always decides. Raises InvalidParameter for an impossible budget.
@@ -138,7 +138,7 @@ def _promising(search: Search) -> list[Allocation]:
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
-    """``tuned`` with some places given more bytes and others fewer, or None when that does not lower the real loss.
+    """``tuned`` with some places given more bytes and others fewer, or None if that does not lower the real loss.
 
     The gain or loss of a place is measured with all others as they are in ``tuned``. Many changes at once may not have the sum
     of their effects; then fewer are tried, those that gain most.

@@ -31,7 +31,7 @@ def steps(layers: int) -> int:
 
 
 def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
-    """The allocation found, and the largest uniform one within the budget; None when none fits.
+    """The allocation found, and the largest uniform one within the budget; None if none fits.
 
     Raises InvalidParameter for a budget below the smallest candidates.
     """

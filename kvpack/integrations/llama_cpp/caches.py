@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
 )
-"""Names in a cache's metadata of what its file said besides tokens, keys and values."""
+"""Metadata names of a cache for everything in its file besides tokens, keys and values."""
 _MAX_POSITION = 2**31 - 1
 _KINDS = " keys beside values of "
 """Between the types of keys and of values, in the dtype of a cache with quantized ones."""
@@ -262,7 +262,7 @@ def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]
 
 
 def _of_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
-    """A side's newest tokens as llama.cpp has them. Raises as ``exported``, and InvalidParameter for what is no longer of its ``kind``."""
+    """Return a side's newest tokens as llama.cpp has them. Raises the errors of ``exported``, and InvalidParameter for another ``kind``."""
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
         return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data

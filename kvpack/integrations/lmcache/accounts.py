@@ -26,7 +26,7 @@ class Accounts:
         self._lock = RLock()
 
     def stored(self, sizes: Mapping[Any, int]) -> None:
-        """Tell of objects that were not there before: of one that was told of, and went unnoticed, nothing changes."""
+        """Report objects that were not there before; an object that was already reported changes nothing."""
         with self._lock:
             new = {key: size for key, size in sizes.items() if key not in self._told}
             self._told |= new

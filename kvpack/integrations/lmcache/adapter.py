@@ -202,7 +202,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return found
 
     def _check_location(self) -> None:
-        """Raise InvalidParameter, and what a backend raises, for a location that can be no store's: there is no object yet."""
+        """Raise InvalidParameter, and the errors of a backend, for a location that cannot be a store's; there is no object yet."""
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         opened(self._location, self._identity, Counters(), options, looking=True).backend.close()
 

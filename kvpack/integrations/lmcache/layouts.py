@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_TOKENS = 256
-"""Tokens of an object as LMCache makes them where it is not told otherwise."""
+"""Tokens of an object that LMCache makes by default."""
 
 
 def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
@@ -48,7 +48,7 @@ def check_model(recipe: Recipe, key: Any) -> None:
 
 
 def is_fused(options: Mapping[str, Any]) -> bool:
-    """The option ``fused``. Raises InvalidParameter for what is neither true nor false."""
+    """Return the option ``fused``. Raises InvalidParameter unless it is true or false."""
     fused = options.get("fused", False)
     if not isinstance(fused, bool):
         raise InvalidParameter(f"fused is {fused!r:.40}, expected true or false")

@@ -20,7 +20,7 @@ CLASS = {"module_path": "kvpack.integrations.sglang.storage", "class_name": "Kvp
 
 
 def register() -> None:
-    """Have SGLang's factory find kvpack's backend by its name; an SGLang without hooks is left alone."""
+    """Register kvpack's backend with SGLang's factory, if this SGLang has hooks."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:

@@ -37,7 +37,7 @@ def _metrics() -> dict[str, Any]:
 
 
 class StoreMetrics:
-    """Tells prometheus_client what the store of one pool has counted."""
+    """Reports the counts of one pool's store to prometheus_client."""
 
     def __init__(self, store: PageStore, pool: str, ranks: Sequence[int]) -> None:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)

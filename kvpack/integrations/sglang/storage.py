@@ -213,12 +213,12 @@ class Pool:
         self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MAX_RECENT) for kind in ("load", "save")}
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages to the pool: for each key whether it was loaded."""
+        """Load pages into the pool; return, for each key, True if it was loaded."""
         with self._timed("load", len(keys)):
             return self._get(keys, host_indices)
 
     def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
-        """Store pages of the pool: for each key whether it is stored."""
+        """Store pages of the pool; return, for each key, True if it is stored."""
         with self._timed("save", len(keys)):
             return self._set(keys, host_indices, ancestors)
 

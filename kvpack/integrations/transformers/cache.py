@@ -466,7 +466,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """For each layer, whether it keeps states and no keys and values."""
+        """For each layer, True if it has states and no keys and values."""
         return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
 
     def activate_past_recording(self) -> None:
@@ -505,7 +505,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
             self._states[tokens] = KeptStates(tuple({name: state.cpu() for name, state in layer.items()} for layer in own))
 
     def go_back(self, tokens: int) -> int:
-        """Keep the first ``tokens`` tokens, or as many as there are states for (``states_at``), and return how many are kept.
+        """Keep the first ``tokens`` tokens, or as many as have states (``states_at``), and return the number kept.
 
         Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
         """
@@ -575,7 +575,7 @@ class KvpackCache(TransformersCache):  # type: ignore[misc]
         return kept.now
 
     def take_back(self) -> None:
-        """Drop what the pass under way has added, as far as layers can go back: it is about to be refused."""
+        """Drop the tokens of the current pass, as far as layers can go back, because it is about to be refused."""
         with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
                 self.crop(-self.passes.added)

@@ -53,7 +53,7 @@ class CompiledCalls:
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """The first token that each sequence sees, and a note of what else ``columns``, a mask for padding, hides."""
+        """Return the first token that each sequence sees, and a note on anything else that ``columns``, a padding mask, hides."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = padding_of(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts

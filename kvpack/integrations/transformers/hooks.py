@@ -331,7 +331,7 @@ def _watch_generate(model: PreTrainedModel) -> bool:
 
 
 class _Watched:
-    """The method ``name`` of ``model``, which is told to its KvpackCaches; a copy of the model has its own."""
+    """The method ``name`` of ``model``, whose calls are reported to its KvpackCaches; a copy of the model has its own."""
 
     name: str
 

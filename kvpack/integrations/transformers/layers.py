@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """Warns once that a model gets decoded keys and values; ``told`` if it has warned, or if decoding was requested."""
+    """Warns once that a model gets decoded keys and values; ``told`` is True if it has warned, or if decoding was requested."""
 
     def __init__(self, told: bool) -> None:
         self.told = told
@@ -62,7 +62,7 @@ class AbsentLayer(DummyLayer):  # type: ignore[misc]
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Layer ``number`` of a live cache; a sliding-window layer may contain only the newest tokens that it has seen.
 
-    ``window`` is the model's sliding window for it, None when it has none or the model is not known. ``decoding`` is told when
+    ``window`` is the model's sliding window for it, None if it has none or the model is not known. ``decoding`` is told when
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 

@@ -81,7 +81,7 @@ class Expected:
         return [*known, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
-        """For each layer of the model's own cache, whether it contains keys and values of its own.
+        """For each layer of the model's own cache, True if it has keys and values of its own.
 
         Raises InvalidParameter for a layer that keeps anything else, and for a model that takes no cache of layers.
         """
@@ -288,7 +288,7 @@ def weights_now(model: Any) -> str:
 
 
 def check_identity(cache: Cache, model: Any) -> Named:
-    """Raise InvalidParameter, naming what differs, when the cache names a model by ``Identity.of`` and this is another.
+    """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of`` and this is another model.
 
     Where both know digests of the weights, these are compared, and the name is not: the same model may be in another folder. A
     KvpackWarning reports weights that are compared in part, or cannot be read.

@@ -84,7 +84,7 @@ class Record:
             self._settle()
 
     def note(self, start: int, what: str) -> None:
-        """Say ``what`` of all tokens from ``start`` on, if there are any."""
+        """Record ``what`` of all tokens from ``start`` on, if there are any."""
         self._settle()
         if start < self.tokens:
             self._findings.append(_Finding(start, self.tokens, what))
@@ -149,7 +149,7 @@ class Record:
 
     @property
     def inputs(self) -> Inputs | None:
-        """The known inputs; None when nothing was known of the first tokens and no tokens were added."""
+        """The known inputs; None if nothing was known of the first tokens and no tokens were added."""
         self._settle()
         if not self._known:
             return None

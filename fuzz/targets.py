@@ -119,6 +119,14 @@ def encrypted_entry() -> Target:
     return Target(tuple(SEALED), lambda data, source: mutated_sealed(data, source, 1 << 10), check_sealed, most_bytes=1 << 10)
 
 
+def record() -> Target:
+    """Pins, and records of uses, which a store keeps next to its entries."""
+    from fuzz.record_oracle import SEEDS, check_record, mutated_record
+
+    most = 1 << 10
+    return Target(SEEDS, lambda data, source: mutated_record(data, source, most), check_record, most_bytes=most)
+
+
 def row() -> Target:
     """Rows of engines' pages: frame, description, and the rules of codecs."""
     from fuzz.row_oracles import RowOracle
@@ -240,6 +248,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "safetensors": safetensors,
     "entry": entry,
     "encrypted-entry": encrypted_entry,
+    "record": record,
     "row": row,
     "slot": slot,
     "prompt-cache": prompt_cache,

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvpack.coding.presets import PUBLISHED
+from kvpack.coding.presets import OWN, PUBLISHED
 from kvpack.coding.recipes import SIDES, Recipe
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.coding.rules import Rule
@@ -34,8 +34,9 @@ _PAPERS = ("norm_rule", "norm")
 
 
 def recipes() -> list[str]:
-    """The presets for any model that the rule changes."""
-    return [name for name, preset in PUBLISHED.items() if preset.layers is None and with_papers_rule(name) is not None]
+    """The papers' presets for any model that the rule changes."""
+    papers = [name for name, preset in PUBLISHED.items() if preset.layers is None and name not in OWN]
+    return [name for name in papers if with_papers_rule(name) is not None]
 
 
 def with_papers_rule(recipe: str) -> str | None:

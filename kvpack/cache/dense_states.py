@@ -70,7 +70,10 @@ def dense_states(past: Any) -> list[DenseLayer]:
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
             past = [past]
-        if all(map(_is_layer, past)):
+        for pair in past:
+            if not isinstance(pair, DenseLayer) and not (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)):
+                break
+        else:
             return [*map(_of_tuple, past, map("layers[{}]".format, count()))]
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
@@ -160,10 +163,6 @@ def keys_and_values(layer: Any, where: str) -> DenseLayer:
             "pack a cache that holds all, as DynamicCache does"
         )
     return DenseLayer(k[:, :, :seen], v[:, :, :seen], max(0, seen - held))
-
-
-def _is_layer(value: Any) -> bool:
-    return isinstance(value, DenseLayer) or (isinstance(value, (list, tuple)) and len(value) in (2, 3))
 
 
 def _is_dense(x: Any) -> bool:

@@ -268,7 +268,7 @@ class Codec(ABC):
         return self.original(self.decode_frame(streams), streams)
 
     def tokens_of(self, streams: Mapping[str, torch.Tensor]) -> int:
-        """The tokens that are decoded of ``streams``."""
+        """Return the number of tokens encoded in ``streams``."""
         layouts = self.layout(1, 1, 1)
         name = next((name for name, layout in layouts.items() if layout.per == "token" and layout.tokens_per_row == 1), next(iter(streams)))
         return streams[name].shape[2]

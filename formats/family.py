@@ -125,7 +125,7 @@ def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
-    """The ranges and the choices of ``_declared``: files have thousands of codecs."""
+    """The ranges and choices of ``_declared``, cached because files have thousands of codecs."""
     ranges = [(name, *values["range"]) for name, values in _declared(codec).items() if "range" in values]
     return ranges, [(name, values["known"]) for name, values in _declared(codec).items() if "known" in values]
 

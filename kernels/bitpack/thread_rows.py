@@ -173,7 +173,7 @@ def _loaded(
 
 @triton.constexpr_function
 def _load_one(bits: int, masked: bool) -> str:
-    """One number of 16 or 32 bits; where masked, 0."""
+    """Load one number of 16 or 32 bits; 0 where masked."""
     mask, real = ("setp.ne.b32 real, $2, 0;", "@real") if masked else ("", "")
     if bits == 16:
         load = f"mov.b16 half, 0; {real} ld.global.b16 half, [$1]; cvt.u32.u16 $0, half;"

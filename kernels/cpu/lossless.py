@@ -1,4 +1,4 @@
-"""lossless on the CPU: exponents apart from signs and fractions, and joined with them, bit for bit, for bf16 in its default packing."""
+"""lossless on the CPU, for bfloat16 in its default packing: splits exponents from signs and fractions, and joins them bit for bit."""
 
 from __future__ import annotations
 

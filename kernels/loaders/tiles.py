@@ -90,7 +90,7 @@ class Tiles:
     values: Tiles | None = None
     """The loader of values, where it differs from this one of keys in what ``decode`` takes; ``channels`` are the same."""
     keys: Tiles | None = None
-    """The loader of keys, where it differs from this one in what ``decode`` leaves to ``step_factor``; without side-cars."""
+    """Loader of keys, if it differs from this one in what ``decode`` leaves to ``step_factor``; without side-cars."""
     step_factor: Any = None
     """For keys, ``step_factor(loaded, step, constants, fast)``: what products with the tiles of a step are multiplied by, float32
     ``[warp, token]``."""

@@ -109,7 +109,7 @@ def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
 
 
 class _Timed(NamedTuple):
-    """One operation of one way to keep a cache."""
+    """One timed operation of one way to store a cache."""
 
     name: str
     operation: str

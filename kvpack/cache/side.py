@@ -313,7 +313,7 @@ class Side:
         return self if merged is self._runs else replace(self, runs=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
-        """The tokens of each page of ``merged()``."""
+        """Number of tokens in each page of ``merged()``."""
         return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:

@@ -272,7 +272,7 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _basis_of(self, rule: Rule, layers: int) -> Basis:
-        """The basis for ``rule``. Raises MissingBasis, and InvalidParameter for one of another number of layers."""
+        """Return the basis for ``rule``. Raises MissingBasis, and InvalidParameter if it has another number of layers."""
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"

@@ -41,10 +41,10 @@ PADDED = "were computed with an attention mask that hides padding"
 class Inputs:
     """The inputs that the tokens of a cache were computed from.
 
-    Args: token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If rows of a batch differ, the ids that all rows begin
-        with. undetermined: Inputs that the ids do not determine, each as a clause such as "tokens 8 to 15 came from embeddings, not from
-        token
-            ids".
+    Args:
+        token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If rows of a batch differ, only the ids
+            that all rows begin with.
+        undetermined: Inputs that the ids do not determine, each as a clause such as "tokens 8 to 15 came from embeddings".
         starts: First token of each of ``undetermined`` (default: 0); a prefix that ends before it does not depend on the input.
         rows: Ids of each row of a batch, the same number for each, if rows differ.
         hidden: Tokens that an attention mask hid, such as padding; no later token may attend to them.

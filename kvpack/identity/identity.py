@@ -146,9 +146,9 @@ class Identity:
             tenant: Owner of the entries.
             extra: Names inputs that kvpack cannot see (spec/store.md lists those that it sees).
 
-        Raises: InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or
-            cannot be
-                read, or the model drops values at random.
+        Raises:
+            InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot
+                be read, or the model drops values at random.
         """
         from .model_layers import layers_of
         from .modules import base_model, parts

@@ -156,7 +156,7 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or what makes both sides end at one token again; returns True if there was any."""
+        """Encode whole windows of the tail, or the tokens after which both sides end together again; return True if any were encoded."""
         self.commit()
         if not self.is_due:
             return False

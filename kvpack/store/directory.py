@@ -203,7 +203,7 @@ class Directory(OneTier):
             self._touch_others(chain)
 
     def _touch_others(self, chain: Sequence[bytes]) -> None:
-        """Record that a chain is in use whose files belong to others of the trusted group, too: these get the system's time, and no end."""
+        """Record that a chain is in use whose files belong to other members of the trusted group: they get the current time and no end."""
         for key in reversed(chain):
             try:
                 os.utime(self._folder.path(key), follow_symlinks=False)

@@ -115,7 +115,7 @@ class Memory(OneTier):
         """Do nothing: the budget is never exceeded."""
 
     def close(self) -> None:
-        """The entries stay for as long as the store is in use."""
+        """Do nothing: entries stay as long as the store is in use."""
 
     def _in_effect(self) -> Sequence[Pin]:
         """The pins that have not ended; the others are forgotten."""

@@ -256,7 +256,7 @@ class PageStore:
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=older))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
-        """Begin ``get_into`` in a thread of the store that only loads: no put is before it. Raises InvalidParameter."""
+        """Begin ``get_into`` in a thread of the store that only loads, so that no put delays it. Raises InvalidParameter."""
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:

@@ -1,4 +1,4 @@
-"""transformers' mask function for attention "kvpack": none where packed attention needs none, else the model's own."""
+"""transformers' mask function for attention "kvpack": no mask if packed attention needs none, else the model's own."""
 
 from __future__ import annotations
 

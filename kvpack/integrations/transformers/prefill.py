@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .cache import KvpackCache
 
 EVERY = 4096
-"""The tokens of a pass, after which the states of a model that keeps some are kept for a store."""
+"""Maximum number of tokens per pass; after each pass, the states of a model with states are kept for a store."""
 
 
 def prefill(

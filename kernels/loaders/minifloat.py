@@ -305,7 +305,7 @@ def _factors_of_tile(
 
 @triton.constexpr_function
 def _lowered(element: str) -> int:
-    """Elements as tiles are smaller by 2 to this power."""
+    """Return the exponent of 2 by which elements are smaller in tiles."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 

@@ -40,7 +40,7 @@ class Steps:
 
 
 def alone(model: Any, tokens: int) -> Steps:
-    """Steps after ``tokens`` tokens of ``model`` with attention that gives its queries back; its attention stays so."""
+    """Return steps after ``tokens`` tokens of ``model`` with attention that only returns its queries; its attention stays so."""
     library = transformers_library()
 
     def attend(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:

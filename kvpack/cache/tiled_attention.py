@@ -182,7 +182,9 @@ def _hide(
 def _without_hidden(
     values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """The values of tokens ``[start, stop)``, 0 if a sequence hides them: raw ones may be NaN, and so would be 0 times them."""
+    """Return the values of tokens ``[start, stop)``, with 0 for tokens that a sequence hides; raw ones may be NaN, and 0 times NaN
+    is NaN.
+    """
     tokens = torch.arange(start, stop, device=values.device)[:, None]
     if starts is not None:
         values = values.masked_fill(tokens < starts, 0)

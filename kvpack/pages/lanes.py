@@ -162,7 +162,9 @@ class _Ready:
         return left_out
 
     def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
-        """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and how many have no slot, ``[2]``."""
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending with -1 at the end, and the number without a slot,
+        ``[2]``.
+        """
         if self._choosers is not None:
             found = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
             return numpy.concatenate([chosen for chosen, _ in found]), numpy.concatenate([left_out for _, left_out in found]).sum(0)

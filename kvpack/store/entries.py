@@ -174,7 +174,7 @@ class Reader:
         return cache
 
     def learn(self, cache: Cache) -> None:
-        """Take the shape of ``cache``, which is of the model: entries of another one are refused from now on."""
+        """Record the shape of ``cache``, which the model made; entries of another shape are refused from now on."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
             # Templates may be of entries that were read before.

@@ -35,7 +35,7 @@ _MAX_POLL_SECONDS = 0.016
 _LOW_PART, _LOW_ENTRIES = 256, 128
 """Where there is an index, a writer makes room while 1/256 of the budget, or room for this many entries of its own size, is left."""
 _FUTILE_SECONDS = 1.0
-"""How long a round that found nothing to remove is not repeated while room is left."""
+"""Seconds before a round that found nothing to remove is repeated while room is left."""
 
 STALE_SECONDS = 3600
 """The age at which an unfinished file counts as abandoned if no lock tells."""

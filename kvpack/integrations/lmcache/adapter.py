@@ -269,7 +269,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _bitmap(loaded)
 
     def _page_of(self, key: Any, given: Any) -> tuple[PageStore, PageBuffer]:
-        """The store of an object, and the object as a page. Raises InvalidParameter."""
+        """Return the store of an object, and the object as a page. Raises InvalidParameter."""
         check_model(self._recipe, key)
         store = self._store_of(given.tensor.shape, given.tensor.dtype)
         return store, pages_of(store.codec.geometry, given.tensor)

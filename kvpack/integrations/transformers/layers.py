@@ -127,7 +127,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._first_visible(self.live.seen(self.number))
 
     def decoded(self, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Dense keys and values of the tokens that ``get_mask_sizes`` told before the newest ``queries`` tokens were added."""
+        """Return dense keys and values of the tokens that ``get_mask_sizes`` counted before the newest ``queries`` tokens were added."""
         skipped = self._first_visible(self.live.seen(self.number) - queries) - self.skipped
         k, v = self.live.unpacked(self.number, dtype)
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]

@@ -78,7 +78,7 @@ class RotaryPositions:
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
 
     def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
-        """A forward pass begins, or ``generate`` is about to compute the positions of one: where the model does, it uses these deltas.
+        """Begin a forward pass, or ``generate``'s computation of positions for one; models that compute positions use these deltas.
 
         Raises InvalidParameter if they are not known.
         """

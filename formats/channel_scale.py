@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 STREAM = "channel_scale"
 
-_ORDINARY = 3.0
-"""A channel up to this many times the median root mean square is not scaled."""
+_ORDINARY, _ORDINARY_LESS_MEAN = 4.0, 3.0
+"""A channel up to this many times the median root mean square is not scaled: channels are more alike without the mean of their page."""
 
 _LARGEST = 65504.0
 
@@ -55,12 +55,14 @@ class ChannelScale(ValueMap):
     dtype: str
     paired: bool = field(default=True, compare=False)
     queries: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    ordinary: float = field(default=_ORDINARY, compare=False)
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("channel_scale", "", (*NORMS, BALANCED))
         if dtype != BALANCED:
-            return cls(dim, dtype, paired=side == "k") if dtype else None
+            ordinary = _ORDINARY_LESS_MEAN if options.given("mean") else _ORDINARY
+            return cls(dim, dtype, paired=side == "k", ordinary=ordinary) if dtype else None
         options.text("basis")
         if side != "k":
             raise InvalidParameter(
@@ -86,7 +88,7 @@ class ChannelScale(ValueMap):
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """The factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (3 median rms)), where rms is a channel's root mean square.
+        """Factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (``ordinary`` median rms)), rms of a channel.
 
         It is that of the median of spans of 16 tokens: an outlier in one token would scale the channel of all others. Balanced factors are
         in proportion to (E[k^2] / E[q^2])^(1/4) of the channel, and their geometric mean is 1.
@@ -104,7 +106,7 @@ class ChannelScale(ValueMap):
         if self.queries is not None:
             return {STREAM: _balanced(squares.mean(2, keepdim=True) / _SPAN, self.queries).to(torch.float16)}
         size = squares.median(2, keepdim=True).values.sqrt()
-        ordinary = _ORDINARY * size.median(3, keepdim=True).values
+        ordinary = self.ordinary * size.median(3, keepdim=True).values
         # If half of the channels are zero, the size of an ordinary channel is unknown.
         factor = torch.where(ordinary > 0, size / ordinary, 1.0).clamp(1.0, _LARGEST)
         if self.paired and factor.shape[3] % 2 == 0:

@@ -241,6 +241,8 @@ class Recipe:
         layer, layers, dim = integer(layer, "layer"), integer(layers, "layers"), integer(dim, "dim")
         if not isinstance(side, str) or side not in SIDES:
             raise InvalidParameter(f"side is {shown(side)}, expected 'k' or 'v'")
+        if not isinstance(dtype, str):
+            raise InvalidType(f"dtype is {shown(dtype)}, expected 'bf16', 'fp16' or 'fp32'")
         place = layer, layers, side, dim, dtype
         if place not in self._codecs:
             self._codecs[place] = self._codec(*place)

@@ -24,6 +24,9 @@ from support.side_car_recipes import RECIPES as SIDE_CARS
 from support.side_car_recipes import attention, relative_error
 from support.strategies import create
 
+# The values have large tokens and channels on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:.*which share")
+
 CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
 # The first of the presets that differ in numbers alone. Those that change some of a model's layers change the first of two: the others of
 # the model have the same codecs.
@@ -109,7 +112,6 @@ def test_the_values_of_the_rows_chosen_stay_bit_for_bit(name: str, chosen_by: st
     assert relative_error(kvpack.attend(q, loaded[0]), attention(q, *expected[:2])) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:.*which share its token scale")
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_appended_after_is_what_is_appended_before(name: str) -> None:
     whole, new, choice = packed(name), pairs(name, 70, 5), [2, 0, 2]

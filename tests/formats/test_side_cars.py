@@ -43,6 +43,7 @@ def side_values(cache: kvpack.Cache) -> list[torch.Tensor]:
     return [x for pair in cache.unpack(torch.float32) for x in pair if x is not None]
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_files_hold_them_and_attention_uses_them(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(300), recipe)
@@ -110,7 +111,7 @@ def test_the_rule_of_channel_scale() -> None:
     x[..., 7] *= 50
     scale = codec("octahedral", b="3", channel_scale="fp32").encode(x)["channel_scale"]
     rms = x.square().unflatten(2, (-1, 16)).mean(3).median(2, keepdim=True).values.sqrt()
-    expected = (rms / (3 * rms.median(3, keepdim=True).values)).clamp(min=1)
+    expected = (rms / (4 * rms.median(3, keepdim=True).values)).clamp(min=1)
     expected = torch.maximum(expected, expected.roll(32, 3))
     assert ((expected > 1).sum((2, 3)) == 2).all()
     torch.testing.assert_close(scale, expected, rtol=1e-5, atol=0)
@@ -203,6 +204,7 @@ def test_outliers_are_stored_as_they_are() -> None:
     assert rest[0] < rest[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 def test_raw_tokens_are_exact_and_spoil_no_group() -> None:
     x = keys(128).to(torch.bfloat16).float() + 3
     x[:, :, :2] *= -20

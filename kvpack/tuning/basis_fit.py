@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.coding.bases import DISTORTIONS
 from kvpack.formats.basis import MAX_WIDTH, MEAN_UNIT, flat_tables, run_slice, runs_of
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def _trained(values: Array) -> Array:
 
 
 def _table(values: Array, width: int) -> Array:
-    """The Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending, with the energy that it has for normal values.
+    """The Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending, whose products with the values are unbiased.
 
     Wide ones begin as steps over the whole range.
     """
@@ -158,8 +157,8 @@ def _table(values: Array, width: int) -> Array:
         counts = numpy.diff(ends)
         means = numpy.diff(below[ends]) / numpy.maximum(counts, 1)
         table = numpy.sort(numpy.where(counts > 0, means, table))
-    # Means have less energy than what they stand for: that of a normal value's table, whatever the tails of the values are.
+    # A mean has a smaller product with what it stands for than that has with itself: scores and weighted sums would shrink.
     energy, kept = numpy.square(values).sum(), (numpy.square(means) * counts).sum()
     if kept > 0:
-        table *= numpy.sqrt((1 - DISTORTIONS[width]) * energy / kept)
+        table *= energy / kept
     return table

@@ -257,7 +257,7 @@ def test_lengths_of_all_tokens_change_nothing() -> None:
         pytest.param({"lengths": [50, 2.0]}, InvalidType, "lengths", id="a length of no integer"),
         pytest.param({"starts": [50]}, InvalidParameter, r"starts: shape \[1\]; .* of the batch, \[2\]", id="too few starts"),
         pytest.param({"starts": [0, 51]}, OutOfBounds, r"starts\[1\] is 51, expected 0 to 50", id="a start behind the tokens"),
-        pytest.param({"starts": 3}, InvalidType, "starts is 3; it is a list of integers", id="a start for all"),
+        pytest.param({"starts": 3}, InvalidType, "starts is 3; expected a list of integers", id="a start for all"),
         pytest.param({"lengths": torch.ones(2)}, InvalidType, "lengths: dtype torch.float32", id="lengths of no integers"),
     ],
 )

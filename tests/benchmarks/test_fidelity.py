@@ -19,6 +19,9 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.scalar import Scalar
 
+# The values of some papers have large tokens.
+pytestmark = pytest.mark.filterwarnings("ignore:.*which share")
+
 QUICK = fidelity.Settings(quick=True)
 
 

@@ -155,6 +155,7 @@ def test_runs_cost_bytes_and_not_objects() -> None:
     assert kept < 64 * 2 * 2**15, "a run takes more than 64 bytes"
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.parametrize(
     "codec", [RUNS, create("group", 4, "v", b="2", g="4", scales="u8"), create("group", 4, b="2", g="4", raw_tokens="fp16", sinks="2")]
 )

@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "checksums are not checked": ("row", lambda patch: patch.setattr(row, "checksum", lambda data: int.from_bytes(data[24:32], "little"))),
     "padding is not checked": ("row", leave_out(host, "check_same")),
     "payloads are not checked": ("entry", leave_out(entries, "check_payload")),
-    "rows of a basis crash": ("basis", crash(bases, "_rows")),
+    "rows of a basis crash": ("basis", crash(bases, "rows_of_side")),
     "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_number", lambda _, text: int(text))),
     "a word crashes": ("recipe", crash(rules, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),

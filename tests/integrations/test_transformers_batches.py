@@ -255,6 +255,7 @@ def test_an_image_is_part_of_the_prompt() -> None:
         assert cache.packed.inputs.undetermined
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.parametrize("name", ["BART", "T5"])
 def test_an_encoder_needs_a_cache_of_two_parts(name: str) -> None:
     model = model_of(name)

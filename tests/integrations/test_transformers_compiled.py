@@ -102,6 +102,7 @@ def test_a_model_over_packed_layers_is_one_graph(name: str, recipe: str, padding
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 def test_padding_in_a_graph_may_differ_from_pass_to_pass() -> None:
     """None, on the left, on the right of the first pass, and in its middle, through the same code."""
     model = model_of("Mistral")
@@ -159,6 +160,7 @@ def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
     assert found[0].undetermined == ("tokens 9 to 10 have other positions than those that follow the cache",)
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 def test_steps_are_compiled_once_for_all_steps_and_caches() -> None:
     model = model_of("Llama")
     run = torch.compile(model, backend="eager")

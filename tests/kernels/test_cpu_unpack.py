@@ -150,7 +150,7 @@ def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> Non
         assert odd or len(side.codec.kept_tokens) > 1 or len(side.runs) > 1
 
 
-@pytest.mark.filterwarnings("ignore:.*which share its token scale")
+@pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.parametrize(
     "recipe",
     [

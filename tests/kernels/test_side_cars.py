@@ -132,6 +132,7 @@ def test_factors_of_any_size() -> None:
         check(layer, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "recipe",

@@ -71,6 +71,7 @@ def test_the_common_tokens_are_kept(name: str, prompt: torch.Tensor, kept: int, 
     assert KvpackCache.load(path, model, prompt=prompt[0].tolist()).get_seq_length() == kept
 
 
+@pytest.mark.filterwarnings("ignore:.*which share")
 def test_of_lossy_tokens_those_in_common_are_kept_as_they_are(tmp_path: Path) -> None:
     model = model_of("Llama")
     path = file_of(model, tmp_path / "file", recipe="kv=group:b=4,g=8")

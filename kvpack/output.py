@@ -67,6 +67,18 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callable[[], None]:
+    """Return a function that reports one more of ``total`` steps, of which ``done`` are done, to ``progress`` on each call."""
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(done, total)
+
+    return step
+
+
 def bytes_text(count: int) -> str:
     """A byte count with thousands separators."""
     return f"{count:,}"

@@ -19,6 +19,7 @@ from kvpack import cache_names
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import transformers_library
+from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 from kvpack.store.store import CHUNK_TOKENS
 
@@ -63,13 +64,7 @@ def run(
             raise InvalidParameter(f"a prefix has {tokens} tokens, expected a multiple of {CHUNK_TOKENS}, the tokens of a chunk of a store")
     if dtype is not None and dtype not in DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    total, done = len(shapes) * len(prefixes) * (1 + len(recipes)), 0
-
-    def count() -> None:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, total)
+    count = step_counter(progress, len(shapes) * len(prefixes) * (1 + len(recipes)))
 
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",

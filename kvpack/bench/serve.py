@@ -21,6 +21,7 @@ import kvpack
 from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.models import transformers_library
+from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 
 from .device_times import call_seconds, free, wait
@@ -116,14 +117,7 @@ def _measured(
     recipes = recipes or RECIPES
     contexts = CONTEXTS[device] if contexts is None else contexts
     prefixes = PREFIXES[device] if prefixes is None else prefixes
-    total = len(contexts) * (1 + len(recipes)) + len(prefixes) * (2 + len(recipes))
-    done = 0
-
-    def count() -> None:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, total)
+    count = step_counter(progress, len(contexts) * (1 + len(recipes)) + len(prefixes) * (2 + len(recipes)))
 
     report: dict[str, Any] = {
         "shape": shape,

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
+from kvpack.output import step_counter
 from kvpack.store import Store
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
@@ -65,14 +66,7 @@ def run(
     for name, value in (("--layers", layers), ("--chunks", chunks), ("--repeats", repeats), *(("--entries", count) for count in entries)):
         if value < 1:
             raise InvalidParameter(f"{name} is {value}, expected an integer of at least 1")
-    total = 2 + len(PROCESSES) + len(entries)
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, total)
+    step = step_counter(progress, 2 + len(PROCESSES) + len(entries))
 
     identity = Identity("bench", recipe)
     report: dict[str, Any] = {"recipe": recipe, "layers": layers, "heads": HEADS, "dim": DIM, "chunk": CHUNK, "repeats": repeats}

@@ -29,7 +29,7 @@ from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import WriteFailed
 from kvpack.models import BOS, demo_text, load_model, transformers_library
-from kvpack.output import bytes_text, print_table, printable
+from kvpack.output import bytes_text, print_table, printable, step_counter
 from kvpack.runtime.modes import one_thread
 
 if TYPE_CHECKING:
@@ -65,14 +65,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WriteFailed(f"{folder}: could not be made: {error.strerror or error}") from None
-        steps = 2 * len(recipes) + 1
-        done = 0
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            if progress:
-                progress(done, steps)
+        step = step_counter(progress, 2 * len(recipes) + 1)
 
         pairs = prefill(demo_text()[: PROMPT_BYTES - 1])
         plain = continue_from(_dense(pairs))

@@ -24,6 +24,7 @@ from kvpack.formats.transform import SCOPES, default_chunk
 from kvpack.identity.rope import same_up_to
 from kvpack.integrations.transformers.models import Model, identity_for, identity_of
 from kvpack.models import load_model, model_folder, transformers_library
+from kvpack.output import step_counter
 
 from .balanced_fit import balanced_of_all, gain_of_more_text
 from .basis_fit import rows_of_all
@@ -122,13 +123,7 @@ def run(
     # Layers that share those of others have none: a cache has them without sides.
     layers = len(Model(network).layers_with_tokens())
     total = windows + len(found.sums) + len(halves or ()) + settings.widths * (1 + 2 * layers)
-    done = windows
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, total)
+    step = step_counter(progress, total, windows)
 
     frames = None if framing is None else frames_of_all(found, framing, step)
     rows = {} if only else rows_of_all(found, step)

@@ -25,6 +25,11 @@ SCORED_PART = 4
 """One token in this many of a window is scored."""
 
 
+def in_one_place(layer: int, side: str, codec: str) -> str:
+    """The recipe that stores ``side`` of ``layer`` by ``codec``, and all else in bf16."""
+    return f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}"
+
+
 def losses_of_places(model: Any, basis: Basis, layers: int, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
     """Return the losses of each side of ``layers`` layers as texts for ``model`` of a basis, minus the smallest loss, which is noise.
 
@@ -42,4 +47,4 @@ def _recipe(layer: int, side: str, basis: Basis) -> str:
     codec = calibrated_codec(side, MEASURED_BITS, trellis=False)
     if side == "k" and not basis.has_balanced_frames:
         codec = codec.replace(",frame=centered", "")
-    return f"kv=raw:dtype=bf16;layers={layer}:{side}={codec};{RAW_CLAUSE}"
+    return f"{in_one_place(layer, side, codec)};{RAW_CLAUSE}"

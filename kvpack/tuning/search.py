@@ -10,6 +10,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfRange
 
 from .allocation import Allocation, Place, recipe_text, uniform
 from .greedy import Losses, allocate, hull
+from .place_losses import in_one_place
 
 if TYPE_CHECKING:
     from .candidates import Priced
@@ -98,7 +99,7 @@ def sensitivities(search: Search) -> Losses:
         found[layer, side] = {}
         for codec in codecs:
             try:
-                loss = search.windows.loss(f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}")
+                loss = search.windows.loss(in_one_place(layer, side, codec))
             except OutOfRange as error:
                 search.priced.left_out[layer, side][codec] = str(error)
                 continue

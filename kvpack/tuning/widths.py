@@ -13,13 +13,11 @@ from kvpack.formats.errors import InvalidParameter
 
 from .allocation import uniform
 from .greedy import allocate
+from .place_losses import MEASURED_BITS, in_one_place
 
 if TYPE_CHECKING:
     from .greedy import Losses
     from .search import Measurement, Search
-
-MEASURED_BITS = 2.0
-"""The width at which places are measured: coarse enough for a loss above the noise, and fine enough that the losses of places add up."""
 
 CHECKED = 2
 """Recipes measured after the places: the one found, and the best uniform one that fits."""
@@ -39,7 +37,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
     measured = {}
     for (layer, side), codecs in search.priced.packed.items():
         codec = min(codecs, key=lambda codec: (abs(bits_of(codec, side) - MEASURED_BITS), codec))
-        loss = search.windows.loss(f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}").kl_divergence
+        loss = search.windows.loss(in_one_place(layer, side, codec)).kl_divergence
         measured[layer, side] = codec, loss
         search.sensitivities[layer, side] = {codec: loss}
     tuned = search.measure("widths", allocate(search.priced, _predicted(search, measured), search.budget))

@@ -100,7 +100,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Return the streams on which ``groups`` pairs of launches run: the caller's for one pair, otherwise others, for which it waits."""
+    """Yield the streams on which ``groups`` pairs of launches run: the caller's for one pair, otherwise others, for which it waits."""
     if device.type != "cuda" or groups == 1:
         yield [nullcontext()]
         return
@@ -119,7 +119,7 @@ def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContext
 
 @lru_cache(maxsize=16)
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the streams for the sums. Memory freed on a stream is reused only on that stream, so all groups use those of ``STREAMS``."""
+    """The streams of groups. Memory freed on a stream is reused on it alone: the sums of all groups take that of ``STREAMS`` of them."""
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 

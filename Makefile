@@ -25,7 +25,7 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy --package kvpack
-	$(BIN)/mypy spec/decoder.py
+	$(BIN)/mypy spec/decoder
 
 # The files with tests marked kernels, which the second run interprets.
 KERNEL_TESTS = $(shell grep -lr "pytest.mark.kernels" tests --include="test_*.py")

@@ -19,6 +19,8 @@ from kvpack.file.header import layout_bytes
 from kvpack.file.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidParameter, KvpackError
+from spec.decoder.header import parse_msgpack, take_header
+from spec.decoder.json_header import json_header, places
 from support.second_decoder import decoder, decompress
 
 if TYPE_CHECKING:
@@ -113,18 +115,18 @@ def compare_header(data: bytes) -> None:
     except KvpackError as refusal:
         error = refusal
     try:
-        file = decoder.take_header(decoder.parse_msgpack(data))
+        file = take_header(parse_msgpack(data))
     except decoder.Refused as refusal:
         rule = refusal
     else:
         assert error is not None or list(parse_header(data).starts) == file.starts, "the positions of layers differ"
-        json_header, laid = decoder.json_header(data, file.tensors), decoder.places(len(data), file.tensors)
-        end = 8 + len(json_header) + (laid[-1].end if laid else len(data))
+        made, laid = json_header(data, file.tensors), places(len(data), file.tensors)
+        end = 8 + len(made) + (laid[-1].end if laid else len(data))
         # A reader of whole files checks these against the file, which does not exist here.
-        if end > MAX_FILE_BYTES or len(json_header) > MAX_JSON_BYTES:
+        if end > MAX_FILE_BYTES or len(made) > MAX_JSON_BYTES:
             rule = "limits"
         elif error is None:
-            assert (text, size) == (len(json_header).to_bytes(8, "little") + json_header, end), "the JSON headers differ"
+            assert (text, size) == (len(made).to_bytes(8, "little") + made, end), "the JSON headers differ"
     assert (error is None) == (rule is None), f"the library: {error or 'accepts'}; the second decoder: {rule or 'accepts'}"
 
 

@@ -16,6 +16,10 @@ import torch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
+from spec.decoder.codecs import CODECS
+from spec.decoder.header import take_header
+from spec.decoder.row import checksum
+from spec.decoder.row import opaque as opaque_codec
 from support.second_decoder import decoder
 
 if TYPE_CHECKING:
@@ -61,7 +65,7 @@ def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
 def sealed(row: bytes) -> bytes:
     """The row with the checksum of its bytes."""
     zeroed = row[:24] + bytes(8) + row[32:]
-    return row[:24] + decoder.checksum(zeroed).to_bytes(8, "little") + row[32:]
+    return row[:24] + checksum(zeroed).to_bytes(8, "little") + row[32:]
 
 
 def changed(at: int, value: bytes) -> Callable[[], bytes]:
@@ -86,7 +90,7 @@ def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geom
         front = row[:96] + struct.pack("<I", len(packed)) + bytes(28) + packed
         streams = row[128 + size + -(128 + size) % 64 :]
         with contextlib.suppress(decoder.Refused):
-            page = decoder.take_header(header, {**decoder.CODECS, "opaque": decoder.opaque}, without_tensors=True)
+            page = take_header(header, {**CODECS, "opaque": opaque_codec}, without_tensors=True)
             tensors = [tensor for layer in page.layers for one in layer.values() if one for tensor in one.tensors("")]
             streams = bytes(sum(-(-tensor.bytes // 64) * 64 for tensor in tensors))
         body = front + bytes(-len(front) % 64) + streams

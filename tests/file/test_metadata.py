@@ -19,7 +19,7 @@ from kvpack.file import container, metadata
 from kvpack.file.features import joined, split
 from kvpack.file.inputs import MAX_IDS, Inputs
 from kvpack.formats.errors import InvalidParameter, LimitExceeded
-from support.second_decoder import decoder
+from spec.decoder.metadata import take_metadata
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,14 +92,14 @@ VALUES = st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | st.floats(all
 @given(st.dictionaries(st.text(min_size=1, max_size=20), VALUES, max_size=8))
 def test_any_metadata_is_read_as_it_was_given(given: dict[str, Any]) -> None:
     data = metadata.to_bytes(given)
-    assert metadata.from_bytes(data) == decoder.take_metadata(data) == given
+    assert metadata.from_bytes(data) == take_metadata(data) == given
 
 
 @given(
     st.binary(max_size=60) | st.lists(st.sampled_from([b"\x01a", b"\x01b", b"\x00", b"\x01", b"\x02", bytes(4), bytes(8)])).map(b"".join)
 )
 def test_both_readers_agree_on_any_bytes(data: bytes) -> None:
-    assert metadata.from_bytes(data) == decoder.take_metadata(data)
+    assert metadata.from_bytes(data) == take_metadata(data)
 
 
 def ids(count: int) -> bytes:

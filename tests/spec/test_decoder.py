@@ -1,10 +1,11 @@
-"""The library against the decoder of spec/decoder.py, written from the text alone: both read the same files to the same values."""
+"""The library against the decoder of spec/decoder, written from the text alone: both read the same files to the same values."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,12 +30,17 @@ from kvpack.formats import CODECS
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
+from spec.decoder.codecs import CODECS as SECOND_CODECS
+from spec.decoder.directions import bin_direction
+from spec.decoder.packing import Columns as SecondColumns
+from spec.decoder.xxh3 import xxh3_128
 from support.caches import RECIPES, random_pairs
 from support.decoded_alike import assert_same_cache, assert_within
 from support.file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page
 from support.golden_files import FOLDER, expected_path, side_car_packings
 from support.klt_bases import random_basis, transform_of
-from support.second_decoder import PATH, decoder, decompress
+from support.second_decoder import FOLDER as DECODER
+from support.second_decoder import MODULES, decoder, decompress
 from support.small_files import KINDS, small_file
 from support.strategies import codecs, create, packings
 
@@ -96,11 +102,25 @@ def test_a_golden_file_decodes_to_the_stored_values(name: str) -> None:
     assert_within([x for side in sides for x in side.values], expected, [x for side in sides for x in side.tolerances])
 
 
-def test_the_decoder_knows_every_codec_and_imports_the_standard_library_alone() -> None:
-    assert set(CODECS) <= set(decoder.CODECS)
-    lines = PATH.read_text(encoding="utf-8").splitlines()
-    imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imported <= set(sys.stdlib_module_names)
+def test_the_decoder_knows_every_codec_and_imports_only_the_standard_library() -> None:
+    assert set(CODECS) <= set(SECOND_CODECS)
+    lines = [line for path in MODULES for line in path.read_text(encoding="utf-8").splitlines()]
+    imported = {line.split()[1] for line in lines if line.startswith(("import ", "from "))}
+    assert {name.split(".")[0] for name in imported if not name.startswith(".")} <= set(sys.stdlib_module_names)
+
+
+def test_modules_of_the_decoder_import_only_modules_behind_them_in_the_list_of_the_package() -> None:
+    """A module of ``codecs`` counts as the folder."""
+    assert decoder.__doc__ is not None
+    lines = [line for line in decoder.__doc__.splitlines() if line.startswith("- ")]
+    listed = [name for line in lines for name in re.findall(r"``(\w+)``", line)]
+    imports = re.compile(r"^from (\.+)(\w+)(?:\.\w+)? import", re.MULTILINE)
+    for path in MODULES:
+        name = path.relative_to(DECODER).with_suffix("").parts[0]
+        for dots, imported in imports.findall(path.read_text(encoding="utf-8")) if name[0] != "_" else ():
+            inside = name == "codecs" and dots == "."
+            assert inside or listed.index(imported) > listed.index(name), f"{path}: {imported}"
+    assert {*listed, "__init__", "__main__"} == {path.relative_to(DECODER).with_suffix("").parts[0] for path in MODULES}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -126,8 +146,8 @@ def test_logarithmic_norms_whose_terms_cancel_stay_within_the_tolerance() -> Non
         streams |= codec.pack("norm_codes", torch.full((1, 1, 1, 1), 255, dtype=torch.int32))
         streams["range"] = torch.tensor([[[[step, minimum]]]])
         # The product and the sum are exact in binary64.
-        exact = [2.0 ** (minimum + step * 255) * part for part in decoder.bin_direction(0, 4)]
-        other = decoder.CODECS["angle"](codec.params())
+        exact = [2.0 ** (minimum + step * 255) * part for part in bin_direction(0, 4)]
+        other = SECOND_CODECS["angle"](codec.params())
         row = {"angle": [[0]], "norm_codes": [[255]]}, {"range": [step, minimum]}
         for values in (codec.decode_frame(streams).flatten().tolist(), other.decode(*row)):
             assert_within(values, exact, other.tolerance(*row))
@@ -185,7 +205,7 @@ def test_any_levels_of_transform(
 def test_any_packing(packing: Columns, seed: int) -> None:
     digits = random_digits(packing, packing.symbols, (2,), random.Random(seed))
     planes = [plane.to(torch.int32).tolist() for plane in packing.pack([digit.to(torch.int32) for digit in digits])]
-    columns = decoder.Columns(packing.symbols, packing.bases, packing.fields, packing.alphabets)
+    columns = SecondColumns(packing.symbols, packing.bases, packing.fields, packing.alphabets)
     assert columns.plane_words == list(packing.planes)
     for row in range(2):
         assert columns.unpack([plane[row] for plane in planes], "") == [digit[row].tolist() for digit in digits]
@@ -195,14 +215,14 @@ def test_digests_around_every_branch_of_xxh3() -> None:
     data = random.Random(0).randbytes(3000)
     edges = [*range(0, 3000, 64), *range(1024, 3000, 1024)]
     for length in {*range(260), *(edge + step for edge in edges for step in (-1, 0, 1) if edge + step >= 0), 3000}:
-        assert decoder.xxh3_128(data[:length]) == xxhash.xxh3_128_digest(data[:length]), length
+        assert xxh3_128(data[:length]) == xxhash.xxh3_128_digest(data[:length]), length
 
 
 def test_the_command_line(tmp_path: Path) -> None:
     data = bytearray((FOLDER / "group-2-bits.kvpack").read_bytes())
     path = tmp_path / "file.kvpack"
     path.write_bytes(data)
-    command = [sys.executable, str(PATH), str(path)]
+    command = [sys.executable, str(DECODER), str(path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert shown[1].split()[:3] == ["0.k", "group", "1x2x45x64"]
     assert shown[2].split()[:3] == ["0.v", "group", "1x2x45x128"]

@@ -13,6 +13,7 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from kvpack.store.page_keys import page_key
+from spec.decoder.row import MULTIPLIER
 from spec.generate.page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, bases, manifest, sealed, values_of, vectors
 from support.numbered_rules import rules
 from support.second_decoder import decoder
@@ -107,5 +108,5 @@ def test_the_example_of_the_checksum() -> None:
     text = (FOLDER.parent / "row.md").read_text(encoding="utf-8")
     sum_ = 0
     for word in (1, 2, 3):
-        sum_ = (sum_ * decoder.MULTIPLIER + word) % 2**64
+        sum_ = (sum_ * MULTIPLIER + word) % 2**64
     assert f"`{sum_:#018x}`" in text

@@ -27,8 +27,8 @@ from spec.generate.frame_vectors import BLOCKS_REFUSED
 from spec.generate.vector_files import FOLDER, bases, manifest
 from support.guards import LIBRARY, ROOT, Guard, guards_of, removed
 from support.numbered_rules import rules
-from support.second_decoder import PATH as DECODER
-from support.second_decoder import decoder, decompress
+from support.second_decoder import FOLDER as DECODER
+from support.second_decoder import MODULES, decoder, decompress
 from support.vector_checks import verify
 
 if TYPE_CHECKING:
@@ -67,10 +67,6 @@ TESTS = {
         "file/test_container.py::test_no_other_frame_is_decoded",
         "file/test_container.py::test_a_frame_of_no_content_is_read_to_its_end",
     ],
-    "decoder": [
-        "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
-        "spec/test_decoder.py::test_a_cache_is_no_basis",
-    ],
     "checks": OF_HEADERS,
     "header": OF_HEADERS,
     "row": [
@@ -79,7 +75,11 @@ TESTS = {
         "spec/test_guards.py::test_no_row_is_longer_than_its_checksum_takes",
     ],
 }
-"""The tests of each module that is not a codec or a side-car."""
+"""The tests of each module of the library that is not a codec or a side-car."""
+OF_DECODER = [
+    "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
+    "spec/test_decoder.py::test_a_cache_is_no_basis",
+]
 OF_CODECS = [
     "spec/test_guards.py::test_what_several_guards_refuse_is_named_by_the_one_that_knows_the_parameter",
     "spec/test_guards.py::test_a_seed_has_at_most_64_bits",
@@ -169,7 +169,8 @@ def _read_row(data: bytes) -> None:
 
 def caught_by_a_file(guard: Guard) -> str | None:
     """The first file with another outcome without ``guard``; only files whose refusal passes through the guard are tried."""
-    touched = [one for one in readings(guard.path == DECODER) if any((str(guard.path), line) in one.frames for line in guard.lines)]
+    files = readings(guard.path.is_relative_to(DECODER))
+    touched = [one for one in files if any((str(guard.path), line) in one.frames for line in guard.lines)]
     with removed(guard):
         for reading in touched:
             frames = reading.frames
@@ -181,7 +182,7 @@ def caught_by_a_file(guard: Guard) -> str | None:
 
 
 def all_guards() -> list[Guard]:
-    return [guard for path in (*LIBRARY, DECODER) for guard in guards_of(path)]
+    return [guard for path in (*LIBRARY, *MODULES) for guard in guards_of(path)]
 
 
 def listed() -> dict[str, str]:
@@ -221,6 +222,10 @@ def failing_test(guard: Guard, tests: list[str]) -> str | None:
     return found or None
 
 
+def tests_of(path: Path) -> list[str]:
+    return OF_DECODER if path.is_relative_to(DECODER) else TESTS.get(path.stem, OF_CODECS)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--find", action="store_true", help="find a test for every guard that no file shows, and write the list")
@@ -235,7 +240,7 @@ def main() -> int:
             if shown is not None and "::" in shown:
                 shown = failing_test(guard, [shown])
             if shown is None and find:
-                shown = failing_test(guard, TESTS.get(guard.path.stem, OF_CODECS))
+                shown = failing_test(guard, tests_of(guard.path))
             if shown is not None:
                 kept[guard.name] = shown
         survivors += shown is None

@@ -20,8 +20,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file import front
-from support.second_decoder import PATH as DECODER
-from support.second_decoder import decoder
+from support.second_decoder import FOLDER as DECODER
+from support.second_decoder import MODULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,7 +279,7 @@ def removed(guard: Guard) -> Iterator[None]:
 
 
 def _function(guard: Guard) -> Any:
-    found: Any = decoder if guard.path == DECODER else importlib.import_module(_module_name(guard.path))
+    found: Any = importlib.import_module(_module_name(guard.path))
     for name in guard.where.split("."):
         found = vars(found)[name]
     found = getattr(found, "fget", None) or getattr(found, "func", None) or getattr(found, "__func__", None) or found
@@ -289,14 +289,14 @@ def _function(guard: Guard) -> Any:
 
 
 def _module_name(path: Path) -> str:
-    folder = f"kvpack.{path.parent.name}"
-    return folder if path.stem == "__init__" else f"{folder}.{path.stem}"
+    parts = path.relative_to(ROOT).with_suffix("").parts if path.is_relative_to(DECODER) else ("kvpack", path.parent.name, path.stem)
+    return ".".join(parts).removesuffix(".__init__")
 
 
 def forget() -> None:
     """Empty the cache of every function that may contain a guard, and that of codecs, which may hold one that a guard refuses."""
     front._codecs.clear()
-    for module in [decoder, *(sys.modules[_module_name(path)] for path in LIBRARY if _module_name(path) in sys.modules)]:
+    for module in [sys.modules[_module_name(path)] for path in (*LIBRARY, *MODULES) if _module_name(path) in sys.modules]:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

@@ -9,7 +9,8 @@ from typing import Any
 import msgpack
 import xxhash
 
-from support.second_decoder import decoder
+from spec.decoder.contents import Tensor
+from spec.decoder.json_header import json_header, places
 
 
 @dataclass
@@ -38,10 +39,10 @@ class Parts:
             if not keep_sizes:
                 row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]
         packed = msgpack.packb(self.header) if packed is None else packed
-        rows = [decoder.Tensor(row[0], row[1], tuple(row[2]), *row[3:]) for row in self.header["tensors"]]
-        json = decoder.json_header(packed, rows)
+        rows = [Tensor(row[0], row[1], tuple(row[2]), *row[3:]) for row in self.header["tensors"]]
+        json = json_header(packed, rows)
         data = len(json).to_bytes(8, "little") + json + packed
-        for place, stored in zip([p for p in decoder.places(len(packed), rows) if p.tensor], self.tensors, strict=True):
+        for place, stored in zip([p for p in places(len(packed), rows) if p.tensor], self.tensors, strict=True):
             data += bytes(place.begin + 8 + len(json) - len(data)) + stored
         return data
 

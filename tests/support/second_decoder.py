@@ -1,21 +1,15 @@
-"""spec/decoder.py as a module, with the helpers for comparing the library's readers with it."""
+"""spec/decoder, with the helpers for comparing the library's readers with it."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import zstandard
 
-PATH = Path(__file__).resolve().parents[2] / "spec" / "decoder.py"
+from spec import decoder as decoder
 
-_SPEC = importlib.util.spec_from_file_location("spec_decoder", PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-decoder = importlib.util.module_from_spec(_SPEC)
-sys.modules["spec_decoder"] = decoder
-_SPEC.loader.exec_module(decoder)
+FOLDER = Path(decoder.__file__).parent
+MODULES = sorted(FOLDER.rglob("*.py"))
 
 
 def decompress(frame: bytes, size: int) -> bytes:

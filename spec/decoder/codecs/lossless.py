@@ -1,0 +1,63 @@
+"""codecs/lossless.md."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from ..codec import RAW_DTYPES, Codec, Digits, Numbers, NumberStream, one_digit, packings, take_parameters
+from ..contents import Side
+from ..conventions import numbers
+from ..packing import MAX_DIM
+from ..rans import RANS_LANES, check_frequencies, chunk_symbols
+from ..refusal import require
+
+FIELDS_OF_HALVES = {"bf16": (8, 7), "fp16": (5, 10)}
+"""Bits of the exponent field and of the fraction field."""
+
+
+def lossless(entry: Mapping[str, Any]) -> Codec:
+    page = "codecs/lossless.md"
+    dim, dtype, chunk, fields = take_parameters(
+        entry, {"dim": range(1, MAX_DIM + 1), "dtype": FIELDS_OF_HALVES, "chunk": (16, 32, 64, 128, 256), "fields": dict}
+    )
+    require(chunk * dim <= 65536, f"{page}, Parameters and ranges", f"{chunk} tokens of {dim} channels make {chunk * dim} symbols")
+    e_bits, m_bits = FIELDS_OF_HALVES[dtype]
+    codes = packings("lossless", fields, dim, {"signed_fractions": one_digit(2 ** (m_bits + 1))})
+    streams = [
+        NumberStream("frequencies", "U16", (2**e_bits,), per="run"),
+        NumberStream("states", "U16", (2 * RANS_LANES,), chunk),
+        NumberStream("word_counts", "U16", (), chunk),
+        NumberStream("words", "U16", (), per="entry"),
+    ]
+
+    def coded(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
+        """Decode, step 1: the exponent fields, as digits of every token."""
+        numbers_of: dict[str, list[Any]] = side.numbers
+        counts, words_of_all = numbers_of["word_counts"], numbers_of["words"]
+        total = sum(counts)
+        require(total == side.entries["words"], f"{page}, Layout", f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
+        groups = [(run, min(chunk, tokens - first)) for run, tokens in enumerate(side.runs) for first in range(0, tokens, chunk)]
+        rows: list[list[list[int]]] = [[] for _ in range(side.batch * side.heads * side.packed if side.packed else 0)]
+        taken = token = 0
+        for group, (run, tokens) in enumerate(groups):
+            for head in range(side.batch * side.heads):
+                where = f"{prefix}chunk {group} of head {head}"
+                row, size = head * len(groups) + group, 2**e_bits
+                table = numbers_of["frequencies"][(head * len(side.runs) + run) * size :][:size]
+                check_frequencies(where, table)
+                own = words_of_all[taken : taken + counts[row]]
+                symbols = chunk_symbols(where, table, numbers_of["states"][row * 64 : row * 64 + 64], own, tokens * dim)
+                taken += counts[row]
+                for t in range(tokens):
+                    rows[head * side.packed + token + t] = [symbols[t * dim : (t + 1) * dim]]
+            token += tokens
+        return {"exponents": rows}
+
+    def decode(digits: Digits, row: Numbers) -> list[float]:
+        values = zip(digits["exponents"][0], digits["signed_fractions"][0], strict=True)
+        bits = [(c >> m_bits) << 15 | e << m_bits | c % 2**m_bits for e, c in values]
+        return numbers(struct.pack(f"<{dim}H", *bits), RAW_DTYPES[dtype])
+
+    return Codec("lossless", dim, chunk, codes, streams, decode, lambda *_: [0.0] * dim, coded=coded)

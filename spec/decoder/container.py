@@ -1,0 +1,97 @@
+"""container.md, Reading: from the bytes of a file to its values."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from .basis import check_frame_values
+from .contents import File, Tensor
+from .features import BASIS, CHECKSUMS
+from .given import Bases
+from .header import parse_msgpack, take_header
+from .json_header import BLOCK, JSON_HEADER, JSON_START, json_header, places
+from .limits import FORMAT, LIMITS, MAX_FILE_BYTES, MAX_HEADER_BYTES, MAX_JSON_BYTES
+from .refusal import refuse, require
+from .values import decode_side
+from .xxh3 import xxh3_128
+from .zstd import check_frame
+
+Decompress = Callable[[bytes, int], bytes]
+"""Takes a Zstandard frame and the size of its content, and gives the content."""
+
+
+def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[bytes] = ()) -> File:
+    """Check a whole file and decode it, in the order of container.md, Reading; raises ``Refused``.
+
+    ``bases`` are the files of bases that the caller has.
+    """
+    rule = "container.md, JSON header"
+    major = re.match(re.escape(JSON_START) + rb'([1-9][0-9]{0,8})[ "]', data[8 : 8 + len(JSON_START) + 10])
+    if major is None:
+        refuse(rule, "this is no kvpack file, or there is no major number")
+    require(int(major[1]) <= FORMAT, rule, f"a newer version wrote this file: its format is {int(major[1])}, known is {FORMAT}")
+
+    rule = "container.md, File"
+    length = int.from_bytes(data[:8], "little")
+    require(length <= MAX_JSON_BYTES, LIMITS, f"the JSON header has {length} bytes")
+    require((8 + length) % BLOCK == 0, rule, f"8 + {length} is no multiple of {BLOCK}")
+    require(8 + length <= len(data), rule, f"the JSON header has {length} bytes, and the file {len(data)}")
+
+    json, section = data[8 : 8 + length], memoryview(data)[8 + length :]
+    matched = JSON_HEADER.match(json.decode("latin-1"))
+    require(matched is not None, "container.md, JSON header", "it does not begin with the metadata and kvpack.header")
+    assert matched is not None
+    header_bytes = int(matched[2])
+    require(header_bytes <= MAX_HEADER_BYTES, LIMITS, f"kvpack.header has {header_bytes} bytes")
+    require(header_bytes <= len(section), rule, "the file ends within kvpack.header")
+    header = bytes(section[:header_bytes])
+    require(xxh3_128(header).hex() == matched[1], "container.md, Digests", "kvpack.header has another digest")
+
+    file = take_header(parse_msgpack(header))
+
+    require(json == json_header(header, file.tensors), "container.md, JSON header", "its bytes do not follow from kvpack.header")
+    laid = places(header_bytes, file.tensors)
+    end = laid[-1].end if laid else header_bytes
+    require(8 + length + end <= MAX_FILE_BYTES, LIMITS, f"the file has {8 + length + end} bytes")
+    require(len(section) == end, rule, f"the data section has {len(section)} bytes, and its tensors {end}")
+
+    contents: dict[str, bytes] = {}
+    for place in laid:
+        stored = bytes(section[place.begin : place.end])
+        if place.tensor is None:
+            require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
+        else:
+            contents[place.tensor.name] = take_content(place.tensor, stored, decompress, CHECKSUMS in file.ignorable)
+    given = by_digest(bases)
+    for number_, layer in enumerate(file.layers):
+        for name, side in layer.items():
+            if side is not None:
+                decode_side(side, f"{number_}.{name}.", contents, given)
+                if BASIS in file.required:
+                    finite = all(map(math.isfinite, side.values))
+                    require(finite, "basis.md, File", f"{number_}.{name}: a value is not finite")
+    file.states = {name: content for name, content in contents.items() if name.split(".")[1] == "state"}
+    if BASIS in file.required:
+        check_frame_values(file)
+    return file
+
+
+def by_digest(bases: Sequence[bytes]) -> Bases:
+    """Files of bases by the digests that name them; each is read when it is needed."""
+    return {hashlib.sha256(basis).digest(): partial(read, basis) for basis in bases}
+
+
+def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None, checksums: bool) -> bytes:
+    require(xxh3_128(stored) == tensor.digest, "container.md, Digests", f"{tensor.name} has another digest")
+    if tensor.filter == "none":
+        return stored
+    check_frame(tensor.name, stored, tensor.bytes, checksums)
+    if decompress is None:
+        refuse("container.md, zstd", f"{tensor.name}: no decompressor was given, and the standard library of Python 3.11 has none")
+    content = decompress(stored, tensor.bytes)
+    require(len(content) == tensor.bytes, "container.md, zstd", f"{tensor.name}: {len(content)} bytes came out, not {tensor.bytes}")
+    return content

@@ -1,0 +1,107 @@
+"""What a file holds: tensors, sides, and the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .codec import RAW_DTYPES, Codec, NumberStream
+from .conventions import DTYPE_BYTES, ceil_div
+from .metadata import take_metadata
+from .packing import Columns
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    filter: str = "none"
+    stored_bytes: int = 0
+    digest: bytes = b""
+
+    @property
+    def bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass
+class Side:
+    """One side of a layer, and what ``read`` makes of its tensors.
+
+    ``digits`` holds the rows of every code stream, ``numbers`` every other stream; ``values`` are ``shape`` in C order, in the
+    original frame, and ``tolerances`` say how far from each another reader's value may be.
+    """
+
+    codec: Codec
+    batch: int
+    heads: int
+    runs: list[int]
+    tail: int
+    tail_dtype: str
+    window: int
+    entries: Mapping[str, int] = field(default_factory=dict)
+    digits: dict[str, list[list[list[int]]]] = field(default_factory=dict)
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
+    tolerances: list[float] = field(default_factory=list)
+    given: list[dict[str, list[float]]] = field(default_factory=list)
+    """Of a side that needs a basis: what each head takes from it."""
+
+    @property
+    def packed(self) -> int:
+        return sum(self.runs)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.packed + self.tail, self.codec.dim
+
+    def rows(self, stream: NumberStream) -> int:
+        """container.md, Runs and tail: a stream with one row for every g tokens starts a fresh row at each run."""
+        if stream.per == "entry":
+            return self.entries[stream.name]
+        return len(self.runs) if stream.per == "run" else sum(ceil_div(run, stream.tokens) for run in self.runs)
+
+    def sizes(self, stream: NumberStream) -> tuple[int, ...]:
+        """The sizes of a row; an entry of raw tokens has those of all heads."""
+        return (self.heads, self.codec.dim) if stream.name in ("raw_tokens", "raw_values") else stream.sizes
+
+    def tensors(self, prefix: str) -> list[Tensor]:
+        """The tensors that container.md and the codec's page give, in order, without what only the header says."""
+        made = []
+        for name, stream in self.codec.streams.items():
+            if isinstance(stream, Columns):
+                for plane, width in enumerate(stream.plane_words):
+                    made.append(Tensor(f"{prefix}{name}.{plane}", "U16", (self.batch, self.heads, self.packed, width)))
+            else:
+                batch, heads = (1, 1) if stream.per == "entry" else (self.batch, self.heads if stream.per_head else 1)
+                made.append(Tensor(prefix + name, stream.dtype, (batch, heads, self.rows(stream), *self.sizes(stream))))
+        if self.tail:
+            made.append(Tensor(f"{prefix}tail", RAW_DTYPES[self.tail_dtype], (self.batch, self.heads, self.tail, self.codec.dim)))
+        return made
+
+
+@dataclass
+class File:
+    """What a file holds."""
+
+    required: list[str]
+    ignorable: dict[str, bytes]
+    model: dict[str, str]
+    recipe: str
+    start: int
+    starts: list[int]
+    codecs: list[Codec]
+    layers: list[dict[str, Side | None]]
+    tensors: list[Tensor]
+    states: dict[str, bytes] = field(default_factory=dict)
+    """The bytes of every state, by the name of its tensor."""
+    hidden: list[tuple[int, int, int]] = field(default_factory=list)
+    """Sequence, first position and end of every stretch of hidden tokens."""
+    offsets: list[int] | None = None
+    """The position offset of every sequence."""
+
+    @property
+    def metadata(self) -> dict[str, str | int | float]:
+        return take_metadata(self.ignorable.get("metadata", b""))

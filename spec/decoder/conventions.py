@@ -1,0 +1,51 @@
+"""README.md, Conventions: stored numbers, and roundings to binary32 and binary16."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
+FORMATS = {"U8": "B", "U16": "H", "F16": "e", "F32": "f"}
+MASK = 2**64 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def f32(x: float) -> float:
+    """``x`` correctly rounded to binary32.
+
+    Python computes in binary64, whose 53 bits are more than 2 * 24 + 1: rounding the sum, product or quotient of two
+    binary32 numbers once more gives what binary32 arithmetic gives.
+    """
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def f16(x: float) -> float:
+    """``x`` correctly rounded to binary16."""
+    try:
+        return float(struct.unpack("<e", struct.pack("<e", x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def numbers(data: bytes, dtype: str) -> list[Any]:
+    """The numbers of a stored array: integers for ``U8`` and ``U16``, floats otherwise."""
+    if dtype == "BF16":  # "the upper 16 bits of a binary32"
+        words = struct.unpack(f"<{len(data) // 2}H", data)
+        return list(struct.unpack(f"<{len(words)}f", struct.pack(f"<{len(words)}I", *(word << 16 for word in words))))
+    return list(struct.unpack(f"<{len(data) // DTYPE_BYTES[dtype]}{FORMATS[dtype]}", data))
+
+
+def word64(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 8], "little")
+
+
+def word32(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 4], "little")

@@ -1,0 +1,16 @@
+"""The names of the required and the ignorable features that have a meaning here."""
+
+from __future__ import annotations
+
+BASIS = "basis"
+BALANCED = "balanced"
+SCALE_PER_HEAD = "token-scale-per-head"
+LOG_NORMS = "log-norms"
+LAYER_POSITIONS = "layer-positions"
+LAYER_STATE = "layer-state"
+HIDDEN_TOKENS = "hidden-tokens"
+POSITION_OFFSETS = "position-offsets"
+CHECKSUMS = "zstd-checksum"
+SIDE_CAR_FEATURES = {"balanced": BALANCED, "key_mean": "key-mean", "raw_positions": "raw-positions"}
+CODEC_FEATURES = (*SIDE_CAR_FEATURES.values(), SCALE_PER_HEAD, LOG_NORMS)
+REQUIRED_FEATURES = {name.encode() for name in (BASIS, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, *CODEC_FEATURES)}

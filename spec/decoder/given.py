@@ -1,0 +1,85 @@
+"""What a side takes from the basis that its codec or a side-car names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .basis import ROPE, TABLES
+from .contents import File, Side
+from .conventions import numbers
+from .features import BASIS
+from .refusal import require
+from .side_cars import SIDE_CARS
+
+Bases = Mapping[bytes, Callable[[], File]]
+"""Reads the bases that the caller has, by the digests that name them."""
+
+
+def basis_named(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
+    """The basis with a digest among ``bases``."""
+    require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
+    found = bases[digest]()
+    require(BASIS in found.required, "basis.md, File", f"{prefix}*: {digest.hex()} is a cache and no basis")
+    return found
+
+
+def balanced_for(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
+    """side-cars.md, Balanced keys: the matrix of each head."""
+    rule = f"{SIDE_CARS}, Layout"
+    named = side.codec.side_cars["balanced"].basis
+    assert named is not None
+    digest, layer, frame = named
+    found = basis_named(digest, bases, rule, prefix)
+    name = f"{layer}.state.k.{frame}"
+    tensors = {tensor.name: tensor for tensor in found.tensors}
+    require(name in tensors, rule, f"{prefix}*: the basis has no {name}")
+    heads, dim = side.heads, side.codec.dim
+    require(tensors[name].shape == (1, heads, dim, dim), rule, f"{prefix}*: {name} has the shape {tensors[name].shape}")
+    matrices = numbers(found.states[name], tensors[name].dtype)
+    return [{"balanced": matrices[h * dim * dim : (h + 1) * dim * dim]} for h in range(heads)]
+
+
+def given_for(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
+    """For each head of a side that needs a basis, what it takes from ``bases``: its rows, or its frame."""
+    rule = f"codecs/{side.codec.id}.md, Parameters and ranges"
+    assert side.codec.basis is not None
+    digest, layer, name = side.codec.basis
+    found = basis_named(digest, bases, rule, prefix)
+    require(layer < len(found.layers) and found.layers[layer][name] is not None, rule, f"{prefix}*: the basis has no {layer}.{name}")
+    basis = found.layers[layer][name]
+    assert basis is not None
+    same = (basis.heads, basis.codec.dim) == (side.heads, side.codec.dim)
+    require(same, rule, f"{prefix}*: the basis has {basis.heads} heads of {basis.codec.dim} channels")
+    if side.codec.scope:
+        return frames_for(side, prefix, found)
+    size = basis.packed * basis.codec.dim
+    return [{"rows": basis.values[h * size : (h + 1) * size]} for h in range(basis.heads)]
+
+
+def frames_for(side: Side, prefix: str, basis: File) -> list[dict[str, list[float]]]:
+    """For each head its rows of the frame, one value for each channel, then the scales of the frame's columns, the tables and RoPE."""
+    rule = "codecs/transform.md, Parameters and ranges"
+    assert side.codec.basis is not None
+    _, layer, name = side.codec.basis
+    tensors = {tensor.name: tensor for tensor in basis.tensors}
+
+    def state(number: int, kind: str) -> list[float]:
+        return numbers(basis.states[f"{number}.state.{kind}"], tensors[f"{number}.state.{kind}"].dtype)
+
+    require(f"{layer}.state.{name}.frames" in tensors, rule, f"{prefix}*: the basis has no frames of {layer}.{name}")
+    _, count, _, n = tensors[f"{layer}.state.{name}.frames"].shape
+    heads, dim = side.heads, side.codec.dim
+    fits = (count, n) == ((heads, dim) if side.codec.scope == "head" else (1, heads * dim))
+    require(fits, rule, f"{prefix}*: the basis has {count} frames of {n} columns, and the scope is {side.codec.scope}")
+    _, _, alphabet = tensors[f"0.state.{TABLES[0]}"].shape
+    shared = {TABLES[0]: state(0, TABLES[0]), TABLES[1]: state(0, TABLES[1]), "alphabet": [float(alphabet)]}
+    if name == "k":
+        shared |= {kind: state(layer, kind) for kind in ROPE if f"{layer}.state.{kind}" in tensors}
+    all_rows, scales = state(layer, f"{name}.frames"), state(layer, f"{name}.scales")
+    given = []
+    for h in range(heads):
+        frame, first = (h, 0) if count == heads else (0, h * dim)
+        rows = all_rows[frame * (1 + n) * n : (frame + 1) * (1 + n) * n]
+        own = [value for row in range(1 + n) for value in rows[row * n + first : row * n + first + dim]]
+        given.append({"frame": own, "scales": scales[frame * n : (frame + 1) * n], **shared})
+    return given

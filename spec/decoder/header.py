@@ -1,0 +1,164 @@
+"""container.md, Fields: from the tensor ``kvpack.header`` to layers, sides and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .basis import check_basis, check_frames
+from .codec import RAW_DTYPES, Codec, NumberStream
+from .codecs import CODECS
+from .codecs.klt import KLT_PARAMETERS
+from .contents import File, Side, Tensor
+from .features import BASIS, CODEC_FEATURES, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, SIDE_CAR_FEATURES
+from .ignorable import take_hidden, take_offsets, take_starts, take_states
+from .limits import FORMAT, LIMITS, MAX_BATCH, MAX_CODECS, MAX_HEADS, MAX_LAYERS, MAX_RATIO, MAX_TOKENS
+from .msgpack import Msgpack
+from .newer import refuse_news
+from .refusal import refuse, require
+from .side_cars import SIDE_CAR_KEYS, SIDE_CARS, take_side_cars
+
+HEADER_KEYS = ["format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors"]
+SIDE_KEYS = ["codec", "batch", "heads", "runs", "tail", "tail_dtype", "window"]
+FIELDS = "container.md, Fields"
+
+
+def take_keys(value: Any, keys: list[str], what: str) -> list[Any]:
+    found = list(value) if isinstance(value, dict) else type(value).__name__
+    require(found == keys, FIELDS, f"{what} has the keys {found}, not {keys}")
+    return list(value.values())
+
+
+def require_integer(value: object, low: int, high: int, what: str) -> None:
+    """An integer of the range in Fields, within its limit."""
+    if not isinstance(value, int) or value < low:
+        refuse(FIELDS, f"{what} is {value!r}")
+    require(value <= high, LIMITS, f"{what} is {value}")
+
+
+def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
+    require(isinstance(value, dict) and all(isinstance(entry, of) for entry in value.values()), FIELDS, f"{what} has another type")
+    require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {what} do not ascend")
+    return dict(value)
+
+
+def parse_msgpack(data: bytes, more_codecs: Sequence[str] = ()) -> dict[str, Any]:
+    """The header; one that is not canonical is refused, as a newer version's where it says so. ``more_codecs`` are those of rows."""
+    refuse_news(data, more_codecs)
+    parser = Msgpack(data)
+    top = parser.value()
+    require(isinstance(top, dict), parser.RULE, "the header is not a map")
+    parser.expect(parser.at == len(data), f"{len(data) - parser.at} bytes follow the map")
+    if parser.breach:
+        refuse(parser.RULE, parser.breach)
+    return dict(top)
+
+
+def take_header(
+    header: dict[str, Any], known: Mapping[str, Callable[[Mapping[str, Any]], Codec]] | None = None, *, without_tensors: bool = False
+) -> File:
+    """container.md, Fields; what is new in the header was told before. ``known`` are the codecs, ``without_tensors`` those of a page."""
+    require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}")
+    required: Any = header.get("required")
+    require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
+    _, _, ignorable, model, recipe, start, codecs, layers, tensors = take_keys(header, HEADER_KEYS, "the header")
+    ignorable, model = take_names(ignorable, bytes, "ignorable"), take_names(model, str, "model")
+    require(isinstance(recipe, str), FIELDS, "recipe is no string")
+    require_integer(start, 0, MAX_TOKENS, "start")
+    require(isinstance(codecs, list) and isinstance(layers, list), FIELDS, "codecs or layers is no array")
+    require(len(codecs) <= MAX_CODECS, LIMITS, f"{len(codecs)} codecs")
+    require(len(layers) <= MAX_LAYERS, LIMITS, f"{len(layers)} layers")
+    made = [take_codec(entry, f"codec {number}", CODECS if known is None else known) for number, entry in enumerate(codecs)]
+    file = File(required, ignorable, model, recipe, start, [], made, [], [])
+    for number, layer in enumerate(layers):
+        sides = take_keys(layer, ["k", "v"], f"layer {number}")
+        k, v = (None if side is None else take_side(side, made, f"layer {number}") for side in sides)
+        if k and v:
+            require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
+        require(v is None or "key_mean" not in v.codec.side_cars, SIDE_CARS, f"layer {number}: v has key_mean")
+        file.layers.append({"k": k, "v": v})
+    require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
+    used = {codec.feature for codec in made}
+    used |= {feature for name, feature in SIDE_CAR_FEATURES.items() if any(name in codec.side_cars for codec in made)}
+    for feature in CODEC_FEATURES:
+        require((feature in used) == (feature in required), "container.md, Header tensor", f"{feature} is either in required or in codecs")
+    file.starts = take_starts(file, LAYER_POSITIONS in required)
+    if BASIS in required:
+        check_basis(file)
+    states = take_states(file, LAYER_STATE in required)
+    file.hidden = take_hidden(file, HIDDEN_TOKENS in required, [tensor.shape[0] for _, tensor in states])
+    file.offsets = take_offsets(file, states, POSITION_OFFSETS in required)
+    if BASIS in required:
+        check_frames(file, {tensor.name: tensor for _, tensor in states})
+    if without_tensors:
+        return file
+    expected = []
+    for number, layer in enumerate(file.layers):
+        expected += [tensor for name, side in layer.items() if side for tensor in side.tensors(f"{number}.{name}.")]
+        expected += [tensor for of_layer, tensor in states if of_layer == number]
+    require(isinstance(tensors, list) and len(tensors) == len(expected), FIELDS, f"tensors has not {len(expected)} entries")
+    file.tensors = [take_tensor(entry, tensor) for entry, tensor in zip(tensors, expected, strict=True)]
+    return file
+
+
+def take_codec(entry: Any, what: str, known: Mapping[str, Callable[[Mapping[str, Any]], Codec]]) -> Codec:
+    require(isinstance(entry, dict) and isinstance(entry.get("id"), str), FIELDS, f"{what} has no id")
+    codec = known[entry["id"]]({key: value for key, value in entry.items() if key not in SIDE_CAR_KEYS})
+    side_cars = take_side_cars(entry, codec)
+    page = entry["key_mean"]["tokens"] if "key_mean" in side_cars else codec.token_group
+    return replace(codec, side_cars=side_cars, token_group=page)
+
+
+def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
+    entries = value.get("entries") if isinstance(value, dict) else None
+    own = {key: value[key] for key in value if key != "entries"} if isinstance(value, dict) else value
+    number, batch, heads, runs, tail, tail_dtype, window = take_keys(own, SIDE_KEYS, f"a side of {what}")
+    require(isinstance(number, int) and number < len(codecs), FIELDS, f"{what}: there is no codec {number!r}")
+    codec = codecs[number]
+    require_integer(batch, 1, MAX_BATCH, f"{what}: batch")
+    require_integer(heads, 1, MAX_HEADS, f"{what}: heads")
+    require(codec.heads in (0, heads), KLT_PARAMETERS, f"{what}: heads is {heads}, and there are widths of {codec.heads}")
+    require(isinstance(runs, list), FIELDS, f"{what}: runs is {runs!r}")
+    for run in runs:
+        require(isinstance(run, int) and run >= 1, FIELDS, f"{what}: a run is {run!r}")
+    require(isinstance(tail, int), FIELDS, f"{what}: tail is {tail!r}")
+    require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what}: {sum(runs) + tail} tokens")
+    require(isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES, FIELDS, f"{what}: tail_dtype is {tail_dtype!r}")
+    require_integer(window, 0, MAX_TOKENS, f"{what}: window")
+    require(window % codec.token_group == 0, FIELDS, f"{what}: window {window} is no multiple of the token group {codec.token_group}")
+    rows_of_runs = any(isinstance(stream, NumberStream) and stream.per == "run" for stream in codec.streams.values())
+    whole = codec.token_group > 1 or rows_of_runs or len(runs) <= 1
+    require(whole, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
+    of_entries = [name for name, stream in codec.streams.items() if isinstance(stream, NumberStream) and stream.per == "entry"]
+    if of_entries:
+        require(list(value) == [*SIDE_KEYS, "entries"], FIELDS, f"a side of {what} has the keys {list(value)}, the last not entries")
+    else:
+        require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, and no stream has a row per entry")
+    return Side(codec, batch, heads, runs, tail, tail_dtype, window, take_entries(entries, of_entries, what))
+
+
+def take_entries(value: Any, names: list[str], what: str) -> dict[str, int]:
+    """The rows of the streams ``names``, which have a row per entry."""
+    if not names:
+        return {}
+    if not isinstance(value, dict) or list(value) != names:
+        refuse(FIELDS, f"{what}: entries is {value!r}, not of {names}")
+    for name, count in value.items():
+        require_integer(count, 0, MAX_TOKENS, f"{what}: entries of {name}")
+    return value
+
+
+def take_tensor(entry: Any, expected: Tensor) -> Tensor:
+    require(isinstance(entry, list) and len(entry) == 6, FIELDS, f"the entry of tensor {expected.name} has not six places")
+    name, dtype, shape, filter_, stored_bytes, digest = entry
+    same = (name, dtype, shape) == (expected.name, expected.dtype, list(expected.shape))
+    require(same, FIELDS, f"tensor {expected.name} is listed as {name!r} {dtype!r} {shape!r}")
+    require(filter_ in ("none", "zstd"), FIELDS, f"the filter of {name} is {filter_!r}")
+    require(isinstance(stored_bytes, int), FIELDS, f"stored_bytes of {name} is {stored_bytes!r}")
+    require(isinstance(digest, bytes) and len(digest) == 16, FIELDS, f"the digest of {name} has not 16 bytes")
+    if filter_ == "none":
+        require(stored_bytes == expected.bytes, FIELDS, f"{name} takes {stored_bytes} bytes, not {expected.bytes}")
+    else:
+        require(expected.bytes <= MAX_RATIO * stored_bytes, LIMITS, f"{name} decodes to {expected.bytes} bytes from {stored_bytes}")
+    return Tensor(name, dtype, expected.shape, filter_, stored_bytes, digest)

@@ -1,0 +1,113 @@
+"""container.md, Header tensor: what is new in a header is reported before what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .codecs import CODECS
+from .features import REQUIRED_FEATURES
+from .limits import FORMAT
+from .msgpack import EXTENSIONS, OTHER_TYPES
+from .refusal import require
+
+NUMBERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+"""Integers of any form, by their first byte: the bytes after it."""
+SIZED = {
+    **{0xD9: ("string", 1), 0xDA: ("string", 2), 0xDB: ("string", 4), 0xC4: ("other", 1), 0xC5: ("other", 2), 0xC6: ("other", 4)},
+    **{0xDC: ("array", 2), 0xDD: ("array", 4), 0xDE: ("map", 2), 0xDF: ("map", 4)},
+}
+"""Values with a length: what they are, and the bytes of the length."""
+
+
+class End(Exception):
+    """The bytes end within a value."""
+
+
+class Walk:
+    """A place in msgpack of any version, whose values are skipped or looked at, never built."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        if self.at + count > len(self.data):
+            raise End
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def head(self) -> tuple[str, int]:
+        """What the next value is, and its number, its bytes or its entries."""
+        first = self.take(1)[0]
+        if first < 0x80:
+            return "integer", first
+        for mask, form, kind in ((0xF0, 0x80, "map"), (0xF0, 0x90, "array"), (0xE0, 0xA0, "string")):
+            if first & mask == form:
+                return kind, first & ~mask & 0xFF
+        if first in NUMBERS:
+            return "integer", int.from_bytes(self.take(NUMBERS[first]), "big", signed=first >= 0xD0)
+        if first in SIZED:
+            kind, count = SIZED[first]
+            return kind, int.from_bytes(self.take(count), "big")
+        if first in EXTENSIONS:
+            return "other", int.from_bytes(self.take(EXTENSIONS[first]), "big") + 1
+        return "other", OTHER_TYPES.get(first, 0) if first < 0xE0 else 0
+
+    def pass_by(self, kind: str, count: int) -> None:
+        """Leave out the rest of a value whose head was taken."""
+        values = {"array": count, "map": 2 * count}.get(kind, 0)
+        self.take(count if kind in ("string", "other") else 0)
+        while values:
+            kind, count = self.head()
+            values += {"array": count, "map": 2 * count}.get(kind, 0) - 1
+            self.take(count if kind in ("string", "other") else 0)
+
+    def string(self) -> bytes | None:
+        """The next value where it is a string, else None."""
+        kind, count = self.head()
+        if kind == "string":
+            return self.take(count)
+        self.pass_by(kind, count)
+        return None
+
+    def id(self) -> bytes | None:
+        """The id of the next value where it is the map of a codec, else None."""
+        kind, count = self.head()
+        if kind != "map":
+            self.pass_by(kind, count)
+            return None
+        ids = []
+        for _ in range(count):
+            if self.string() == b"id":
+                ids.append(self.string())
+            else:
+                self.pass_by(*self.head())
+        return ids[0] if ids else None
+
+
+def refuse_news(data: bytes, more_codecs: Sequence[str] = ()) -> None:
+    """container.md, Header tensor: "What is new is told before what is wrong"."""
+    walk, version = Walk(data), FORMAT
+    unknown: dict[bytes, list[bytes]] = {}
+    known: dict[bytes, set[bytes]] = {b"required": REQUIRED_FEATURES, b"codecs": {name.encode() for name in (*CODECS, *more_codecs)}}
+    try:
+        kind, count = walk.head()
+        seen: set[bytes] = set()
+        for _ in range(count if kind == "map" else 0):
+            key = walk.string()
+            kind, entries = walk.head()
+            if key == b"format" and key not in seen and kind == "integer":
+                version = entries
+            elif key in known and key not in seen and kind == "array":
+                unknown[key] = []
+                for _ in range(entries):
+                    name = walk.string() if key == b"required" else walk.id()
+                    if name is not None and name not in known[key]:
+                        unknown[key].append(name)
+            else:
+                walk.pass_by(kind, entries)
+            seen.add(key or b"")
+    except End:
+        pass
+    require(version <= FORMAT, "container.md, Fields", f"format is {version}, known is {FORMAT}")
+    require(not unknown.get(b"required"), "container.md, Header tensor", f"unknown required features {unknown.get(b'required')}")
+    require(not unknown.get(b"codecs"), "container.md, Fields", f"unknown codecs {unknown.get(b'codecs')}")

@@ -1,0 +1,194 @@
+"""container.md, Reading, step 9: the values of a side, by the steps of side-cars.md, Layout and Decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from .codec import RAW_DTYPES, Codec, Digits, Numbers, NumberStream
+from .contents import Side
+from .conventions import ceil_div, f32, numbers
+from .given import Bases, balanced_for, given_for
+from .norms import norm_of_byte
+from .packing import Columns
+from .refusal import require
+from .rotation import rotate_back, rotated_tolerance
+from .side_cars import SIDE_CARS, check_special_values
+
+
+def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: Bases) -> None:
+    """Step 9 of Reading: the rules of the codec, then its values; all tokens of a head, the packed ones before the tail."""
+    codec = side.codec
+    for name, stream in codec.streams.items():
+        if isinstance(stream, Columns):
+            side.digits[name] = code_rows(side, prefix + name, stream, contents)
+        else:
+            side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
+            if stream.logarithms:
+                side.numbers[name] = [norm_of_byte(int(c)) for c in side.numbers[name]]
+            check_special_values(prefix + name, stream, side.numbers[name])
+    codec.check_sizes(side, prefix)
+    side.given = given_for(side, prefix, bases) if codec.basis else []
+    places = {name: entry_places(flags) for name, flags in flags_of(side).items()}
+    for name, found in places.items():
+        rule = f"{SIDE_CARS}, Layout"
+        require(len(found) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(found)} flags")
+    if "balanced" in codec.side_cars:
+        side.given = balanced_for(side, prefix, bases)
+    if "raw_positions" in codec.side_cars:
+        places["raw_positions"] = position_places(side, prefix)
+    all_digits = side.digits | codec.coded(side, prefix)
+    tail: list[float] = numbers(contents[f"{prefix}tail"], RAW_DTYPES[side.tail_dtype]) if side.tail else []
+    if side.shape[2] == 0:
+        return
+    tokens = [(number, token) for number, run in enumerate(side.runs) for token in range(run)]
+    of_tokens = [stream for stream in codec.streams.values() if isinstance(stream, NumberStream) and stream.per != "entry"]
+    first_rows = {stream.name: list(accumulate((ceil_div(run, stream.tokens) for run in side.runs), initial=0)) for stream in of_tokens}
+    for b in range(side.batch):
+        for h in range(side.heads):
+            head = b * side.heads + h
+            for t, (run, token) in enumerate(tokens):
+                digits = {name: rows[head * len(tokens) + t] for name, rows in all_digits.items()}
+                row = {}
+                for stream in of_tokens:
+                    first = first_rows[stream.name]
+                    number = run if stream.per == "run" else first[run] + token // stream.tokens
+                    rows = len(side.runs) if stream.per == "run" else first[-1]
+                    row[stream.name] = number_row(side, stream, number + (head if stream.per_head else b) * rows)
+                if side.given:
+                    row |= side.given[h]
+                codec.check(f"{prefix}* batch {b}, head {h}, token {t}", digits, row)
+                x, tolerance = decode_token(side, places, (t, b, h), digits, row)
+                side.values += x
+                side.tolerances += tolerance
+            size = side.tail * codec.dim
+            side.values += tail[head * size : (head + 1) * size]
+            side.tolerances += [0.0] * size
+
+
+def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, bytes]) -> list[list[list[int]]]:
+    """The digits of every row of a code stream."""
+    widths = packing.plane_words
+    planes = [numbers(contents[f"{name}.{plane}"], "U16") for plane in range(len(widths))]
+    return [
+        packing.unpack([plane[row * w : (row + 1) * w] for plane, w in zip(planes, widths, strict=True)], f"{name} row {row}")
+        for row in range(side.batch * side.heads * side.packed if side.packed else 0)
+    ]
+
+
+def flags_of(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
+    """side-cars.md, Layout: for each stream with a row per entry, the flags by token, sequence, and head and chunk."""
+    made: dict[str, dict[tuple[int, ...], int]] = {}
+    if "outliers" in side.codec.side_cars:
+        rows = enumerate(side.digits["outlier_flags"])
+        per_head = ((*divmod(row, side.packed), flag) for row, (flag,) in rows)
+        made["outliers"] = {(t, *divmod(head, side.heads), c): one for head, t, flag in per_head for c, one in enumerate(flag)}
+    if "raw_tokens" in side.codec.side_cars:
+        flags: list[Any] = side.numbers["raw_token_flags"]
+        made["raw_tokens"] = {(row % side.packed, row // side.packed): flag for row, flag in enumerate(flags)}
+    return made
+
+
+def entry_places(flags: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
+    """The entry of each flag that is 1; keys of ``flags`` begin with token, sequence, and then what else the entries follow."""
+    return {place: number for number, place in enumerate(sorted(place for place, flag in flags.items() if flag))}
+
+
+def position_places(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
+    """side-cars.md, Layout: the entry of each raw token by token and sequence."""
+    count, rule = side.entries["raw_positions"], f"{SIDE_CARS}, Layout"
+    has = side.entries["raw_values"]
+    require(has == count, rule, f"{prefix}raw_values has {has} entries for {count} positions")
+    found: dict[tuple[int, ...], int] = {}
+    words = [[int(word) for word in side.numbers["raw_positions"][4 * entry : 4 * entry + 4]] for entry in range(count)]
+    last: tuple[int, ...] = (-1, 0)
+    for entry, (low, middle, high, b) in enumerate(words):
+        t = low + 2**16 * middle + 2**32 * high - 1
+        what = f"{prefix}raw_positions: entry {entry} is token {t} of sequence {b}"
+        if t < 0:
+            require(b == 0, rule, f"{what}, and unused")
+            continue
+        require(len(found) == entry, rule, f"{what}, behind one that is unused")
+        require(t < side.packed and b < side.batch, rule, f"{what}, of {side.packed} and {side.batch}")
+        require((t, b) > last, rule, f"{what}, behind {last}")
+        last = t, b
+        found[last] = entry
+    size = side.heads * side.codec.dim
+    unused = side.numbers["raw_values"][len(found) * size :]
+    zero = not any(unused) and all(math.copysign(1.0, one) > 0 for one in unused)
+    require(zero, rule, f"{prefix}raw_values: an unused entry is not zero")
+    return found
+
+
+def decode_token(
+    side: Side, places: Mapping[str, Mapping[tuple[int, ...], int]], place: tuple[int, int, int], digits: Digits, row: Numbers
+) -> tuple[list[float], list[float]]:
+    """side-cars.md, Decode: the values of the token, sequence and head of ``place``, and their tolerances."""
+    codec, (t, b, h) = side.codec, place
+    for name, values in (("raw_positions", "raw_values"), ("raw_tokens", "raw_tokens")):
+        if (t, b) in places.get(name, {}):
+            at = (places[name][t, b] * side.heads + h) * codec.dim
+            return side.numbers[values][at : at + codec.dim], [0.0] * codec.dim
+    u, tolerance = list(codec.decode(digits, row)), list(codec.tolerance(digits, row))
+    of_head = 0.0
+    for c in range(codec.dim // 4 if "outliers" in places else 0):
+        if (*place, c) in places["outliers"]:
+            entry = 4 * places["outliers"][*place, c]
+            u[4 * c : 4 * c + 4] = side.numbers["outliers"][entry : entry + 4]
+            tolerance[4 * c : 4 * c + 4] = [0.0] * 4
+    if "key_mean" in codec.side_cars:
+        u = [f32(one + part) for one, part in zip(u, page_vector(codec, row), strict=True)]
+        tolerance = [before + 2.0**-23 * abs(one) + 2.0**-126 for before, one in zip(tolerance, u, strict=True)]
+    if "qjl" in codec.side_cars:
+        (norm,) = row["qjl_norm"]
+        gamma = norm * math.sqrt(math.pi / (2 * codec.dim))
+        residual = signs_of_residual(codec.side_cars["qjl"].seed, digits["qjl_signs"][0])
+        u = [f32(one + gamma * sign) for one, sign in zip(u, residual, strict=True)]
+        tolerance = [before + 2.0**-23 * abs(one) + 2.0**-126 for before, one in zip(tolerance, u, strict=True)]
+        of_head = 2.0**-18 * abs(norm)
+    x = rotate_back(codec.rotation_kind, codec.rotation_seed, u)
+    if codec.rotation_kind != "none":
+        tolerance, of_head = rotated_tolerance(u, tolerance, of_head), 0.0
+    if "block_rotation" in codec.side_cars:
+        size = codec.side_cars["block_rotation"].block
+        blocks = [slice(first, first + size) for first in range(0, codec.dim, size)]
+        tolerance = [one for block in blocks for one in rotated_tolerance(x[block], tolerance[block], of_head)]
+        x, of_head = [one for block in blocks for one in rotate_back("hadamard", 0, x[block])], 0.0
+    tolerance = [one + of_head for one in tolerance]
+    if "channel_order" in codec.side_cars:
+        placed = sorted(zip(row["channel_order"], x, tolerance, strict=True))
+        x, tolerance = [one for _, one, _ in placed], [one for _, _, one in placed]
+    if "channel_scale" in codec.side_cars:
+        scales = row["channel_scale"]
+        x = [f32(one * scale) for one, scale in zip(x, scales, strict=True)]
+        products = zip(tolerance, scales, x, strict=True)
+        tolerance = [scale * before + 2.0**-23 * abs(one) + 2.0**-126 if before else 0.0 for before, scale, one in products]
+    if "balanced" in codec.side_cars:
+        columns = [row["balanced"][c :: codec.dim] for c in range(codec.dim)]
+        sums = [sum(abs(one * d) for one, d in zip(x, column, strict=True)) for column in columns]
+        before = [sum(one * abs(d) for one, d in zip(tolerance, column, strict=True)) for column in columns]
+        tolerance = [own + 2.0**-18 * size + 2.0**-126 for own, size in zip(before, sums, strict=True)]
+        x = [f32(math.fsum(one * d for one, d in zip(x, column, strict=True))) for column in columns]
+    return x, tolerance
+
+
+def page_vector(codec: Codec, row: Numbers) -> list[float]:
+    """Step 3 of Decode: what the channels of u gain."""
+    bits, (scale,) = codec.side_cars["key_mean"].bits, row["key_mean_scale"]
+    codes = [int(code) for code in row["key_mean"]]
+    if bits == 4:
+        codes = [code % 16 for code in codes] + [code // 16 for code in codes]
+    return [(code - 2 ** (bits - 1)) * scale for code in codes]
+
+
+def signs_of_residual(seed: int, digit: Sequence[int]) -> list[float]:
+    """R'ᵀ s of step 4 of Decode."""
+    return rotate_back("signed-hadamard", seed, [-1.0 if bit else 1.0 for bit in digit])
+
+
+def number_row(side: Side, stream: NumberStream, row: int) -> list[float]:
+    """The numbers of ``stream`` in row ``row`` of all."""
+    size = math.prod(stream.sizes)
+    return side.numbers[stream.name][row * size : (row + 1) * size]

@@ -149,6 +149,7 @@ class Codec(ABC):
     takes_side_cars: ClassVar[bool] = True
     """True if a codec that is lossy can have all side-cars, and not only those ``of_every_codec``."""
     dim: int
+    side_cars: tuple[Any, ...] = ()
 
     @property
     @abstractmethod
@@ -157,6 +158,9 @@ class Codec(ABC):
 
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
         """Its side-car of a class, if it has one."""
+        for side_car in self.side_cars:
+            if isinstance(side_car, wanted):
+                return side_car
         return None
 
     @property

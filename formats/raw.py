@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Their attributes of torch."""
+
 HOLDS = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
 """For each dtype, the dtypes that it represents exactly."""
 
@@ -69,17 +72,12 @@ class Raw(CodecFamily):
         return []
 
 
-def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """``x`` of any float dtype in ``dtype``, ties to even; finite values may become infinity."""
-    return x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
-
-
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """``x`` of any float dtype in ``dtype``, ties to even; values of that dtype keep their bits.
 
     Raises OutOfRange if a finite value would become infinity.
     """
-    values = cast(x, dtype)
+    values = x.to(getattr(torch, TORCH_NAMES[dtype]))
     # Only rounding loses values. The sum is one cheap pass; where it is not finite (it may just overflow) every value is examined.
     if values.dtype != x.dtype and not torch.isfinite(values.sum()):
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()

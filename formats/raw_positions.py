@@ -16,7 +16,7 @@ from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .head_norms import few, have_large_head, misfit, norms_of, over_heads, usual
 from .lazy import numpy, torch
-from .raw import DTYPES, cast
+from .raw import DTYPES, TORCH_NAMES
 from .side_car import KeptTokens, RunStep, known_word
 from .value_blocks import BLOCK_VALUES, row_blocks, values_between
 
@@ -237,7 +237,7 @@ def in_slots(
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
-    values = cast(exact, raw.dtype)
+    values = exact.to(getattr(torch, TORCH_NAMES[raw.dtype]))
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
         raise OutOfRange("a raw token is beyond the largest fp16, 65504; choose a wider raw_dtype")
@@ -291,7 +291,7 @@ def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtyp
     Raises OutOfRange, with the ``remedy``, for a finite value that does not fit the dtype.
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
-    values = cast(exact, dtype)
+    values = exact.to(getattr(torch, TORCH_NAMES[dtype]))
     lost = torch.isinf(values) & torch.isfinite(exact)
     if lost.any():
         entry, head, channel = torch.nonzero(lost)[0].tolist()

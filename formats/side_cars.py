@@ -19,7 +19,7 @@ from .side_car import FramePart, KeptTokens, PageVector, ResidualSketch, SideCar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .base import Layout, OneSideCar, PayloadRule, RunRule, Unpacker
+    from .base import Layout, PayloadRule, RunRule, Unpacker
     from .rotation import Rotation
     from .side_car import RunStep
 
@@ -58,12 +58,6 @@ class WithSideCars(Codec):
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
         object.__setattr__(self, "dim", self.codec.dim)
-
-    def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
-        for side_car in self.side_cars:
-            if isinstance(side_car, wanted):
-                return side_car
-        return None
 
     @cached_property
     def without_raw(self) -> Codec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import InvalidPayload
@@ -45,8 +44,12 @@ def caches_of(device: torch.device) -> int:
 
 def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
     """Return the arrays if all are in memory: a few reductions then process them whole, without the global interpreter lock."""
-    whole: Any = arrays
-    return whole if {numpy.ndarray}.issuperset(map(type, arrays)) else None
+    whole = []
+    for array in arrays:
+        if not isinstance(array, numpy.ndarray):
+            return None
+        whole.append(array)
+    return whole
 
 
 def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
@@ -58,12 +61,15 @@ def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
     """Blocks of rows ``[row, value]`` (along the last axis) of arrays with equally many rows, each with the number of its first row."""
-    shapes = [*map(attrgetter("shape"), arrays)]
-    rows = math.prod(shapes[0][:-1]) if shapes[0][-1] else 0
-    size = max(1, BLOCK_VALUES // max(1, *map(itemgetter(-1), shapes)))
+    first, widest = arrays[0].shape, 1
+    for array in arrays:
+        widest = max(widest, array.shape[-1])
+    rows = math.prod(first[:-1]) if first[-1] else 0
+    size = max(1, BLOCK_VALUES // widest)
     for start in range(0, rows, size):
         blocks, stop = [], min(start + size, rows)
-        for array, (*_, width) in zip(arrays, shapes, strict=True):
+        for array in arrays:
+            width = array.shape[-1]
             blocks.append(values_between(array, start * width, stop * width).reshape(-1, width))
         yield start, blocks
 

@@ -9,11 +9,13 @@ import ctypes
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from kvpack.formats.angle import Angle
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
+from kvpack.formats.head_norms import PAGE
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.minifloat import Minifloat, run_scales
@@ -24,7 +26,6 @@ from kvpack.formats.scalar import Scalar
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
-from kvpack.runtime.threads import checked_threads
 
 from . import codecs, library, rotations
 
@@ -139,7 +140,7 @@ def _call_over(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -
     """``call_of`` with the values ``x`` and the threads that they are worth."""
     call, names, kept = call_of(codec, (x.shape[0], x.shape[1], x.shape[2]), x.dtype)
     call.x = library.Stream.of(x)
-    call.threads, call.level = min(checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES), level
+    call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES), level
     return call, names, kept
 
 
@@ -255,3 +256,33 @@ def _per_length(magnitudes: torch.Tensor) -> torch.Tensor:
 def _padded(values: list[float], padding: float) -> torch.Tensor:
     entries = max(codecs.MIN_ENTRIES, next_power_of_two(len(values)))
     return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")
+
+
+def measures(x: torch.Tensor) -> bool:
+    """Return True if C finds the norms of ``x`` ``[batch, kv_head, token, dim]``."""
+    return chooses(x.dtype) and (x.stride(3) == 1 or x.shape[3] == 1)
+
+
+def norms(x: torch.Tensor) -> torch.Tensor:
+    """``formats.head_norms.norms_of``. Raises MemoryError."""
+    batch, heads, tokens, dim = x.shape
+    found, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
+    if x.numel():
+        values = library.Stream.of(x)
+        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE}
+        pointers = {"norms": found.data_ptr(), "left_out": left_out.ctypes.data}
+        run_raw_slots(library.RawSlots(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes))
+    return found
+
+
+def run_raw_slots(call: library.RawSlots) -> None:
+    """Measure norms, and choose raw tokens by them. Raises MemoryError."""
+    compiled = library.library()
+    assert compiled is not None
+    if compiled.kvpack_raw_slots(ctypes.byref(call)):
+        raise MemoryError("there is not enough memory to choose raw tokens")
+
+
+def chooses(dtype: torch.dtype) -> bool:
+    """Return True if C chooses by keys of ``dtype``."""
+    return library.library() is not None and dtype in DTYPES

@@ -7,15 +7,20 @@ every Python. It starts threads for one call at a time (``threads.h``), and for 
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.reader import Read, declare
 
 if TYPE_CHECKING:
     import torch
+
+THREADS = "KVPACK_THREADS"
+"""The environment variable with the number of threads of a call."""
 
 INTERFACE = 29
 """The number of interface.h that the structures below mirror."""
@@ -211,3 +216,15 @@ def levels() -> tuple[str, ...]:
     while found is not None and (name := found.kvpack_level_name(len(names))) is not None:
         names.append(name.decode())
     return tuple(names)
+
+
+def checked_threads(threads: int | None, default: int) -> int:
+    """The threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for a number below 1."""
+    if threads is not None:
+        return threads
+    text = os.environ.get(THREADS, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
+        raise InvalidParameter(f"the environment variable {THREADS} is {text!r}, expected an integer from 1 to 9999")
+    return int(text)

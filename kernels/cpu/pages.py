@@ -6,20 +6,25 @@ A plan contains everything about a call except addresses, so that a page costs n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 
 from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.head_norms import FEW, GROUP_RATIO, HEADS, PAGE, SHARED_RATIO, TOKENS
 from kvpack.formats.side_cars import WithSideCars
 
 from . import codecs, encode, library, rotations
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
+    from kvpack.formats.raw_positions import RawPositions
 
 DTYPES = encode.DTYPES
+
+Chosen = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 class Values(NamedTuple):
@@ -113,3 +118,44 @@ def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
     described = codecs.described(codec)
     # Rows hold no stream that is made when a page is described.
     return described is not None and not {codecs.TABLE, codecs.BASIS, codecs.PLACES} & set(described.streams)
+
+
+class Chooser:
+    """Chooses the raw tokens of ``layers`` layers of a page by keys of ``heads`` heads, ``tokens`` tokens, ``dim`` values and ``dtype``.
+
+    ``shared``: what shares scales of the keys. The choice is that of ``formats.raw_positions.in_slots``.
+    """
+
+    def __init__(
+        self,
+        raw: RawPositions,
+        layers: int,
+        heads: int,
+        tokens: int,
+        dim: int,
+        dtype: torch.dtype,
+        token_group: int,
+        slots: int,
+        shared: Collection[str],
+    ) -> None:
+        self._heads = heads
+        self._layers, self._tokens, self._slots = layers, tokens, slots
+        number = DTYPES.index(dtype)
+        sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE, "few": FEW}
+        high = raw.high_norm if token_group > 1 else 0.0
+        of_shared = {"shared": (HEADS, SHARED_RATIO), "grouped": (TOKENS, GROUP_RATIO)}
+        ratios = {name: ratio if of in shared and raw.high_norm else 0.0 for name, (of, ratio) in of_shared.items()}
+        self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, **ratios, **sizes)
+
+    def run(self, keys: Values, threads: int) -> tuple[Chosen, Chosen]:
+        """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and counts of ``[layer, 2]``.
+
+        They count tokens without a slot, as ``tokens_of_slots``. Raises MemoryError.
+        """
+        chosen = numpy.empty((self._layers, self._slots), numpy.int64)
+        left_out, norms = numpy.zeros((self._layers, 2), numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)
+        call = library.RawSlots.from_buffer_copy(self._call)
+        call.x, call.threads = library.Stream(*keys), threads
+        call.norms, call.chosen, call.left_out = norms.ctypes.data, chosen.ctypes.data, left_out.ctypes.data
+        encode.run_raw_slots(call)
+        return chosen, left_out

@@ -10,7 +10,6 @@ import torch
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale, factors
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.runtime.threads import checked_threads
 
 from . import library, rotations, sides
 
@@ -70,7 +69,7 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
     """Write ``parts`` to ``out``, after inverse rotations and channel scales. Raises MemoryError."""
     batch, heads = out.shape[:2]
     most = 1 + out.numel() // FEWEST_VALUES
-    threads = min(checked_threads(threads, torch.get_num_threads()), most)
+    threads = min(library.checked_threads(threads, torch.get_num_threads()), most)
     compiled = library.library()
     assert compiled is not None
     for part in parts:

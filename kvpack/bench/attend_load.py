@@ -13,7 +13,7 @@ import torch
 
 import kvpack
 from kvpack.cache.layer import Layer
-from kvpack.runtime.threads import THREADS
+from kvpack.kernels.cpu.library import THREADS
 
 from .process_time import interleaved
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 import numpy
 import torch
 
-from kvpack.coding import shared_scales
+from kvpack.coding.encoding import collected_misfits, warn_of_misfits
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
@@ -259,11 +259,11 @@ class Cache:
         if len(pairs) != len(self):
             raise InvalidParameter(f"{len(pairs)} layers were appended to a cache of {len(self)}")
         self.check_ends()
-        with shared_scales.collected() as misfits:
+        with collected_misfits() as misfits:
             layers = tuple(
                 layer.append(k, v, f"layers[{i}]", self.start) for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))
             )
-        shared_scales.warn(misfits)
+        warn_of_misfits(misfits)
         added = {layer.seen - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
         if len(added) > 1:
             counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
@@ -285,9 +285,9 @@ class Cache:
         parsed = parse_recipe(recipe)
         if parsed.basis is not None:
             parsed.basis.check_model(self.model)
-        with shared_scales.collected() as misfits:
+        with collected_misfits() as misfits:
             layers, text = converted(self.layers, parsed, self.start, progress)
-        shared_scales.warn(misfits)
+        warn_of_misfits(misfits)
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import count
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +15,9 @@ import torch
 
 from kvpack.coding.encoding import STATE_DTYPES
 from kvpack.file.layer_states import check_state
-from kvpack.file.limits import MAX_TOKENS
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
-from .cache import Cache
 from .minifloats import Minifloats
 
 if TYPE_CHECKING:
@@ -59,29 +56,15 @@ class DenseLayer(NamedTuple):
     states: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
-def dense_states(past: Any) -> list[DenseLayer]:
-    """The layers of a cache in any form that callers use.
-
-    Raises InvalidType for anything but a cache, InvalidParameter for a cache that contains more than keys and values, and
-    InvalidParameter for a cache that is empty or whose layers do not hold tokens of the same range.
-    """
-    if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
-        raise InvalidType(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
-    if isinstance(past, (list, tuple)):
-        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
-            past = [past]
-        for pair in past:
-            if not isinstance(pair, DenseLayer) and not (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)):
-                break
-        else:
-            return [*map(_of_tuple, past, map("layers[{}]".format, count()))]
+def layers_of_cache(past: Any) -> list[DenseLayer]:
+    """The layers of a transformers cache, or of an object that resembles one. Raises as ``packing.dense_states``."""
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} is two caches, of the decoder's tokens and of the encoder's: "
             "pack its self_attention_cache, and its cross_attention_cache by itself"
         )
     if isinstance(getattr(past, "layers", None), Sequence):
-        return _of_layers(past)
+        return _layers_of(past)
     if isinstance(past, str | bytes | os.PathLike):
         raise InvalidType(
             f"the path {path_text(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
@@ -93,20 +76,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
     raise InvalidType(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
 
 
-def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
-    if isinstance(pair, DenseLayer):
-        return pair
-    skipped = pair[2] if len(pair) == 3 else 0
-    if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
-        shown = skipped if isinstance(skipped, int) else type(skipped).__name__
-        raise InvalidParameter(f"{where}: the tokens before k and v that the layer dropped are {shown}, expected an integer from 0")
-    if pair[0] is None and pair[1] is None:
-        raise InvalidParameter(f"{where}: both sides are absent; a layer needs keys, values or both")
-    return DenseLayer(pair[0], pair[1], skipped)
-
-
-def _of_layers(past: Any) -> list[DenseLayer]:
-    """The layers of a transformers cache, or of an object that resembles one."""
+def _layers_of(past: Any) -> list[DenseLayer]:
     _refuse_more(past, "", _CACHES, _CACHE_SETTINGS)
     layers = [_layer(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
     held = ((number, layer, layer.v if layer.k is None else layer.k) for number, layer in enumerate(layers))

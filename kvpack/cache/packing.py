@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from kvpack.coding import dispatch, shared_scales
-from kvpack.coding.encoding import RAW_NAMES
+from kvpack.coding import dispatch
+from kvpack.coding.encoding import RAW_NAMES, collected_misfits, warn_of_misfits
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.checks import Rule, check
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import check_callback, check_mapping, integer, items
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.side_cars import WithSideCars
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
 
 from .cache import Cache
 from .checksums import checksums, has_checksums
-from .dense_states import DenseLayer, dense_states
+from .dense_states import DenseLayer, layers_of_cache
 from .layer import Layer
-from .minifloats import ELEMENT_DTYPES
-from .outlier_channels import outlier_channel, warn
+from .minifloats import ELEMENT_DTYPES, Minifloats
 from .side import Side, check_tensor, packed_side
 
 if TYPE_CHECKING:
@@ -53,6 +53,21 @@ class Encoded(Protocol):
     def codec(self) -> Codec: ...
 
     def side(self, window: int = 0) -> Side: ...
+
+
+MAX_CHANNEL_RATIO = 64.0
+"""Number of times larger than the median channel of its head a channel may be: those of SmolLM2-135M-Instruct are at most 14 times."""
+
+SAMPLED_TOKENS = 128
+
+
+class OutlierChannel(NamedTuple):
+    """The largest channel of a layer's keys, and its size relative to the median of its head."""
+
+    layer: int
+    head: int
+    channel: int
+    ratio: float
 
 
 def pack(
@@ -100,10 +115,8 @@ def pack(
     if inputs is not None and not isinstance(inputs, Inputs):
         raise InvalidType(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
     start, named = integer(start, "start"), {} if model is None else model_fields(model)
-    try:
-        check("start", start, Rule(int, MAX_TOKENS))
-    except (InvalidHeader, LimitExceeded) as error:
-        raise InvalidParameter(str(error)) from None
+    if not 0 <= start <= MAX_TOKENS:
+        raise InvalidParameter(f"start is {start}, expected an integer from 0 to {MAX_TOKENS}")
     recipe.check_length()
     if recipe.basis is not None:
         recipe.basis.check_model(named)
@@ -115,27 +128,58 @@ def pack(
     for k, v, *_ in states:
         for x in (k, v):
             values += x.numel() if isinstance(x, torch.Tensor) else 0
-    with float32_no_grad(torch.device("cpu")), shared_arena(values), shared_scales.collected() as misfits:
+    with float32_no_grad(torch.device("cpu")), shared_arena(values), collected_misfits() as misfits:
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             norms = _norms_of_keys(k)
             place = (number, len(states)), start + skipped, norms
             packed = _pack_side(k, recipe, "k", *place)
             layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(kept))))
-            if isinstance(k, torch.Tensor) and packed is not None and (found := outlier_channel(k, packed.codec, number)):
+            if isinstance(k, torch.Tensor) and packed is not None and (found := _outlier_channel(k, packed.codec, number)):
                 outliers.append(found)
             if progress:
                 progress(number + 1, len(states))
     if outliers:
-        warn(outliers, len(layers))
+        _warn_of_outlier_channels(outliers, len(layers))
     if misfits:
-        shared_scales.warn(misfits)
+        warn_of_misfits(misfits)
     if inputs is not None:
         inputs = _fitting(inputs, layers, start)
         _check_values(inputs, states, start)
         inputs = replace(inputs, sums=None)
     cache = Cache(tuple(layers), recipe.canonical, MappingProxyType(named), start, inputs)
     return cache if states_at is None else replace(cache, states_at=_checked_states(states_at, cache))
+
+
+def dense_states(past: Any) -> list[DenseLayer]:
+    """The layers of a cache in any form that callers use.
+
+    Raises InvalidType for anything but a cache, InvalidParameter for a cache that contains more than keys and values, and
+    InvalidParameter for a cache that is empty or whose layers do not hold tokens of the same range.
+    """
+    if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
+        raise InvalidType(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
+    if isinstance(past, (list, tuple)):
+        if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
+            past = [past]
+        for pair in past:
+            if not isinstance(pair, DenseLayer) and not (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)):
+                break
+        else:
+            return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
+    return layers_of_cache(past)
+
+
+def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
+    if isinstance(pair, DenseLayer):
+        return pair
+    skipped = pair[2] if len(pair) == 3 else 0
+    if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
+        shown = skipped if isinstance(skipped, int) else type(skipped).__name__
+        raise InvalidParameter(f"{where}: the tokens before k and v that the layer dropped are {shown}, expected an integer from 0")
+    if pair[0] is None and pair[1] is None:
+        raise InvalidParameter(f"{where}: both sides are absent; a layer needs keys, values or both")
+    return DenseLayer(pair[0], pair[1], skipped)
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
@@ -239,3 +283,40 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
     k, v = pair
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
         raise InvalidParameter(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token must agree")
+
+
+def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
+    """The largest channel of keys ``[batch, kv_head, token, dim]`` if it is out of the range of ``codec``.
+
+    A channel's size is the median magnitude of some tokens, so that no single token makes it large. Codecs without a rotation, and
+    with side-cars that map values first, have no such range.
+    """
+    if not spreads_channels(codec) or not x.shape[2]:
+        return None
+    sample = x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)]
+    size = sample.to(torch.float32).abs().median(2).values
+    usual = size.median(2, keepdim=True).values
+    ratio = torch.where(usual > 0, size / usual, 0.0)
+    largest = float(ratio.max())
+    if largest <= MAX_CHANNEL_RATIO:
+        return None
+    _, head, channel = (ratio == ratio.max()).nonzero()[0].tolist()
+    return OutlierChannel(layer, head, channel, largest)
+
+
+def spreads_channels(codec: Codec) -> bool:
+    """Whether ``codec`` rotates keys as they are, so that channels that are far larger than the others cost all of them precision."""
+    return codec.rotation.kind != "none" and not (isinstance(codec, WithSideCars) and codec.value_maps)
+
+
+def _warn_of_outlier_channels(found: Sequence[OutlierChannel], layers: int) -> None:
+    """Issue one KvpackWarning for the caller of ``pack``, which names the largest of the channels ``found`` in ``layers`` layers."""
+    if found:
+        worst = max(found, key=lambda one: one.ratio)
+        warnings.warn(
+            f"layers[{worst.layer}].k: channel {worst.channel} of head {worst.head} is {worst.ratio:.0f} times as large as the median "
+            f"channel, and keys of {len(found)} of {layers} layers have such channels: the codec's rotation spreads them over all others, "
+            "which lose precision: pack with kvpack-4, kvpack-3 or kvpack-2, or add channel_scale=fp16 to the codec of keys",
+            KvpackWarning,
+            stacklevel=3,
+        )

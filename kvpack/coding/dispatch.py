@@ -8,16 +8,18 @@ CPU where they were built, else torch, with one warning. On the CPU Triton's ker
 from __future__ import annotations
 
 import os
+import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from kvpack.file import row
 from kvpack.formats import rans
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.formats.head_norms import norms_of
 from kvpack.formats.lossless import Lossless
 from kvpack.formats.side_cars import WithSideCars
 
-from . import cpu_library, triton_version
+from . import triton_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +39,8 @@ BACKENDS = ("torch", "triton", "cpu")
 
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 """True if kernels use inline PTX: not if it is 0."""
+
+_SHORTFALL = "the C kernels: they were not built, or from other sources, when kvpack was installed (install it again with a C compiler)"
 
 
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
@@ -157,10 +161,10 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 def norms(x: torch.Tensor) -> torch.Tensor:
     """``head_norms.norms_of``, in C where that runs: their last bits depend on the order of sums."""
     if uses_c(x.device):
-        from kvpack.kernels.cpu import raw_slots
+        from kvpack.kernels.cpu import encode as c_encode
 
-        if raw_slots.measures(x):
-            return raw_slots.norms(x)
+        if c_encode.measures(x):
+            return c_encode.norms(x)
     return norms_of(x)
 
 
@@ -195,7 +199,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
     """``rans.decode`` in C, None if C does not run."""
-    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
+    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
@@ -204,7 +208,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
     """``rans.encoded`` in C, None if C does not run."""
-    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
+    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
@@ -216,7 +220,7 @@ rans.compiled, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
     """``row.checksum`` in C, None if C does not run."""
-    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not cpu_library.built():
+    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import checksum
 
@@ -257,12 +261,30 @@ def uses_c(device: torch.device) -> bool:
     backend = _backend()
     if device.type != "cpu" or backend not in ("", "cpu"):
         return False
-    if not cpu_library.built():
+    if not c_is_built():
         if backend == "cpu":
-            raise InvalidParameter(f"the environment variable {VARIABLE} is 'cpu', which needs {cpu_library.SHORTFALL}")
-        cpu_library.warn_missing()
+            raise InvalidParameter(f"the environment variable {VARIABLE} is 'cpu', which needs {_SHORTFALL}")
+        _warn_missing()
         return False
     return True
+
+
+def c_is_built() -> bool:
+    """Return True if the C kernels were built, and run on this machine: without a compiler, kvpack installs without them."""
+    from kvpack.kernels.cpu.library import library
+
+    return library() is not None
+
+
+@cache
+def _warn_missing() -> None:
+    """Warn, once per process, that PyTorch operations handle tensors on the CPU (KvpackWarning)."""
+    warnings.warn(
+        f"attention and unpacking on the CPU are by PyTorch operations, several times slower than by {_SHORTFALL}; "
+        "KVPACK_KERNELS=torch turns this warning off",
+        KvpackWarning,
+        stacklevel=3,
+    )
 
 
 def _backend() -> str:
@@ -287,8 +309,10 @@ def backends() -> dict[str, str]:
         cpu = f"{by_triton}, interpreted"
     elif chosen in ("torch", "triton"):
         cpu = forced
-    elif cpu_library.built():
-        cpu = f"C kernels for {cpu_library.levels()[0]}"
+    elif c_is_built():
+        from kvpack.kernels.cpu.library import levels
+
+        cpu = f"C kernels for {levels()[0]}"
     else:
         cpu = "PyTorch operations (the C kernels were not built)"
     if chosen in ("torch", "cpu"):

@@ -1,20 +1,25 @@
-"""Running a codec's encoder over a whole tensor, block by block, into the arrays of its layout."""
+"""Running a codec's encoder over a whole tensor, block by block, into the arrays of its layout.
+
+Scales that heads or tokens share and that do not fit some of them are warned of once for a call, however many sides it encodes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import warnings
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvpack.errors import RoundedWarning
+from kvpack.errors import KvpackWarning, RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
-from kvpack.formats.head_norms import few, have_large_head, misfit
+from kvpack.formats.group import PER_HEAD
+from kvpack.formats.head_norms import GROUP_RATIO, HEADS, SHARED_RATIO, TOKENS, excess, few, have_large_head, misfit, relative, widening
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import VALUES, RawPositions, replaced, with_misfits
 from kvpack.formats.side_cars import WithSideCars
@@ -22,11 +27,11 @@ from kvpack.formats.value_blocks import caches_of
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
-from . import dispatch, shared_scales
+from . import dispatch
 from .blocks import for_each_block
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
@@ -46,6 +51,37 @@ BLOCK_VALUES = 1 << 19
 """The number of values encoded at once on the CPU: they fit the cache, and are enough to hide the cost of a call."""
 
 _GROUP_MULTIPLE = 128
+
+MANY_RATIO = 4.0
+"""Tokens of a page that has many are only warned of if they are more than this many times as large as usual in a head."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """The tokens of one encoded run that make a scale that ``shared`` names too large: ``count`` of ``tokens``.
+
+    In the worst one, ``token`` of ``sequence``, ``head`` makes the scale ``factor`` times too large. ``rare``: few enough that raw tokens
+    avoid them.
+    """
+
+    where: str
+    shared: str
+    count: int
+    tokens: int
+    factor: float
+    sequence: int
+    token: int
+    head: int
+    rare: bool
+
+
+_EFFECTS = {
+    HEADS: ("other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
+    TOKENS: ("other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
+}
+"""Tokens that lose precision, and the sentence about the worst token, by the kind of sharing."""
+
+_misfits: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None)
 
 
 class Progress(Protocol):
@@ -76,7 +112,7 @@ def encode(
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
     if codec.summary.shared_scales:
         with float32_no_grad(x.device):
-            _report(shared_scales.misfit_of(_coded_norms(codec, x, where, before), codec.summary.shared_scales, where))
+            _report(_misfit_of(_coded_norms(codec, x, where, before), codec.summary.shared_scales, where))
     return encode_all(codec, x, where, before, position)
 
 
@@ -92,11 +128,6 @@ def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str,
     blocks = _blocks(codec, x)
     with _placed(where):
         return codec.coded_norms(Run((*x.shape,), x.device, lambda: (_values(codec, x, *block, where) for block in blocks)), before)
-
-
-def _report(found: shared_scales.Misfit | None) -> None:
-    if found is not None:
-        shared_scales.report(found)
 
 
 def encode_all(
@@ -136,7 +167,7 @@ def _encode_beside_raw(
                 coded = _coded_norms(plain, replaced(x, token, sequence, chosen, codec.summary.token_group), where, before)
             if raw.high_norm:
                 chosen = with_misfits(chosen, misfit(coded, shared))
-            _report(shared_scales.misfit_of(coded, shared, where, chosen, keeps_large=raw.high_norm > 0))
+            _report(_misfit_of(coded, shared, where, chosen, keeps_large=raw.high_norm > 0))
         try:
             return _encode_others(codec, raw, x, chosen, where, before, position)
         except OutOfRange:
@@ -165,16 +196,17 @@ def _encode_others(
         if not torch.isfinite(own[VALUES]).all():
             check_finite(x, 0, where)
         streams = None
-        if {"token"}.issuperset(map(attrgetter("per"), codec.without_raw.row_layouts.values())):
-            # A copy of all values without the raw tokens would take longer than to encode them.
+        plain = codec.without_raw
+        if not plain.summary.entries and not plain.summary.has_run_rows:
+            # A copy of all values without the raw tokens would take longer than to encode them, and rows of tokens can be replaced.
             with contextlib.suppress(OutOfRange):
-                streams = encode_all(codec.without_raw, x, where, before, position)
-                _encode_groups_again(codec.without_raw, x, chosen, streams, where, before)
+                streams = encode_all(plain, x, where, before, position)
+                _encode_groups_again(plain, x, chosen, streams, where, before)
         if streams is None:
             rest = replaced(x, token, sequence, chosen, codec.summary.token_group)
-            streams = encode_all(codec.without_raw, rest, where, before, position)
+            streams = encode_all(plain, rest, where, before, position)
     streams |= own
-    return dict(zip(codec.row_layouts, map(streams.__getitem__, codec.row_layouts), strict=True))
+    return {name: streams[name] for name in codec.row_layouts}
 
 
 def _encode_groups_again(
@@ -295,4 +327,71 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     raise InvalidParameter(
         f"{where}: the value at batch {batch}, head {head}, token {first + token}, channel {channel} is {value}; "
         "lossy codecs accept only finite values (the codecs raw and lossless keep any)"
+    )
+
+
+def _misfit_of(
+    norms: torch.Tensor, shared: Collection[str], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False
+) -> Misfit | None:
+    """Return the error that ``shared`` scales cause in tokens that are not ``kept``, bool ``[batch, token]``; None if they fit all others.
+
+    ``norms`` ``[batch, kv_head, token]`` are those of the coded values. ``keeps_large``: tokens of high norm are among the ``kept`` ones.
+    A page with many large tokens in one head is not warned of before they are ``MANY_RATIO`` times as large as usual.
+    """
+    found = []
+    for name, measured, ratio in ((HEADS, excess, SHARED_RATIO), (TOKENS, partial(widening, shared=shared), GROUP_RATIO)):
+        if name not in shared:
+            continue
+        factors = measured(norms)
+        if kept is not None:
+            factors = factors.masked_fill(kept, 0.0)
+        lost = factors > ratio
+        if name == TOKENS and lost.any():
+            lost = few(lost) | (factors > MANY_RATIO)
+        if lost.any():
+            factors = factors.masked_fill(~lost, 0.0)
+            sequence, token = divmod(int(factors.argmax()), factors.shape[1])
+            head = int(relative(norms)[sequence, :, token].nan_to_num(posinf=0.0).argmax())
+            rare = not keeps_large and bool((few(lost) == lost).all())
+            found.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
+    return max(found, key=lambda one: one.factor) if found else None
+
+
+def _report(found: Misfit | None) -> None:
+    """Add ``found`` to the collection of the surrounding call; without one, issue its warning."""
+    if found is None:
+        return
+    collected = _misfits.get()
+    if collected is None:
+        warn_of_misfits([found], stacklevel=3)
+    else:
+        collected.append(found)
+
+
+@contextlib.contextmanager
+def collected_misfits() -> Iterator[list[Misfit]]:
+    """Collect the misfits reported inside the block, for ``warn_of_misfits``."""
+    found: list[Misfit] = []
+    before = _misfits.set(found)
+    try:
+        yield found
+    finally:
+        _misfits.reset(before)
+
+
+def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
+    """Issue one KvpackWarning about ``found``, if anything was."""
+    if not found:
+        return
+    worst = max(found, key=lambda one: one.factor)
+    others = f"; the same is true of tokens in {len(found) - 1} more of the keys and values of layers" if len(found) > 1 else ""
+    remedy = f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale"
+    which, effect = _EFFECTS[worst.shared]
+    if all(one.rare for one in found):
+        remedy += ", or add raw=4,0.6,4, which keeps such tokens raw"
+    warnings.warn(
+        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so large that {which}, lose precision; in the worst, token "
+        f"{worst.token} of sequence {worst.sequence}, head {worst.head} {effect.format(worst.factor)}{others}. To avoid this, {remedy}",
+        KvpackWarning,
+        stacklevel=stacklevel + 1,
     )

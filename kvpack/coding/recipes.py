@@ -30,11 +30,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from kvpack.codecs import CodecChoice
-from kvpack.file.checks import TEXT, check
+from kvpack.file.checks import TEXT, check_argument
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, SIDE_CARS
 from kvpack.formats.arguments import check_mapping, integer, shown
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded, MissingBasis, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, MissingBasis, OutOfBounds
 from kvpack.formats.options import UnknownWord
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.tables import Kept
@@ -431,10 +431,7 @@ def _without_alias(clause: str) -> str:
 
 @lru_cache(maxsize=256)
 def _check_length(text: str) -> None:
-    try:
-        check("recipe", text, TEXT)
-    except (InvalidHeader, LimitExceeded) as error:
-        raise InvalidParameter(str(error)) from None
+    check_argument("recipe", text, TEXT)
 
 
 def _presets_for(dim: int, dtype: str) -> str:

@@ -198,7 +198,7 @@ def _measured() -> dict[str, float]:
 
 def _breaks_on(recipe: Recipe, shape: dict[str, int]) -> list[str]:
     """The keys that the recipe is not for, in words."""
-    from kvpack.cache.outlier_channels import spreads_channels
+    from kvpack.cache.packing import spreads_channels
     from kvpack.formats.errors import MissingBasis
 
     try:

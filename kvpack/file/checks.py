@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpack.formats.errors import InvalidHeader, LimitExceeded
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
@@ -65,6 +65,14 @@ def check(where: str, value: Any, rule: Rule) -> None:
     elif each is not None:
         for number, entry in enumerate(value):
             check(f"{where}[{number}]", entry, each)
+
+
+def check_argument(where: str, value: Any, rule: Rule) -> None:
+    """``check`` for the value of a caller. Raises InvalidParameter."""
+    try:
+        check(where, value, rule)
+    except (InvalidHeader, LimitExceeded) as error:
+        raise InvalidParameter(str(error)) from None
 
 
 def _size(where: str, value: Any) -> int:

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvpack.file.checks import TEXT_BY_NAME, check
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, LimitExceeded
+from kvpack.file.checks import TEXT_BY_NAME, check_argument
+from kvpack.formats.errors import InvalidType
 
 from .identity import Identity
 
@@ -38,8 +38,5 @@ def model_fields(model: ModelArgument | None) -> dict[str, str]:
             f"model is a {type(model).__name__}, expected a transformers model, a kvpack.Identity, a name, or a map of names to text such "
             "as {'name': 'llama'}"
         )
-    try:
-        check("model", found, TEXT_BY_NAME)
-    except (InvalidHeader, LimitExceeded) as error:
-        raise InvalidParameter(str(error)) from None
+    check_argument("model", found, TEXT_BY_NAME)
     return found

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.checks import TEXT, check
+from kvpack.file.checks import TEXT, check_argument
 from kvpack.file.header import FORMAT
 from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import check_flag, check_text, shown
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
+from kvpack.formats.errors import InvalidParameter
 
 from .canonical_text import weights_kind
 
@@ -111,10 +111,7 @@ class Identity:
             value = getattr(self, name)
             if name == "tenant" and isinstance(value, str):
                 continue
-            try:
-                check(f"identity.{name}", value, TEXT)
-            except (InvalidHeader, LimitExceeded) as error:
-                raise InvalidParameter(str(error)) from None
+            check_argument(f"identity.{name}", value, TEXT)
         if not isinstance(self.windows, tuple) or not all(size is None or (type(size) is int and size > 0) for size in self.windows):
             raise InvalidParameter(f"identity.windows is {shown(self.windows)}, expected a tuple of tokens or None, one for each layer")
         check_flag(self.keeps_states, "identity.keeps_states")

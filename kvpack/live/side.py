@@ -10,8 +10,7 @@ import torch
 
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
-from kvpack.coding import shared_scales
-from kvpack.coding.encoding import TORCH_DTYPES, encode
+from kvpack.coding.encoding import TORCH_DTYPES, collected_misfits, encode, warn_of_misfits
 from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
@@ -172,12 +171,12 @@ class LiveSide:
         are known. Raises InvalidParameter and OutOfRange, which name ``where``. Issues the warning of ``encode`` once.
         """
         runs = self._all_runs()
-        with float32_no_grad(x.device), shared_scales.collected() as misfits:
+        with float32_no_grad(x.device), collected_misfits() as misfits:
             before = runs[len(runs) - 1].streams if len(runs) else None
             streams = encode(self.codec, x, where, before, position, None if norms is None else norms[:, :, : x.shape[2]])
         if misfits and not self._has_warned:
             self._has_warned = True
-            shared_scales.warn(misfits)
+            warn_of_misfits(misfits)
         return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:

@@ -13,8 +13,7 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
-from kvpack.coding.shared_scales import MANY_RATIO
+from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, misfits_of
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.head_norms import TOKENS, norms_of
 from kvpack.formats.opaque import Opaque
@@ -103,16 +102,16 @@ class Lane:
         """Return the C functions that choose the raw tokens of one layer, and of all layers together; None if C does not choose, or there
         are none.
         """
-        from kvpack.kernels.cpu import raw_slots
+        from kvpack.kernels.cpu import encode, pages
 
         geometry = self.geometry
         shared = self.shared
         # C measures keys as they are, and what else shares scales has norms of its own.
         own = shared and (self.side != "k" or self.plain.changes_norms)
-        if self.watched is None or not raw_slots.chooses(geometry.computed_dtype) or not _direct(keys) or own:
+        if self.watched is None or not encode.chooses(geometry.computed_dtype) or not _direct(keys) or own:
             return None
         shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
-        return {n: raw_slots.Chooser(self.watched, n, *shape, shared) for n in {1, self.count}}
+        return {n: pages.Chooser(self.watched, n, *shape, shared) for n in {1, self.count}}
 
 
 Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]

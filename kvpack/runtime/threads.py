@@ -14,17 +14,11 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvpack.formats.errors import InvalidParameter
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-THREADS = "KVPACK_THREADS"
-"""The environment variable with the number of threads of a call."""
-
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
     """``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items taken.
@@ -144,18 +138,6 @@ def _help(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
 def usable_cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def checked_threads(threads: int | None, default: int) -> int:
-    """The threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for a number below 1."""
-    if threads is not None:
-        return threads
-    text = os.environ.get(THREADS, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
-        raise InvalidParameter(f"the environment variable {THREADS} is {text!r}, expected an integer from 1 to 9999")
-    return int(text)
 
 
 class OwnThreads:

@@ -11,7 +11,7 @@ import torch
 from kvpack import cli
 from kvpack.bench import attend, attend_load
 from kvpack.formats.errors import InvalidParameter
-from kvpack.runtime.threads import THREADS
+from kvpack.kernels.cpu.library import THREADS
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache.outlier_channels import MAX_RATIO
+from kvpack.cache.packing import MAX_CHANNEL_RATIO
 
 LAYERS, HEADS, DIM = 3, 2, 64
 
@@ -56,7 +56,7 @@ def test_what_is_ordinary_says_nothing() -> None:
     given = pairs(20.0)
     given[0][0][:, 0, 7, 3] = 1e4
     given[1][0][:, 0, :, 4:] = 0
-    assert MAX_RATIO > 32
+    assert MAX_CHANNEL_RATIO > 32
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvpack.pack(given, "kv=scalar:b=4;raw=4,0.6,4")

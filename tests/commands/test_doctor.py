@@ -14,7 +14,7 @@ import torch
 
 import kvpack
 from kvpack import cli
-from kvpack.coding import cpu_library, triton_version
+from kvpack.coding import dispatch, triton_version
 from kvpack.commands import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_what_is_missing_or_old_is_named_with_its_remedy(capsys: pytest.CaptureF
         return {"redis": "4.9", "vllm": "0.32.1"}.get(name) or real(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(cpu_library, "built", lambda: False)
+    monkeypatch.setattr(dispatch, "c_is_built", lambda: False)
     found = report(capsys)
     assert [check["name"] for check in found["checks"]][-1] == "a store in a folder"
     assert found["engines"]["vllm"] == "0.32.1"

@@ -18,14 +18,14 @@ import kvpack
 from kvpack import attention
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
-from kvpack.coding import cpu_library, dispatch
+from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.group import Group
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu import attend as cpu_attend
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
-from kvpack.runtime.threads import THREADS
+from kvpack.kernels.cpu.library import THREADS
 from support.caches import random_pairs
 from support.random_pages import sides
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn
 
 
-pytestmark = pytest.mark.skipif(not cpu_library.built(), reason="the C kernels were not built")
+pytestmark = pytest.mark.skipif(not dispatch.c_is_built(), reason="the C kernels were not built")
 
 TOLERANCE = 2e-5
 """Of the largest value of a side: both paths sum in binary32, in different orders."""
@@ -399,6 +399,6 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.cpu_attention(q, layer) is None
     assert kvpack.backends()["cpu"] == "PyTorch operations (KVPACK_KERNELS=torch)"
     monkeypatch.setenv(dispatch.VARIABLE, "cpu")
-    monkeypatch.setattr(cpu_library, "built", lambda: False)
+    monkeypatch.setattr(dispatch, "c_is_built", lambda: False)
     with pytest.raises(InvalidParameter, match="is 'cpu', which needs the C kernels: they were not built"):
         kvpack.attend(q, layer)

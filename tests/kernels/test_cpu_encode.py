@@ -11,21 +11,21 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.coding import cpu_library, dispatch
+from kvpack.coding import dispatch
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
 from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
-from kvpack.runtime.threads import THREADS
+from kvpack.kernels.cpu.library import THREADS
 from support.side_car_recipes import RECIPES, relative_error
 from support.strategies import CASES, CONTENTS, DIMS, contents, create, poisoned
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
-pytestmark = pytest.mark.skipif(not cpu_library.built(), reason="the C kernels were not built")
+pytestmark = pytest.mark.skipif(not dispatch.c_is_built(), reason="the C kernels were not built")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

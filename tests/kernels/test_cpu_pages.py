@@ -11,7 +11,8 @@ from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
 from kvpack.formats.head_norms import HEADS, TOKENS, misfit, norms_of
 from kvpack.formats.raw_positions import RawPositions, tokens_of_slots
-from kvpack.kernels.cpu import checksum, library, raw_slots
+from kvpack.kernels.cpu import checksum, library
+from kvpack.kernels.cpu.pages import Chooser
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
@@ -76,7 +77,7 @@ def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, sh
     x[::2, :, tokens // 2] *= 0.3
     for high in (4.0, 0.0):
         raw = RawPositions(32, "bf16", low_norm=0.6, high_norm=high)
-        chooser = raw_slots.Chooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shared)
+        chooser = Chooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shared)
         chosen, left_out = chooser.run((x.data_ptr(), *(4 * stride for stride in x.stride()[:3])), 1)
         norms = norms_of(x)
         expected, more = tokens_of_slots(raw, norms, group, 3, misfit(norms, shared))

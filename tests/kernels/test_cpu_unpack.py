@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.coding import cpu_library, dispatch
+from kvpack.coding import dispatch
 from kvpack.formats.angle import Angle
 from kvpack.formats.channel_scale import STREAM, ChannelScale
 from kvpack.formats.klt import Klt
@@ -21,14 +21,14 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import unpack as cpu_unpack
-from kvpack.runtime.threads import THREADS
+from kvpack.kernels.cpu.library import THREADS
 from support.caches import random_pairs
 from support.random_pages import sides
 
 if TYPE_CHECKING:
     from kvpack.cache.side import Side
 
-pytestmark = pytest.mark.skipif(not cpu_library.built(), reason="the C kernels were not built")
+pytestmark = pytest.mark.skipif(not dispatch.c_is_built(), reason="the C kernels were not built")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

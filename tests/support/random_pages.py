@@ -11,8 +11,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from kvpack.cache.side import packed_side
-from kvpack.coding import shared_scales
-from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.encoding import collected_misfits, rounding_is_shown
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
 from kvpack.formats.side_cars import WithSideCars
@@ -47,7 +46,7 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     cuts = draw(st.lists(st.integers(0, max(0, tokens - tail)), max_size=3))
     edges = sorted({0, tokens - tail if tokens > tail else tokens, *(cut // group * group for cut in cuts)})
     try:
-        with rounding_is_shown(), shared_scales.collected():
+        with rounding_is_shown(), collected_misfits():
             parts = [packed_side(x[:, :, a:b], codec, 0, side) for a, b in pairwise(edges)]
     except KvpackError:
         reject()

@@ -13,7 +13,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvpack.cache.dense_states import dense_states
+from kvpack.cache.packing import dense_states
 from kvpack.cache_names import NAMES, cache_in, cache_of
 from kvpack.formats.errors import InvalidParameter
 

@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 # Programs of tests/support, tests/benchmarks and fuzz.
 MODULE = PYTHONPATH=tests $(BIN)/python -m
 
-.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-compile gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-compile gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size spec-words
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -84,6 +84,10 @@ zoo: $(INSTALLED)
 # Measurements for developers: bench-fidelity, bench-overview, bench-pages, bench-decode and bench-presets; OPTIONS are those of `--help`.
 bench-%: $(INSTALLED)
 	$(MODULE) benchmarks $* $(OPTIONS)
+
+# Words of the specification by document, and the sums beside their limits.
+spec-words: $(INSTALLED)
+	$(MODULE) support.spec_words
 
 # Lines of code, and the functions that pack, load, attend and a decode step run, beside their limits.
 code-size: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""columns(n, A, F): the primitive that packs symbols of any alphabet (spec/README.md, Bit packing).
+"""columns(n, A, F): the primitive that packs symbols of any alphabet (spec/packing.md, Bit packing).
 
 ``symbols`` symbols go into W = ceil(symbols / fields) columns. Symbol i is field i div W of column
 i mod W, so field k of all columns is one contiguous block of symbols. A column is the integer
@@ -66,7 +66,7 @@ def row_bytes(symbols: int, bases: Sequence[int], fields: int) -> int:
 def default_fields(symbols: int, bases: Sequence[int]) -> int:
     """The F that stores ``symbols`` symbols in the fewest bytes; ties go to the narrowest column of whole words.
 
-    Source: spec/README.md, Bit packing. F is written in every header, so a reader never needs this.
+    Source: spec/packing.md, Bit packing. F is written in every header, so a reader never needs this.
     """
     return _default_fields(symbols, tuple(bases))
 

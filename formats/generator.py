@@ -1,4 +1,4 @@
-"""The pseudo-random generator: only integer and correctly rounded binary64 operations (spec/README.md, Generator)."""
+"""The pseudo-random generator: only integer and correctly rounded binary64 operations (spec/packing.md, Generator)."""
 
 from __future__ import annotations
 

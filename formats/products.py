@@ -1,4 +1,4 @@
-"""Matrix products of float32, whatever a process has chosen for its own (spec/README.md, Rotation)."""
+"""Matrix products of float32, whatever a process has chosen for its own (spec/packing.md, Rotation)."""
 
 from __future__ import annotations
 

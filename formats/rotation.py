@@ -1,4 +1,4 @@
-"""Orthogonal rotations of a head: Hadamard matrices for every head dim in use (spec/README.md, Rotation)."""
+"""Orthogonal rotations of a head: Hadamard matrices for every head dim in use (spec/packing.md, Rotation)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of tokens as they are stored: in binary16 or float32, or as a byte of their logarithm (spec/README.md, Norms of 8 bits)."""
+"""Norms of tokens as they are stored: in binary16 or float32, or as a byte of their logarithm (spec/packing.md, Norms of 8 bits)."""
 
 from __future__ import annotations
 

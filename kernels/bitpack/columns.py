@@ -1,4 +1,4 @@
-"""columns(n, A, F) on the GPU: the fields of packed words, and whole streams unpacked to digits (spec/README.md, Bit packing).
+"""columns(n, A, F) on the GPU: the fields of packed words, and whole streams unpacked to digits (spec/packing.md, Bit packing).
 
 A program holds a tile ``[token, symbol]``, and each thread gathers the words of its symbols: they come from the cache, and writes are
 contiguous whatever the width. Addresses are 64-bit, and none depends on a code.

@@ -1,4 +1,4 @@
-"""columns(n, A, F) written on the GPU: digits times place values, as products of the matrix units (spec/README.md, Bit packing).
+"""columns(n, A, F) written on the GPU: digits times place values, as products of the matrix units (spec/packing.md, Bit packing).
 
 A column is a sum of digits times places. A place is split into limbs that binary16 holds exactly, of 16 bits where bases are
 powers of two and of 8 bits elsewhere; the sums of limbs are integers that float32 holds exactly, and a carry joins them.

@@ -124,7 +124,7 @@ def packings(
     for name, (bases, alphabets) in streams.items():
         count = fields[name]
         require(isinstance(count, int), rule, f"fields of {name} is {count!r}")
-        require(within_limits(bases, count), "README.md, Bit packing", f"{name} with bases {bases} has {count} fields a column")
+        require(within_limits(bases, count), "packing.md, Bit packing", f"{name} with bases {bases} has {count} fields a column")
         made[name] = Columns(symbols, bases, count, alphabets)
     return made
 

@@ -1,4 +1,4 @@
-"""README.md, Generator."""
+"""packing.md, Generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md, Norms of 8 bits, and the other types of a token's norm."""
+"""packing.md, Norms of 8 bits, and the other types of a token's norm."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def feature_of_norm(norm: str) -> str:
 
 
 def norm_of_byte(c: int) -> float:
-    """README.md, Norms of 8 bits."""
+    """packing.md, Norms of 8 bits."""
     octave, part = divmod(c - 1, 16)
     return math.ldexp(f32(2.0 ** (part / 16)), octave - 7) if c else 0.0

@@ -1,4 +1,4 @@
-"""README.md, Bit packing."""
+"""packing.md, Bit packing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Columns:
 
     def unpack(self, planes: Sequence[Sequence[int]], where: str) -> list[list[int]]:
         """For each digit its ``symbols`` values, from the words of one row of each plane."""
-        rule = "README.md, Bit packing"
+        rule = "packing.md, Bit packing"
         columns = []
         for c in range(self.width):
             data = b"".join(struct.pack("<H", plane[c]) for plane in planes[: self.column_bytes // 2])

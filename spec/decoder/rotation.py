@@ -1,4 +1,4 @@
-"""README.md, Rotation."""
+"""packing.md, Rotation."""
 
 from __future__ import annotations
 
@@ -78,4 +78,4 @@ def rotated_tolerance(u: list[float], tolerance: list[float], of_head: float = 0
 
 
 def check_rotation(kind: str, dim: int) -> None:
-    require(kind == "none" or factors(dim) is not None, "README.md, Rotation", f"{kind} has no head dim {dim}")
+    require(kind == "none" or factors(dim) is not None, "packing.md, Rotation", f"{kind} has no head dim {dim}")

@@ -34,7 +34,7 @@ def take_choice(value: Any, allowed: Mapping[str, str], what: str) -> str:
 def take_flags(value: Mapping[str, Any], symbols: int, what: str) -> Columns:
     fields = value["fields"]
     require(isinstance(fields, int), SIDE_CARS, f"{what}: fields is {fields!r}")
-    require(within_limits((2,), fields), "README.md, Bit packing", f"{what} has {fields} fields a column")
+    require(within_limits((2,), fields), "packing.md, Bit packing", f"{what} has {fields} fields a column")
     return Columns(symbols, (2,), fields, (2,))
 
 
@@ -66,7 +66,7 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         return SideCar({}, [NumberStream(name, dtype, (dim,), per="run")])
     if name == "block_rotation":
         require(isinstance(value, int) and value >= 2 and dim % value == 0, SIDE_CARS, f"block_rotation is {value!r} with head dim {dim}")
-        require(factors(value) is not None, "README.md, Rotation", f"block_rotation has no blocks of {value}")
+        require(factors(value) is not None, "packing.md, Rotation", f"block_rotation has no blocks of {value}")
         return SideCar({}, [], block=value)
     if name == "raw_tokens":
         dtype = take_choice(value, RAW_DTYPES, name)
@@ -92,7 +92,7 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         return SideCar(codes, [NumberStream(name, "F16", (4,), per="entry")])
     require(isinstance(value["seed"], int), SIDE_CARS, f"the seed of qjl is {value['seed']!r}")
     norm = take_choice(value["norm"], HALF_OR_SINGLE, "the norm of qjl")
-    require(factors(dim) is not None, "README.md, Rotation", f"qjl has no head dim {dim}")
+    require(factors(dim) is not None, "packing.md, Rotation", f"qjl has no head dim {dim}")
     return SideCar({"qjl_signs": take_flags(value, dim, name)}, [NumberStream("qjl_norm", norm, ())], value["seed"])
 
 

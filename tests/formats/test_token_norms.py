@@ -21,7 +21,7 @@ CODECS = {"octahedral": {"b": "3"}, "scalar": {"b": "2"}, "trellis": {"b": "2", 
 
 
 def test_the_values_of_the_bytes_are_those_of_the_page() -> None:
-    text = section(SPEC / "README.md", "Norms of 8 bits")
+    text = section(SPEC / "packing.md", "Norms of 8 bits")
     table = torch.tensor([int(word, 16) for word in re.findall(r"`([0-9a-f]{8})`", text)], dtype=torch.int32).view(torch.float32)
     assert table.tolist() == [float(torch.tensor(2 ** (i / 16), dtype=torch.float32)) for i in range(16)]
     expected = [0.0, *(math.ldexp(float(table[(c - 1) % 16]), (c - 1) // 16 - 7) for c in range(1, 256))]

@@ -297,7 +297,7 @@ def swap_runs_and_tail(parts: Parts) -> None:
 
 FIELDS, PROFILE, LIMITS = "container.md, Fields", "container.md, msgpack profile", "container.md, Limits"
 SIDE_CAR_RULES, SIDE_CAR_LAYOUT, SIDE_CAR_VALUES = "side-cars.md", "side-cars.md, Layout", "side-cars.md, Special values"
-PACKING, FINITE = "README.md, Bit packing", "README.md, Conformance"
+PACKING, FINITE = "packing.md, Bit packing", "README.md, Conformance"
 
 # name: (codec, change, the decoder's rule or None, the library's error or None)
 CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]] = {
@@ -347,7 +347,7 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
         "InvalidHeader",
     ),
     "head dim 0": (GROUP, edit("codecs.0.dim", 0), "codecs/group.md, Parameters and ranges", "InvalidHeader"),
-    "a rotation that the head dim lacks": (GROUP, edit("codecs.0.rotation_kind", "hadamard"), "README.md, Rotation", "InvalidHeader"),
+    "a rotation that the head dim lacks": (GROUP, edit("codecs.0.rotation_kind", "hadamard"), "packing.md, Rotation", "InvalidHeader"),
     "no fields": (GROUP, edit("codecs.0.fields", {"codes": 0}), PACKING, "InvalidHeader"),
     "129 fields": (GROUP, edit("codecs.0.fields", {"codes": 129}), PACKING, "InvalidHeader"),
     "a column of 129 bits": (GROUP, edit("codecs.0.fields", {"codes": 43}), PACKING, "InvalidHeader"),
@@ -411,7 +411,7 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "qjl of a head dim without a Hadamard matrix": (
         GROUP,
         edit("codecs.0.qjl", {"seed": 1, "norm": "fp16", "fields": 1}),
-        "README.md, Rotation",
+        "packing.md, Rotation",
         "InvalidHeader",
     ),
     "no entries": (SIDE_CARS, drop("layers.0.k.entries"), FIELDS, "InvalidHeader"),
@@ -451,7 +451,7 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "blocks of a size that does not divide the head dim": (BLOCKS, edit("codecs.0.block_rotation", 8), SIDE_CAR_RULES, "InvalidHeader"),
     "blocks of one channel": (BLOCKS, edit("codecs.0.block_rotation", 1), SIDE_CAR_RULES, "InvalidHeader"),
     "blocks of another type": (BLOCKS, edit("codecs.0.block_rotation", "4"), SIDE_CAR_RULES, "InvalidHeader"),
-    "blocks without a Hadamard matrix": (BLOCKS, edit("codecs.0.block_rotation", 6), "README.md, Rotation", "InvalidHeader"),
+    "blocks without a Hadamard matrix": (BLOCKS, edit("codecs.0.block_rotation", 6), "packing.md, Rotation", "InvalidHeader"),
     "blocks of another size": (BLOCKS, edit("codecs.0.block_rotation", 12), None, None),
     "an order that names a channel twice": (BLOCKS, bits("0.k.channel_order", 0, "0000"), SIDE_CAR_VALUES, "InvalidPayload"),
     "an order that names a channel beyond the head": (BLOCKS, bits("0.k.channel_order", 13, "0c"), SIDE_CAR_VALUES, "InvalidPayload"),

@@ -44,23 +44,23 @@ def column(rows: Table, name: str) -> list[str]:
 
 
 def test_every_codec_has_a_page_and_a_row() -> None:
-    rows = table(section(SPEC / "README.md", "Parts"), "codec", "a symbol decodes to", "page", "status")
+    rows = table(section(SPEC / "changes.md", "Status"), "codec", "a symbol decodes to", "document", "status")
     assert sorted(column(rows, "codec")) == sorted(CODECS) == sorted(PAGES)
-    assert column(rows, "page") == [f"[codecs/{codec}.md](codecs/{codec}.md)" for codec in column(rows, "codec")]
+    assert column(rows, "document") == [f"[codecs/{codec}.md](codecs/{codec}.md)" for codec in column(rows, "codec")]
     for row in rows:
         assert f"Codec id `{row['codec']}`, status {row['status']}." in PAGES[row["codec"]].read_text(encoding="utf-8")
 
 
 def test_what_is_stable_stays_so() -> None:
     """A stable part keeps its promise to files that exist: no change takes the word back."""
-    text = section(SPEC / "README.md", "Parts")
+    text = section(SPEC / "changes.md", "Status")
     status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
-    status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "page", "status")}
-    stable = {"this page", "[container.md](container.md)", "[side-cars.md](side-cars.md)", "[rans.md](rans.md)", "[basis.md](basis.md)"}
+    status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "document", "status")}
+    stable = {f"[{page}]({page})" for page in ("README.md", "container.md", "packing.md", "side-cars.md", "rans.md", "basis.md")}
     stable |= {"raw", "lossless", "group", "minifloat", "scalar", "octahedral", "quaternion", "angle", "polar", "klt", "transform"}
     assert stable <= {part for part, word in status.items() if word == "stable"}
-    assert set(status.values()) - {"stable", "draft"} == {"see below", "that of the pages", "informative"}
-    for page in ("container.md", "side-cars.md", "rans.md", "basis.md", "store.md"):
+    assert set(status.values()) - {"stable", "draft"} == {"that of the rule", "informative"}
+    for page in ("container.md", "packing.md", "side-cars.md", "rans.md", "basis.md", "store.md"):
         assert f"\n\nStatus {status[f'[{page}]({page})']}.\n" in (SPEC / page).read_text(encoding="utf-8")
 
 
@@ -91,7 +91,7 @@ def test_dtypes() -> None:
 
 
 def test_limits_of_packing() -> None:
-    rows = table(section(SPEC / "README.md", "Bit packing"), "limit of packing", "value")
+    rows = table(section(SPEC / "packing.md", "Bit packing"), "limit of packing", "value")
     found = {row["limit of packing"]: eval_power(row["value"]) for row in rows}
     assert found == {
         "largest base": MAX_BASE,
@@ -114,7 +114,7 @@ def parsed_packing(text: str) -> Columns:
     return Columns(int(n), tuple(map(int, re.findall(r"\d+", bases))), int(fields))
 
 
-@pytest.mark.parametrize("row", tables(section(SPEC / "README.md", "Examples in hexadecimal"))[0], ids=lambda row: row["packing"])
+@pytest.mark.parametrize("row", tables(section(SPEC / "packing.md", "Examples in hexadecimal"))[0], ids=lambda row: row["packing"])
 def test_examples_of_packing(row: dict[str, str]) -> None:
     packing = parsed_packing(row["packing"])
     digits = [list(map(int, digit.split())) for digit in row["digits of the symbols"].split(";")]
@@ -125,7 +125,7 @@ def test_examples_of_packing(row: dict[str, str]) -> None:
 
 
 def test_the_lettered_example() -> None:
-    text = section(SPEC / "README.md", "Example: 3-bit symbols")
+    text = section(SPEC / "packing.md", "Example: 3-bit symbols")
     packing = parsed_packing(re.findall(r"columns\([^)]*\)", text)[0])
     letters = re.findall(r"`((?:[A-Za-z]{3} ?)+)`", text)
     symbols = [symbol for pair in zip(*(part.split() for part in letters), strict=True) for symbol in pair]
@@ -147,7 +147,7 @@ def test_the_lettered_example() -> None:
 
 @given(packings())
 def test_the_size_formula(packing: Columns) -> None:
-    assert "2·(W·(Q div 2) + ⌈W / 2⌉·(Q mod 2))" in section(SPEC / "README.md", "Bit packing")
+    assert "2·(W·(Q div 2) + ⌈W / 2⌉·(Q mod 2))" in section(SPEC / "packing.md", "Bit packing")
     w, q = math.ceil(packing.symbols / packing.fields), packing.column_bytes
     assert packing.row_bytes == 2 * (w * (q // 2) + math.ceil(w / 2) * (q % 2))
 
@@ -169,7 +169,7 @@ def test_digests() -> None:
 
 
 def test_generator_words_signs_and_quaternions() -> None:
-    text = section(SPEC / "README.md", "Generator")
+    text = section(SPEC / "packing.md", "Generator")
     for row in table(text, "seed", *(f"word {i}" for i in range(5))):
         generator = Generator(int(row["seed"]))
         assert [int(row[f"word {i}"], 16) for i in range(5)] == [generator.word() for _ in range(5)]
@@ -182,7 +182,7 @@ def test_generator_words_signs_and_quaternions() -> None:
 
 
 def test_rotation_kinds_matrices_and_tolerance() -> None:
-    text = section(SPEC / "README.md", "Rotation")
+    text = section(SPEC / "packing.md", "Rotation")
     assert tuple(column(table(text, "rotation_kind", "H", "s"), "rotation_kind")) == KINDS
     blocks = re.findall(r"^(?:\*\*)?Order (\d+).*:\n\n((?:    [+-]+\n)+)", text, re.MULTILINE)
     assert [int(order) for order, _ in blocks] == [12, 20, 28]
@@ -193,7 +193,7 @@ def test_rotation_kinds_matrices_and_tolerance() -> None:
 
 
 def test_factors_of_head_dims() -> None:
-    pairs = re.findall(r"\| (\d+) \| (\d+) · (\d+) ", section(SPEC / "README.md", "Rotation"))
+    pairs = re.findall(r"\| (\d+) \| (\d+) · (\d+) ", section(SPEC / "packing.md", "Rotation"))
     assert len(pairs) == 8
     for dim, sylvester, paley in (map(int, pair) for pair in pairs):
         assert dim == sylvester * paley

@@ -102,7 +102,7 @@ def test_what_a_reader_may_decode_is_refused_by_its_class_or_accepted(file: str)
 
 
 def test_what_a_reader_may_decode_is_named_by_a_correction() -> None:
-    corrections = (FOLDER.parent / "README.md").read_text(encoding="utf-8").partition("### Corrections")[2]
+    corrections = (FOLDER.parent / "changes.md").read_text(encoding="utf-8").partition("## Corrections")[2]
     assert EITHER == [
         "invalid/zstd-block-offset-0.kvpack",
         "invalid/zstd-block-reserved-modes.kvpack",

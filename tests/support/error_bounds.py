@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvpack.formats.trellis import Trellis
 
 ROTATION_TOLERANCE = 2.0**-18
-"""The largest error of a rotation in binary32, relative to the norm (spec/README.md, Rotation)."""
+"""The largest error of a rotation in binary32, relative to the norm (spec/packing.md, Rotation)."""
 
 
 FACTORS = ("norm", "radius", "scale", "range", "token_scale")

@@ -19,7 +19,9 @@ PAGES = {
     "row": "row.md",
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},
 }
-"""The page of each prefix of rule numbers."""
+"""The first document of each prefix of rule numbers."""
+MORE = {"front": ("packing.md",)}
+"""Its other documents."""
 KEPT_BY = ("refusal", "values", "conduct", "writer")
 
 _MARK = re.compile(r"\[([a-z][a-z-]*-[1-9][0-9]*)\]")
@@ -36,18 +38,25 @@ class Rule:
 
 
 def marked(prefix: str) -> list[tuple[str, str, str]]:
-    """Every rule of a page in its order: its number, the heading of level 2 above it, and its line."""
-    found, heading = [], ""
-    for line in (SPEC / PAGES[prefix]).read_text(encoding="utf-8").splitlines():
-        heading = line[3:] if line.startswith("## ") else heading
-        found += [(number, heading, line) for number in _MARK.findall(line)]
-    return found
+    """Every rule of a prefix in the order of the text: its number, the document and heading of level 2 that it is under, and its line."""
+    result = []
+    for document in documents(prefix):
+        place = document
+        for line in (SPEC / document).read_text(encoding="utf-8").splitlines():
+            place = f"{document}, {line[3:]}" if line.startswith("## ") else place
+            result += [(number, place, line) for number in _MARK.findall(line)]
+    return result
+
+
+def documents(prefix: str) -> tuple[str, ...]:
+    """The documents whose rules have ``prefix``."""
+    return PAGES[prefix], *MORE.get(prefix, ())
 
 
 @cache
 def rules() -> dict[str, Rule]:
     """The rules by number, in the order of rules.md."""
-    sections = {number: f"{page}, {heading}".removesuffix(", ") for prefix, page in PAGES.items() for number, heading, _ in marked(prefix)}
+    sections = {number: place for prefix in PAGES for number, place, _ in marked(prefix)}
     rows = re.findall(r"^\| ([a-z-]+-\d+) \| [^|]+ \| (\w+) \| ([^|]*) ?\|$", RULES.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         number: Rule(number, sections.get(number, ""), kept_by, tuple(re.findall(r"`(\w+)`", errors))) for number, kept_by, errors in rows

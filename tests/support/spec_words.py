@@ -1,0 +1,49 @@
+"""Words of the specification by document: ``python -m support.spec_words``, with the sums of normative and of informative documents.
+
+A word is what stands between spaces and has a letter or a digit, so the lines of tables and operators do not count.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from support.numbered_rules import RULES, SPEC
+
+MAX_NORMATIVE, MAX_INFORMATIVE = 28_000, 10_000
+
+
+def words(document: Path) -> int:
+    """The number of words of ``document``."""
+    return sum(bool(re.search(r"\w", word)) for word in document.read_text(encoding="utf-8").split())
+
+
+def is_informative(document: Path) -> bool:
+    """Whether ``document`` has no rules of its own: the list of rules, and what begins with the mark of informative text."""
+    return document == RULES or document.read_text(encoding="utf-8").split("\n")[2].startswith("*Informative.*")
+
+
+def counts() -> dict[bool, dict[str, int]]:
+    """The words of every document by its path in spec/, of normative ones (False) and informative ones (True)."""
+    result: dict[bool, dict[str, int]] = {False: {}, True: {}}
+    for document in sorted(SPEC.rglob("*.md")):
+        result[is_informative(document)][document.relative_to(SPEC).as_posix()] = words(document)
+    return result
+
+
+def main() -> int:
+    """Print all counts; return 1 if a sum is above its limit."""
+    within = True
+    for informative, limit in ((False, MAX_NORMATIVE), (True, MAX_INFORMATIVE)):
+        found = counts()[informative]
+        for name, count in found.items():
+            print(f"{count:7,} {name}")
+        total = sum(found.values())
+        print(f"{total:7,} {'informative' if informative else 'normative'}, at most {limit:,}\n")
+        within &= total <= limit
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

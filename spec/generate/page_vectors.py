@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,8 @@ from spec.decoder.codecs import CODECS
 from spec.decoder.header import take_header
 from spec.decoder.row import checksum
 from spec.decoder.row import opaque as opaque_codec
+from spec.generate import core_reader
+from spec.generate.expected import digest, read_manifest, sides_of, write_manifest, written_values
 from support.second_decoder import decoder
 
 if TYPE_CHECKING:
@@ -243,11 +243,6 @@ def padded() -> bytes:
     return sealed(row[: 128 + size] + b"\1" + row[129 + size :])
 
 
-def values_of(page: Any) -> list[float]:
-    """All values of a page that the second decoder read, layer by layer, K before V."""
-    return [value for layer in page.layers for one in layer.values() if one for value in one.values]
-
-
 def bases(line: dict[str, Any]) -> list[bytes]:
     """The files of the bases that a reader of a vector is given, from its line of the manifest."""
     return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
@@ -255,30 +250,48 @@ def bases(line: dict[str, Any]) -> list[bytes]:
 
 def manifest() -> dict[str, dict[str, Any]]:
     """The line of every vector, by its file."""
-    found: dict[str, dict[str, Any]] = json.loads(MANIFEST.read_text(encoding="utf-8")) if MANIFEST.exists() else {}
-    return found
+    return read_manifest(MANIFEST)
+
+
+def refusal(data: bytes) -> str:
+    """The class by which the library refuses a row, read as one of the small pages."""
+    codec = PageCodec("raw", SMALL, namespace=NAMESPACE)
+    values = [torch.zeros(1, SMALL.layers, SMALL.heads, SMALL.tokens, dim).to(SMALL.torch_dtype) for dim in SMALL.dims.values()]
+    (error,) = codec.decode_into([data], PageBuffer(SMALL, *values), [0])
+    assert error is not None
+    return type(error).__name__
+
+
+def written(file: str, vector: Vector) -> dict[str, Any]:
+    """Write a vector and return its line of the manifest."""
+    data = vector.make()
+    (FOLDER / file).write_bytes(data)
+    line: dict[str, Any] = {"shows": vector.shows}
+    if vector.rule is not None:
+        return line | {"rules": [vector.rule], "rule": vector.rule, "sha256": digest(data), "profile": "core", "error": refusal(data)}
+    basis = {"basis": vector.basis} if vector.basis else {}
+    page = decoder.read_row(data, bases(basis)).page
+    return line | {"rules": rules_of(page), "sha256": digest(data)} | basis | profile_of(page) | written_values(FOLDER, file, page)
+
+
+def rules_of(page: Any) -> list[str]:
+    """The rules that are shown by a row which readers decode."""
+    return ["row-5"] if {side.codec.id for side in sides_of(page)} == {"opaque"} else []
+
+
+def profile_of(page: Any) -> dict[str, str]:
+    """The least profile whose readers decode a row, and the class by which other readers of the profile core refuse it."""
+    sides = sides_of(page)
+    plain = all(side.codec.id in (*core_reader.CODECS, "opaque") and not side.codec.side_cars for side in sides)
+    return {"profile": "core" if plain else "full"} | ({"core": "InvalidHeader"} if page.required or not plain else {})
 
 
 def main() -> None:
     lines = manifest()
     for name, vector in vectors().items():
-        file = f"{name}.row"
-        if file in lines:
-            continue
-        FOLDER.mkdir(exist_ok=True)
-        data = vector.make()
-        (FOLDER / file).write_bytes(data)
-        lines[file] = {"shows": vector.shows, "sha256": hashlib.sha256(data).hexdigest()}
-        if vector.rule is not None:
-            lines[file]["rule"] = vector.rule
-            continue
-        lines[file] |= {"basis": vector.basis} if vector.basis else {}
-        values = values_of(decoder.read_row(data, bases(lines[file])).page)
-        packed = struct.pack(f"<{len(values)}f", *values)
-        (FOLDER / f"{name}.f32").write_bytes(packed)
-        lines[file] |= {"values": f"{name}.f32", "values_sha256": hashlib.sha256(packed).hexdigest()}
-    rows = ",\n".join(f"{json.dumps(file)}: {json.dumps(line)}" for file, line in lines.items())
-    MANIFEST.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+        if f"{name}.row" not in lines:
+            lines[f"{name}.row"] = written(f"{name}.row", vector)
+    write_manifest(MANIFEST, lines)
 
 
 if __name__ == "__main__":

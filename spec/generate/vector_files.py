@@ -1,4 +1,4 @@
-"""The conformance vectors in spec/vectors: their manifest, and the code that writes new ones.
+"""The conformance vectors in spec/vectors: their manifest (spec/vectors.md), and the code that writes new ones.
 
 ``python -m spec.generate.vector_files`` writes the vectors that are missing, with their lines of the manifest, and touches no other.
 Vectors never change, so the code that wrote those of finished parts is gone; what is here serves new vectors, and as their pattern.
@@ -6,9 +6,6 @@ Vectors never change, so the code that wrote those of finished parts is gone; wh
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from spec.generate import (
     valid_vectors,
 )
 from spec.generate.container_vectors import UNSUPPORTED
+from spec.generate.expected import digest, read_manifest, typed, write_manifest, written_values
 from spec.generate.invalid_vectors import INVALID, Invalid
 from spec.generate.valid_vectors import VALID, Valid
 from support.second_decoder import decoder, decompress
@@ -58,8 +56,7 @@ DEFINED: dict[str, Valid | Invalid] = {
 
 def manifest() -> dict[str, dict[str, Any]]:
     """The line of every vector, by its file."""
-    found: dict[str, dict[str, Any]] = json.loads(MANIFEST.read_text(encoding="utf-8")) if MANIFEST.exists() else {}
-    return found
+    return read_manifest(MANIFEST)
 
 
 def described(vector: Valid | Invalid) -> dict[str, Any]:
@@ -75,23 +72,10 @@ def bases(line: dict[str, Any]) -> list[bytes]:
     return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
 
 
-def values_path(file: str) -> str:
-    return file.removesuffix(".kvpack") + ".f32"
-
-
-def values_of(file: Any) -> list[float]:
-    """All values of a file that the second decoder read, layer by layer, K before V."""
-    return [value for layer in file.layers for side in layer.values() if side for value in side.values]
-
-
 def profile_of(file: Any) -> str:
     """The smallest profile whose readers decode a file that the second decoder read."""
     plain = all(codec.id in core_reader.CODECS and not getattr(codec, "side_cars", {}) for codec in file.codecs)
     return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
@@ -101,11 +85,8 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
     line = described(vector) | {"sha256": digest(data)}
     if isinstance(vector, Valid):
         read = decoder.read(data, decompress, bases(line))
-        values = values_of(read)
-        packed = struct.pack(f"<{len(values)}f", *values)
-        (FOLDER / values_path(file)).write_bytes(packed)
-        line |= {"profile": profile_of(read), "values": values_path(file), "values_sha256": digest(packed)}
-        line |= {"metadata": read.metadata} if "metadata" in read.ignorable else {}
+        line |= {"profile": profile_of(read)} | written_values(FOLDER, file, read)
+        line |= {"metadata": read.metadata, "metadata_entries": typed(read.metadata)} if "metadata" in read.ignorable else {}
         line |= {"states": {name: digest(content) for name, content in read.states.items()}} if read.states else {}
         line |= {"offsets": read.offsets} if read.offsets else {}
         line |= {"hidden": read.hidden} if read.hidden else {}
@@ -130,8 +111,7 @@ def main() -> None:
             (FOLDER / file).parent.mkdir(parents=True, exist_ok=True)
             line = written(file, vector)
             lines[file] = line | of_core(file, line)
-    rows = ",\n".join(f"{json.dumps(file)}: {json.dumps(line, ensure_ascii=False)}" for file, line in lines.items())
-    MANIFEST.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+    write_manifest(MANIFEST, lines)
 
 
 if __name__ == "__main__":

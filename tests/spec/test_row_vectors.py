@@ -14,9 +14,24 @@ from kvpack.coding.recipes import Recipe
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from kvpack.store.page_keys import page_key
 from spec.decoder.row import MULTIPLIER
-from spec.generate.page_vectors import FOLDER, KEY, MANIFEST, NAMESPACE, SMALL, bases, manifest, sealed, values_of, vectors
+from spec.generate.expected import sides_of, values_of
+from spec.generate.page_vectors import (
+    FOLDER,
+    KEY,
+    MANIFEST,
+    NAMESPACE,
+    SMALL,
+    bases,
+    manifest,
+    profile_of,
+    refusal,
+    rules_of,
+    sealed,
+    vectors,
+)
 from support.numbered_rules import rules
 from support.second_decoder import decoder
+from support.vector_checks import Expected
 
 LINES = manifest()
 DECODED = [file for file, line in LINES.items() if "rule" not in line]
@@ -29,6 +44,7 @@ def test_no_vector_was_changed_added_or_lost() -> None:
     for file, line in LINES.items():
         listed[file] = line["sha256"]
         listed |= {line["values"]: line["values_sha256"]} if "values" in line else {}
+        listed |= {line["tolerance"]: line["tolerance_sha256"]} if "tolerance_sha256" in line else {}
     found = {path.name: path for path in FOLDER.iterdir()}
     assert set(found) == set(listed)
     for name, expected in listed.items():
@@ -41,15 +57,8 @@ def test_no_vector_was_changed_added_or_lost() -> None:
 
 def test_every_rule_that_a_row_can_show_has_a_vector() -> None:
     kept = {kind: {n for n, rule in rules().items() if n.startswith("row-") and rule.kept_by == kind} for kind in ("refusal", "values")}
-    assert {LINES[file]["rule"] for file in REFUSED} == kept["refusal"]
-    opaque = [file for file in DECODED if side_codecs(file) == {"opaque"}]
-    assert kept["values"] == {"row-5"}
-    assert opaque
-
-
-def side_codecs(file: str) -> set[str]:
-    page = decoder.read_row((FOLDER / file).read_bytes(), bases(LINES[file])).page
-    return {side.codec.id for layer in page.layers for side in layer.values() if side}
+    for kind, files in (("refusal", REFUSED), ("values", DECODED)):
+        assert {rule for file in files for rule in LINES[file]["rules"]} == kept[kind]
 
 
 @pytest.mark.parametrize("file", REFUSED)
@@ -60,7 +69,9 @@ def test_both_readers_refuse_a_row_by_its_rule(file: str) -> None:
     assert refused.value.rule == rule.section
     codec, values = PageCodec("raw", SMALL, namespace=NAMESPACE), [torch.zeros(1, 2, 1, 3, dim).bfloat16() for dim in (8, 4)]
     (error,) = codec.decode_into([data], PageBuffer(SMALL, *values), [0])
-    assert type(error).__name__ in rule.errors
+    assert type(error).__name__ == LINES[file]["error"] == refusal(data)
+    assert LINES[file]["error"] in rule.errors
+    assert (LINES[file]["rule"], LINES[file]["profile"]) == (LINES[file]["rules"][0], "core")
     assert not any(x.any() for x in values)
 
 
@@ -69,9 +80,11 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     data = (FOLDER / file).read_bytes()
     read = decoder.read_row(data, bases(LINES[file]))
     assert (read.namespace, read.key) == (NAMESPACE, hashlib.sha256(KEY).digest())
-    expected = numpy.fromfile(FOLDER / LINES[file]["values"], "<f4")
-    assert numpy.array(values_of(read.page), numpy.float32).tobytes() == expected.tobytes()
-    sides = [side for layer in read.page.layers for side in layer.values() if side]
+    line, sides = LINES[file], sides_of(read.page)
+    assert line.items() >= ({"rules": rules_of(read.page)} | profile_of(read.page)).items()
+    expected, bounds = Expected.of(FOLDER, line), numpy.array([tolerance for side in sides for tolerance in side.tolerances])
+    assert ((expected.tolerances <= bounds) & (expected.tolerances >= bounds * (1 - 2**-23))).all()
+    assert numpy.array(values_of(read.page), numpy.float32).tobytes() == expected.values.tobytes()
     first, last = read.page.layers[0]["k"], read.page.layers[0]["v"]
     dtype = read.page.ignorable["page-dtype"].decode()
     dims = first.codec.dim, None if last is None else last.codec.dim
@@ -88,8 +101,8 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
         spread = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-23}[dtype]
     else:
         spread = 0.0 if opaque else 2**-3
-    tolerances = numpy.array([tolerance for side in sides for tolerance in side.tolerances])
-    assert (numpy.abs(flat - expected) <= tolerances + spread * numpy.abs(expected) + 2**-16).all()
+    rounded = expected.tolerances + spread * numpy.abs(expected.values) + 2**-16
+    assert (numpy.abs(flat - expected.values) <= rounded).all()
     again = data[: int.from_bytes(data[16:24], "little")]
     assert sealed(again) == again
 

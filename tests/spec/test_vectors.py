@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy
 import pytest
 import torch
 
@@ -12,11 +13,12 @@ from kvpack.cache.stored import cache_of
 from kvpack.file import container
 from kvpack.formats import errors
 from kvpack.formats.errors import InvalidPayload, KvpackError
+from spec.generate.expected import digest, rounded_down, sides_of, tolerance_path, typed, values_of, values_path
 from spec.generate.frame_vectors import BLOCKS_REFUSED
-from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, described, digest, of_core, profile_of, values_of, values_path
+from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, described, of_core, profile_of
 from support.numbered_rules import rules
 from support.second_decoder import decoder, decompress
-from support.vector_checks import DECODED, LINES, basis_of, check_values, read, unpacked, verify
+from support.vector_checks import DECODED, LINES, Expected, basis_of, check_values, read, unpacked, verify
 
 REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
 EITHER = [file for file, line in LINES.items() if "either" in line]
@@ -35,6 +37,8 @@ def test_no_vector_was_changed_added_or_lost() -> None:
         if "error" not in line:
             assert line["values"] == values_path(file)
             listed[line["values"]] = line["values_sha256"]
+            assert line["tolerance"] in ("exact", tolerance_path(file))
+            listed |= {line["tolerance"]: line["tolerance_sha256"]} if line["tolerance"] != "exact" else {}
     found = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
     assert set(found) == set(listed)
     for name, expected in listed.items():
@@ -125,6 +129,7 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     header = opened.header
     metadata = LINES[file].get("metadata", {})
     assert list(cache_of(header, []).metadata.items()) == list(read(file).metadata.items()) == list(metadata.items())
+    assert typed(read(file).metadata) == LINES[file].get("metadata_entries", [])
     cache = () if header.is_basis else kvpack.load(FOLDER / file, basis=basis_of(file))
     states = {f"{n}.state.{name}": _digest(state) for n, layer in enumerate(cache) for name, state in layer.states.items()}
     if header.is_basis:
@@ -138,6 +143,34 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     offsets = LINES[file].get("offsets")
     assert (None if header.offsets is None else list(header.offsets)) == read(file).offsets == offsets
     assert header.is_basis or cache.position_offsets == header.offsets
+
+
+def test_tolerances_are_those_of_the_pages_rounded_down() -> None:
+    """The second decoder computes the formulas of the pages in binary64."""
+    for file in DECODED:
+        bounds = numpy.array([tolerance for side in sides_of(read(file)) for tolerance in side.tolerances])
+        given = Expected.of(FOLDER, LINES[file]).tolerances.astype(numpy.float64)
+        assert ((given <= bounds) & (given >= bounds * (1 - 2**-23))).all(), file
+
+
+def test_a_value_that_is_off_by_twice_its_tolerance_differs() -> None:
+    """Each by itself, in both directions; of an exact value the next binary32 differs."""
+    for file in DECODED:
+        expected = Expected.of(FOLDER, LINES[file])
+        finite = numpy.isfinite(expected.values)
+        for direction in (-1, 1):
+            shifted = (expected.values + direction * 2.0 * expected.tolerances.astype(numpy.float64)).astype(numpy.float32)
+            near = shifted == expected.values
+            shifted[near] = numpy.nextafter(expected.values, numpy.float32(direction * numpy.inf))[near]
+            differing = expected.differing(shifted)
+            if expected.subnormal_zero:
+                differing |= (shifted == 0) & (expected.values != 0)
+            assert differing[finite].all(), file
+
+
+def test_rounding_down() -> None:
+    assert [rounded_down(x) for x in (0.0, 1.0, 1 + 2**-24, 1 + 2**-23, 2**-126 * (1 + 2**-30))] == [0.0, 1.0, 1.0, 1 + 2**-23, 2**-126]
+    assert rounded_down(0.1) < 0.1 < rounded_down(0.1) * (1 + 2**-23)
 
 
 def _digest(state: torch.Tensor) -> str:

@@ -47,7 +47,7 @@ class Identity:
         dtype: Dtype of the model or of the engine's cache.
         tenant: Owner of the entries; any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
-        extra: Anything else that affects the values, such as a forward hook (spec/store.md lists what kvpack sees).
+        extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack sees).
         digests: Digests of all weights and of a sample of them, to refuse caches that name other weights in another way; in no key.
         windows: Sliding window of each layer in tokens, None for full attention; stores load only what the windows reach. In no key.
         keeps_states: True if layers have recurrent or convolution states, which a prefix then needs.
@@ -141,7 +141,7 @@ class Identity:
             weights: Name of the weights; default: a digest of every parameter.
             adapter: Name of the adapters; default: the names of those in effect.
             tenant: Owner of the entries.
-            extra: Names inputs that kvpack cannot see (spec/store.md lists those that it sees).
+            extra: Names inputs that kvpack cannot see (spec/notes.md lists those that it sees).
 
         Raises:
             InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot

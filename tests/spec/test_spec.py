@@ -114,7 +114,7 @@ def parsed_packing(text: str) -> Columns:
     return Columns(int(n), tuple(map(int, re.findall(r"\d+", bases))), int(fields))
 
 
-@pytest.mark.parametrize("row", tables(section(SPEC / "packing.md", "Examples in hexadecimal"))[0], ids=lambda row: row["packing"])
+@pytest.mark.parametrize("row", tables(section(SPEC / "test-values.md", "Examples in hexadecimal"))[0], ids=lambda row: row["packing"])
 def test_examples_of_packing(row: dict[str, str]) -> None:
     packing = parsed_packing(row["packing"])
     digits = [list(map(int, digit.split())) for digit in row["digits of the symbols"].split(";")]
@@ -125,7 +125,7 @@ def test_examples_of_packing(row: dict[str, str]) -> None:
 
 
 def test_the_lettered_example() -> None:
-    text = section(SPEC / "packing.md", "Example: 3-bit symbols")
+    text = section(SPEC / "test-values.md", "Example: 3-bit symbols")
     packing = parsed_packing(re.findall(r"columns\([^)]*\)", text)[0])
     letters = re.findall(r"`((?:[A-Za-z]{3} ?)+)`", text)
     symbols = [symbol for pair in zip(*(part.split() for part in letters), strict=True) for symbol in pair]
@@ -169,7 +169,7 @@ def test_digests() -> None:
 
 
 def test_generator_words_signs_and_quaternions() -> None:
-    text = section(SPEC / "packing.md", "Generator")
+    text = section(SPEC / "test-values.md", "Generator")
     for row in table(text, "seed", *(f"word {i}" for i in range(5))):
         generator = Generator(int(row["seed"]))
         assert [int(row[f"word {i}"], 16) for i in range(5)] == [generator.word() for _ in range(5)]

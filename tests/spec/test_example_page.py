@@ -50,7 +50,7 @@ def test_what_rows_say_is_in_their_bytes() -> None:
             assert (word, f"{word:09b}") == (int.from_bytes(data, "little"), number[2])
             assert [word >> 6, word >> 3 & 7, word & 7] == [int(number[i]) for i in (3, 4, 5)]
             seen += 1
-        for letter, pattern in (("e", r"scale (\S+), centre (\S+)$"), ("f", r"of both heads: (\S+)$")):
+        for letter, pattern in (("e", r"scale (\S+), center (\S+)$"), ("f", r"of both heads: (\S+)$")):
             found = re.search(pattern, meaning)
             if found:
                 stored = struct.unpack(f"<{len(found.groups())}{letter}", data)

@@ -64,7 +64,7 @@ def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
     model = MappingProxyType(dict(header.model))
     if not header.ignorable:
         return Cache(tuple(layers), header.recipe, model, header.start)
-    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
+    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch, start=header.start, tokens=header.tokens)
     if inputs is not None:
         inputs = replace(inputs, first=header.start)
     metadata = MappingProxyType(from_bytes(header.ignorable.get(FEATURE, b"")))

@@ -58,7 +58,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 def summarize(file: File) -> dict[str, Any]:
     """Return the contents of the header as JSON values (bytes stay bytes)."""
     header = file.header
-    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch)
+    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch, start=header.start, tokens=header.tokens)
     stored: Counter[tuple[int, str]] = Counter()
     streams: Counter[str] = Counter()
     for tensor in header.tensors:

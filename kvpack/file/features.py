@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
 from .limits import MAX_BINARY_BYTES
@@ -16,6 +17,6 @@ def split(name: str, data: bytes) -> dict[str, bytes]:
 
 
 def joined(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """The data of the features that ``split`` makes."""
-    count = sum(feature.startswith(f"{name}.") for feature in ignorable)
-    return b"".join(ignorable.get(f"{name}.{number}", b"") for number in range(count))
+    """The data of the features that ``split`` makes, up to the first that is missing."""
+    names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
+    return b"".join(ignorable[feature] for feature in names)

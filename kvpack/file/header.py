@@ -232,13 +232,18 @@ class Contents:
         return min((*sides, *(state.shape[0] for state in self.states)), default=0)
 
     @cached_property
+    def tokens(self) -> int:
+        """The number of tokens of the file's range; 0 if no layer has sides."""
+        ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
+        return max(ends, default=self.start) - self.start
+
+    @cached_property
     def hidden(self) -> tuple[hidden_tokens.Hidden, ...]:
         """The tokens that no query may attend to."""
         data = self._entry(hidden_tokens.FEATURE)
         if data is None:
             return ()
-        ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
-        return hidden_tokens.hidden_tokens(data, self.batch, self.start, max(ends, default=self.start))
+        return hidden_tokens.hidden_tokens(data, self.batch, self.start, self.start + self.tokens)
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:

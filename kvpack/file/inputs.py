@@ -31,6 +31,8 @@ ROWS_DIFFER = "differ from row to row of the batch"
 """End of the clause about tokens whose ids differ between rows."""
 IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room for them"
 """End of the clause about tokens whose ids are not in the file."""
+NOT_READABLE = "what its tokens came from is not readable"
+"""The clause about a feature of another form."""
 MASKED = "were computed with an attention mask that hides tokens"
 """End of the clause about tokens computed with a mask that is not known."""
 PADDED = "were computed with an attention mask that hides padding"
@@ -198,19 +200,33 @@ class Inputs:
         return replace(self, undetermined=(*self.undetermined, f"tokens from {start} on {IDS_LEFT_OUT}"), starts=(*self.starts, start))
 
     @classmethod
-    def from_features(cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1) -> Inputs | None:
-        """The inputs in the ignorable features of a file of ``batch`` sequences with ``hidden`` tokens; None if it has none."""
+    def from_features(
+        cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1, *, start: int = 0, tokens: int = 0
+    ) -> Inputs | None:
+        """The inputs in the ignorable features of a file of ``batch`` sequences with ``hidden`` tokens; None if it has none.
+
+        The file's first token is at position ``start``; ids of more than its ``tokens`` are dropped, unless that is 0.
+        """
         stored, ids = ignorable.get(FEATURE), joined_feature(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
         if len(ids) % ID_BYTES == 0 and ids.startswith(inputs.token_ids):
             inputs = replace(inputs, token_ids=ids or inputs.token_ids)
-        if stored is None and not inputs.tokens and not hidden:
-            return None
         rows = joined_feature(ignorable, ROWS_FEATURE)
         size = ID_BYTES * int.from_bytes(rows[4:12], "little")
-        if len(rows) == 12 + batch * size > 12 and int.from_bytes(rows[:4], "little") == batch and _differ(inputs):
+        known = inputs.known * batch
+        if len(rows) == 12 + batch * size > 12 and int.from_bytes(rows[:4], "little") == batch:
             known = tuple(inputs.token_ids + rows[at : at + size] for at in range(12, len(rows), size))
-            inputs = replace(inputs, rows=known)
+        if tokens:
+            known = tuple(ids[: tokens * ID_BYTES] for ids in known)
+            inputs = replace(inputs, token_ids=inputs.token_ids[: tokens * ID_BYTES])
+        if len(set(known)) > 1:
+            items = list(zip(inputs.undetermined, inputs.starts, strict=True))
+            differ = [] if _differ(inputs) else _rows(known, start)[2]
+            inputs = _of(inputs.token_ids, [*items, *differ], known)
+        elif known and known[0]:
+            inputs = replace(inputs, token_ids=known[0])
+        if stored is None and not inputs.tokens and not hidden:
+            return None
         if hidden and not any(text.endswith((MASKED, PADDED)) for text in inputs.undetermined):
             told = (f"tokens from {hidden[0].start} on {MASKED}", min(stretch.start for stretch in hidden))
             inputs = _of(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), told], inputs.rows)
@@ -232,7 +248,7 @@ class Inputs:
                 items.append((text.decode(), start))
                 end += 12 + size
         except ValueError:
-            return cls(undetermined=("what its tokens came from is not readable",))
+            return cls(undetermined=(NOT_READABLE,))
         return _of(ids, items)
 
 

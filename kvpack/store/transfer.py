@@ -126,7 +126,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
         return Exported(identity, _listed(ids), cache, digests, chunk)
-    own = Inputs.from_features(header.ignorable)
+    own = Inputs.from_features(header.ignorable, tokens=header.tokens)
     data = (b"" if own is None else own.token_ids) if tokens is None else _ids_of(tokens)
     if not data:
         raise InvalidParameter(f"{file.where}: contains no token ids; give them as a JSON array with --tokens")

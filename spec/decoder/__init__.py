@@ -10,7 +10,7 @@ Start with ``container.read``, which goes through a file in the order of the tex
 - ``values``, ``given``: from the streams of a side to its values;
 - ``codecs``: a module per codec;
 - ``side_cars``, ``basis``: their pages;
-- ``contents``, ``metadata``, ``norms``, ``codec``, ``directions``, ``rans``: what these share;
+- ``contents``, ``metadata``, ``token_ids``, ``norms``, ``codec``, ``directions``, ``rans``: what these share;
 - ``rotation``, ``generator``, ``packing``, ``conventions``, ``features``, ``limits``, ``refusal``: what every page uses.
 """
 

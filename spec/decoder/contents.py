@@ -10,6 +10,7 @@ from .codec import RAW_DTYPES, Codec, NumberStream
 from .conventions import DTYPE_BYTES, ceil_div
 from .metadata import take_metadata
 from .packing import Columns
+from .token_ids import take_inputs, take_token_ids
 
 
 @dataclass(frozen=True)
@@ -105,3 +106,17 @@ class File:
     @property
     def metadata(self) -> dict[str, str | int | float]:
         return take_metadata(self.ignorable.get("metadata", b""))
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """The known ids of the first tokens of each sequence."""
+        sides = [(start, side) for start, layer in zip(self.starts, self.layers, strict=True) for side in layer.values() if side]
+        states = [tensor.shape[0] for tensor in self.tensors if tensor.name.split(".")[1] == "state"]
+        tokens = max((start + side.shape[2] for start, side in sides), default=self.start) - self.start
+        return take_token_ids(self.ignorable, min([*states, *(side.batch for _, side in sides)], default=0), tokens)
+
+    @property
+    def undetermined(self) -> list[tuple[int, str]] | None:
+        """What ids do not determine, each with the position of its first token; None where ``inputs`` is of another form."""
+        inputs = take_inputs(self.ignorable.get("inputs", b""))
+        return inputs and inputs[1]

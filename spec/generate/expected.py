@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MANIFEST_FORMAT = 2
 LEAST_NORMAL = 2.0**-126
 """The least positive binary32 that is not subnormal."""
+ID_FEATURES = ("inputs", "token-ids.", "row-ids.")
 OF_OPERATIONS = ("group", "minifloat")
 """Codecs that decode exactly, and whose values are results of operations."""
 
@@ -54,6 +55,10 @@ def tolerance_path(file: str) -> str:
     return file.rpartition(".")[0] + ".tolerance"
 
 
+def ids_path(file: str) -> str:
+    return file.rpartition(".")[0] + ".ids"
+
+
 def written_values(folder: Path, file: str, read: Any) -> dict[str, Any]:
     """Write the values of ``file`` and, unless all are exact, their tolerances; return the keys about them."""
     values = values_of(read)
@@ -86,6 +91,19 @@ def has_subnormal_results(side: Any) -> bool:
     packed = (at for head in range(0, len(side.values), size) for at in range(head, head + size - tail)) if size else ()
     exact = (side.values[at] for at in packed if side.tolerances[at] == 0)
     return side.codec.id in OF_OPERATIONS and any(0 < abs(value) < LEAST_NORMAL for value in exact)
+
+
+def written_ids(folder: Path, file: str, read: Any) -> dict[str, Any]:
+    """Write the known token ids of ``file``, if it has one of their features; return the keys about them."""
+    keys: dict[str, Any] = {}
+    if any(name.startswith(ID_FEATURES) for name in read.ignorable):
+        ids = read.token_ids
+        packed = b"".join(struct.pack(f"<{len(row)}I", *row) for row in ids)
+        (folder / ids_path(file)).write_bytes(packed)
+        keys = {"token_ids": ids_path(file), "token_ids_sha256": digest(packed)}
+    if "inputs" in read.ignorable:
+        keys["undetermined"] = None if read.undetermined is None else [[str(position), text] for position, text in read.undetermined]
+    return keys
 
 
 def typed(metadata: Mapping[str, str | int | float]) -> list[list[str]]:

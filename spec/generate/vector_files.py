@@ -15,6 +15,7 @@ from spec.generate import (
     container_vectors,
     core_reader,
     frame_vectors,
+    input_vectors,
     log_norm_vectors,
     parameter_vectors,
     row_vectors,
@@ -23,7 +24,7 @@ from spec.generate import (
     valid_vectors,
 )
 from spec.generate.container_vectors import UNSUPPORTED
-from spec.generate.expected import digest, read_manifest, typed, write_manifest, written_values
+from spec.generate.expected import digest, read_manifest, typed, write_manifest, written_ids, written_values
 from spec.generate.invalid_vectors import INVALID, Invalid
 from spec.generate.valid_vectors import VALID, Valid
 from support.second_decoder import decoder, decompress
@@ -42,6 +43,7 @@ MODULES = (
     trellis_vectors,
     balanced_vectors,
     log_norm_vectors,
+    input_vectors,
 )
 for module in MODULES:
     module.add_all()
@@ -87,6 +89,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
         read = decoder.read(data, decompress, bases(line))
         line |= {"profile": profile_of(read)} | written_values(FOLDER, file, read)
         line |= {"metadata": read.metadata, "metadata_entries": typed(read.metadata)} if "metadata" in read.ignorable else {}
+        line |= written_ids(FOLDER, file, read)
         line |= {"states": {name: digest(content) for name, content in read.states.items()}} if read.states else {}
         line |= {"offsets": read.offsets} if read.offsets else {}
         line |= {"hidden": read.hidden} if read.hidden else {}

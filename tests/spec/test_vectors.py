@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import kvpack
+from kvpack.cache.cache import Cache
 from kvpack.cache.stored import cache_of
 from kvpack.file import container
+from kvpack.file.inputs import NOT_READABLE
 from kvpack.formats import errors
 from kvpack.formats.errors import InvalidPayload, KvpackError
-from spec.generate.expected import digest, rounded_down, sides_of, tolerance_path, typed, values_of, values_path
+from spec.generate.expected import ID_FEATURES, digest, ids_path, rounded_down, sides_of, tolerance_path, typed, values_of, values_path
 from spec.generate.frame_vectors import BLOCKS_REFUSED
 from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, described, of_core, profile_of
 from support.numbered_rules import rules
@@ -39,6 +41,8 @@ def test_no_vector_was_changed_added_or_lost() -> None:
             listed[line["values"]] = line["values_sha256"]
             assert line["tolerance"] in ("exact", tolerance_path(file))
             listed |= {line["tolerance"]: line["tolerance_sha256"]} if line["tolerance"] != "exact" else {}
+            assert line.get("token_ids", ids_path(file)) == ids_path(file)
+            listed |= {line["token_ids"]: line["token_ids_sha256"]} if "token_ids" in line else {}
     found = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
     assert set(found) == set(listed)
     for name, expected in listed.items():
@@ -135,6 +139,7 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     if header.is_basis:
         states = {state.where: digest(bytes(opened.read_state(state))) for state in header.states}
     assert states == {name: digest(content) for name, content in read(file).states.items()} == LINES[file].get("states", {})
+    check_ids(file, cache if isinstance(cache, Cache) else None)
     starts = LINES[file].get("starts", [read(file).start] * len(read(file).layers))
     assert list(header.starts) == read(file).starts == starts
     hidden = [tuple(stretch) for stretch in LINES[file].get("hidden", [])]
@@ -143,6 +148,23 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     offsets = LINES[file].get("offsets")
     assert (None if header.offsets is None else list(header.offsets)) == read(file).offsets == offsets
     assert header.is_basis or cache.position_offsets == header.offsets
+
+
+def check_ids(file: str, cache: Cache | None) -> None:
+    """Both readers know the ids of the manifest, and what ids do not determine; ``cache`` is None for a basis."""
+    line, second = LINES[file], read(file)
+    assert ("token_ids" in line) == any(name.startswith(ID_FEATURES) for name in second.ignorable)
+    assert ("undetermined" in line) == ("inputs" in second.ignorable)
+    if "token_ids" not in line or cache is None:
+        return
+    ids = numpy.fromfile(FOLDER / line["token_ids"], "<u4").reshape(len(second.token_ids), -1)
+    assert second.token_ids == cache.token_ids.tolist() == ids.tolist()
+    if "undetermined" in line:
+        given = None if line["undetermined"] is None else [(int(position), text) for position, text in line["undetermined"]]
+        assert second.undetermined == given
+        known = zip(cache.inputs.starts, cache.inputs.undetermined, strict=True)
+        # Clauses that the library adds end the list.
+        assert list(known)[: len(given or [])] == given if given is not None else cache.inputs.undetermined == (NOT_READABLE,)
 
 
 def test_tolerances_are_those_of_the_pages_rounded_down() -> None:

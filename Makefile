@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 # Programs of tests/support, tests/benchmarks and fuzz.
 MODULE = PYTHONPATH=tests $(BIN)/python -m
 
-.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz roundtrip gpu-test gpu-compile gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size spec-words
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz readers roundtrip gpu-test gpu-compile gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size spec-words
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -69,6 +69,11 @@ docs: $(INSTALLED)
 # Fuzz the readers; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(MODULE) fuzz.run --seconds $(or $(SECONDS),60) --processes 2 $(OPTIONS)
+
+# The readers of spec/readers beside the library and the second decoder: all vectors, FILES new files, and SECONDS (or MINUTES) of mutations.
+readers: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(MODULE) support.spec_readers --seconds $(or $(SECONDS),$(if $(MINUTES),$(shell echo $$((60 * $(MINUTES)))),60)) \
+		--files $(or $(FILES),500) $(OPTIONS)
 
 # All damage to the golden files, and the readers without each of their guards: some minutes each (fuzz/README.md).
 damage: $(INSTALLED)

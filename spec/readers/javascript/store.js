@@ -1,0 +1,163 @@
+// Keys and entries of prefix stores (store.md). Where the text says that an entry is as if it were absent, functions
+// return null; damaged ones are refused.
+
+import { KvpackError, badHeader, refuse } from "./errors.js";
+import { fromBytes, open } from "./kvpack.js";
+import { concat, equalBytes, littleEndian, sha256, subtle } from "./numbers.js";
+import { xxh3 } from "./xxhash.js";
+
+const FIELDS = ["model", "recipe", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra"];
+const ascii = (text) => new TextEncoder().encode(text);
+
+// UTF-8, with each lone surrogate encoded as if it were a character.
+function encodeText(text) {
+  const parts = [];
+  for (const character of text) {
+    const point = character.codePointAt(0);
+    const lone = point >= 0xd800 && point < 0xe000;
+    parts.push(
+      lone
+        ? Uint8Array.of(0xe0 | (point >> 12), 0x80 | ((point >> 6) & 63), 0x80 | (point & 63))
+        : ascii(character),
+    );
+  }
+  return concat(...parts);
+}
+
+function unsigned(value, width) {
+  return Uint8Array.from({ length: width }, (_, i) => Number((BigInt(value) >> BigInt(8 * i)) & 255n));
+}
+
+export function lengthPrefixed(bytes) {
+  return concat(unsigned(bytes.length, 8), bytes);
+}
+
+// The root of an identity: its fields by name, "" for those that are left out.
+export function rootKey(fields) {
+  const pairs = [["format", "1"], ...FIELDS.map((name) => [name, fields[name] ?? ""])];
+  return sha256(
+    concat(
+      ...pairs.flatMap(([name, value]) => [lengthPrefixed(ascii(name)), lengthPrefixed(encodeText(value))]),
+    ),
+  );
+}
+
+export function chunkKey(parent, ids, inputs = new Uint8Array(0)) {
+  const bytes = concat(...ids.map((id) => unsigned(id, 4)));
+  const parts = [lengthPrefixed(parent), lengthPrefixed(bytes)];
+  return sha256(concat(...parts, ...(inputs.length ? [lengthPrefixed(inputs)] : [])));
+}
+
+// S(x): the root of models that keep states, or the key of the states after a chunk.
+export function statesKey(key) {
+  return sha256(concat(lengthPrefixed(ascii("kvpack-states 1")), lengthPrefixed(key)));
+}
+
+// The key of a basis by the SHA-256 of its file; `encryption`: { id, tenant } where entries are encrypted.
+export async function basisKey(digest, encryption = null) {
+  if (!encryption) return digest;
+  const parts = [ascii("kvpack-basis 1"), digest, ascii(encryption.id), encodeText(encryption.tenant)];
+  return sha256(concat(...parts.map(lengthPrefixed)));
+}
+
+const HEAD = "kvpack-encrypted ";
+const damaged = (what) => refuse("DigestMismatch", "store-5", `the encrypted entry ${what}`);
+
+// Decrypt an entry. `keys`: Map from the id of a key to its bytes.
+// Returns the kvpack file, or null where no key at hand opens the entry.
+export async function decryptEntry(bytes, keys, entryKey, tenant = "") {
+  const start = String.fromCharCode(...bytes.subarray(0, 40));
+  const match = /^kvpack-encrypted ([1-9][0-9]*)\n/.exec(start);
+  if (match && match[1] !== "1")
+    refuse("UnsupportedVersion", "store-5", `the entry is of version ${match[1]}`);
+  if (!match) refuse("NotKvpack", "store-5", "the entry is not encrypted");
+  const head = HEAD.length + 2;
+  const nonce = head + 1 + bytes[head];
+  const end = bytes.length - 16;
+  if (!(nonce + 12 + 16 <= end)) damaged("is too short");
+  if (!equalBytes(xxh3(bytes.subarray(0, end)), bytes.subarray(end))) damaged("does not have its digest");
+  const id = new TextDecoder().decode(bytes.subarray(head + 1, nonce));
+  if (!keys.has(id)) return null;
+  const parts = [bytes.subarray(0, nonce), entryKey, encodeText(tenant)];
+  const additionalData = concat(...parts.map(lengthPrefixed));
+  const key = await subtle.importKey("raw", keys.get(id), "AES-GCM", false, ["decrypt"]);
+  const parameters = { name: "AES-GCM", iv: bytes.subarray(nonce, nonce + 12), additionalData };
+  try {
+    return new Uint8Array(await subtle.decrypt(parameters, key, bytes.subarray(nonce + 12, end)));
+  } catch {
+    return null;
+  }
+}
+
+function checkIdentity({ header }, identity, start) {
+  const names = FIELDS.filter((name) => name !== "recipe" && name !== "tenant");
+  const expected = new Map(names.map((name) => [name === "model" ? "name" : name, identity[name] ?? ""]));
+  for (const [name, value] of expected)
+    if ((header.model.get(name) ?? "") !== value) badHeader("store-2", `the entry is of another ${name}`);
+  if ([...header.model.keys()].some((name) => !expected.has(name)))
+    badHeader("store-2", "the entry's model has other fields");
+  if (header.recipe !== (identity.recipe ?? "")) badHeader("store-2", "the entry is of another recipe");
+  if (header.start !== start) badHeader("store-2", `the entry starts at ${header.start}, not at ${start}`);
+}
+
+function checkPayload(file, bytes, digest) {
+  const first = file.header.tensors[0];
+  const from = first ? file.dataStart + Number(first.offset) : bytes.length;
+  if (!equalBytes(xxh3(bytes.subarray(from)), digest))
+    refuse("DigestMismatch", "store-3", "the payload does not have its digest");
+  if (file.header.tensors.some(({ filter }) => filter !== "none"))
+    badHeader("store-19", "a tensor of the entry has a filter");
+}
+
+// Open the entry of a chunk that was found under `key`: { file, parent, inputs, ids }.
+// expected: { identity (fields as for rootKey), start, limit (bytes) }.
+export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }) {
+  if (bytes.length > limit) return null;
+  const file = await open(fromBytes(bytes));
+  const record = file.header.ignorable.get("prefix-store-2");
+  if (
+    !record ||
+    record.length < 81 ||
+    record.length < 81 + record[80] ||
+    (record.length - 81 - record[80]) % 4
+  )
+    badHeader("store-2", "the file is not the entry of a chunk");
+  const parent = record.slice(32, 64);
+  const inputs = record.slice(81, 81 + record[80]);
+  const ids = [];
+  for (let at = 81 + inputs.length; at < record.length; at += 4)
+    ids.push(Number(littleEndian(record, at, 4)));
+  const own = await chunkKey(parent, ids, inputs);
+  if (!equalBytes(record.subarray(0, 32), key) || !equalBytes(own, key))
+    badHeader("store-2", "the entry has another key");
+  checkIdentity(file, identity, start);
+  for (const layer of file.layers)
+    for (const side of [layer.k, layer.v])
+      if (side && (side.batch !== 1 || side.tail || side.packed !== ids.length))
+        badHeader("store-19", "a side of the entry is not one sequence of its tokens, all packed");
+  if (file.header.starts.some((value) => value !== start))
+    badHeader("store-19", "a layer of the entry has another start");
+  checkPayload(file, bytes, record.subarray(64, 80));
+  return { file, parent, inputs, ids };
+}
+
+// Open the entry of the states after a chunk, found under statesKey(chunk).
+export async function openStates(bytes, chunk, { identity, start, limit = 2 ** 29 }) {
+  if (bytes.length > limit) return null;
+  const file = await open(fromBytes(bytes));
+  const record = file.header.ignorable.get("prefix-states");
+  if (!record || record.length !== 80) badHeader("store-21", "the file is not an entry of states");
+  const key = await statesKey(chunk);
+  if (!equalBytes(record.subarray(0, 32), key) || !equalBytes(record.subarray(32, 64), chunk))
+    badHeader("store-21", "the entry has another key or chunk");
+  if (file.layers.some(({ k, v }) => k || v) || file.header.states.some(({ shape }) => shape[0] !== 1))
+    badHeader("store-21", "an entry of states has sides, or states of several sequences");
+  try {
+    checkIdentity(file, identity, start);
+    checkPayload(file, bytes, record.subarray(64, 80));
+  } catch (error) {
+    if (error instanceof KvpackError && error.kind === "InvalidHeader") badHeader("store-21", error.message);
+    throw error;
+  }
+  return { file };
+}

@@ -1,0 +1,64 @@
+"""The readers in other languages: each agrees with all vectors, and the comparison finds what differs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy
+import pytest
+
+from kvpack.file import container
+from spec.generate.vector_files import FOLDER, manifest
+from support import spec_readers
+from support.spec_readers import READERS, Answer
+from support.vector_checks import Expected
+
+LINES = manifest()
+DECODED = "valid/group-dim-3.kvpack"
+REFUSED = "invalid/header-batch-0.kvpack"
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_agrees_with_all_vectors(name: str) -> None:
+    if reason := spec_readers.missing(name):
+        pytest.skip(reason)
+    with spec_readers.started(name) as reader:
+        assert list(spec_readers.vector_differences(reader)) == []
+
+
+def test_a_refusal_of_another_class_is_a_difference() -> None:
+    line = LINES[REFUSED]
+    assert spec_readers._line_difference(Answer(line["error"], "container-11", None, {}), FOLDER, line) is None
+    for answer in (Answer("Truncated", "container-4", None, {}), Answer("ok", "", numpy.zeros(0, "f4"), {})):
+        assert spec_readers._line_difference(answer, FOLDER, line) is not None
+
+
+def test_other_values_and_other_facts_are_differences() -> None:
+    line = LINES[DECODED]
+    values = Expected.of(FOLDER, line).values
+    right = Answer("ok", "", values, {"offsets": None, "hidden": [], "states": {}, "starts": [3]})
+    assert spec_readers._line_difference(right, FOLDER, line) is None
+    moved = values.copy()
+    moved[-1] = numpy.nextafter(moved[-1], numpy.float32(9))
+    for answer in (
+        Answer("InvalidHeader", "group-1", None, {}),
+        Answer("ok", "", moved, {}),
+        Answer("ok", "", values[1:], {}),
+        Answer("ok", "", values, {"offsets": [1]}),
+        Answer("ok", "", values, {"hidden": [[0, 1, 2]]}),
+    ):
+        assert spec_readers._line_difference(answer, FOLDER, line) is not None
+
+
+def test_a_reader_that_accepts_what_the_library_refuses_is_a_difference() -> None:
+    data = (FOLDER / DECODED).read_bytes()
+    values = Expected.of(FOLDER, LINES[DECODED]).values
+    accepting = SimpleNamespace(name="x", read=lambda path, bases: Answer("ok", "", values, {}))
+    refusing = SimpleNamespace(name="x", read=lambda path, bases: Answer("InvalidHeader", "group-1", None, {}))
+    assert list(spec_readers.file_differences([accepting], data, [])) == []
+    assert list(spec_readers.file_differences([refusing], data, [])) != []
+    damaged = bytearray(data)
+    damaged[len(container.open_bytes(data).front.text) + 200] ^= 1
+    assert list(spec_readers.file_differences([refusing], bytes(damaged), [])) == []
+    assert list(spec_readers.file_differences([accepting], bytes(damaged), [])) != []

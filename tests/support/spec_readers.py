@@ -1,0 +1,315 @@
+"""Compare the readers of spec/readers with the vectors, the library and the second decoder: ``python -m support.spec_readers``.
+
+Each reader is a program, which spec/readers/README.md describes. The run has three parts: all vectors, files that the library writes
+from random recipes and shapes, and random mutations of both. It prints every difference, keeps the files that show one, and exits
+with 1 if there is any. A reader whose program cannot run here is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis
+import numpy
+import torch
+from hypothesis import strategies as st
+
+import kvpack
+from fuzz import seeds
+from fuzz.file_mutator import Vocabulary, mutated_file
+from fuzz.oracles import MAX_COMPARED_BYTES
+from kvpack.coding.bases import Basis
+from kvpack.coding.basis_sources import bound
+from kvpack.file import container
+from kvpack.file.header import layout_bytes
+from kvpack.formats.errors import KvpackError
+from spec.generate.page_vectors import FOLDER as ROW_FOLDER
+from spec.generate.page_vectors import manifest as row_manifest
+from spec.generate.vector_files import FOLDER, manifest
+from support.second_decoder import decoder, decompress
+from support.strategies import CASES, CONTENTS, DIMS, SIDE_CAR_DIMS, SIDE_CARS, contents
+from support.vector_checks import Expected
+
+ROOT = Path(__file__).resolve().parents[2]
+READERS = {"javascript": ("node", str(ROOT / "spec" / "readers" / "javascript" / "answer.js"))}
+"""The command of each reader's program."""
+
+FRAME_RULE = "container-21"
+"""Decoders of Zstandard may differ in which malformed frames they take (spec/container.md, zstd)."""
+MAX_MUTATED_BYTES = 1 << 14
+
+
+class Answer(NamedTuple):
+    """What a reader makes of a file: its values and what else it tells, or the class and the rule of its refusal."""
+
+    kind: str
+    rule: str
+    values: Any
+    facts: dict[str, Any]
+
+    @property
+    def accepted(self) -> bool:
+        return self.kind == "ok"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A running program."""
+
+    name: str
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def read(self, path: Path, bases: Sequence[Path] = ()) -> Answer:
+        """The answer for one file. A program that ends raises RuntimeError."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        output = self.folder / f"{self.name}.values"
+        output.unlink(missing_ok=True)
+        self.process.stdin.write("\t".join(map(str, (path, output, *bases))) + "\n")
+        self.process.stdin.flush()
+        kind, _, rest = self.process.stdout.readline().rstrip("\n").partition("\t")
+        if not kind:
+            raise RuntimeError(f"the program of {self.name} ended with {self.process.wait()} on {path}")
+        if kind == "ok":
+            return Answer(kind, "", numpy.fromfile(output, "<f4"), json.loads(rest))
+        return Answer(kind, rest.partition("\t")[0], None, {})
+
+
+def missing(name: str) -> str | None:
+    """Why a reader cannot run here; None if it can."""
+    program = READERS[name][0]
+    return None if shutil.which(program) else f"{program} is not installed"
+
+
+@contextmanager
+def started(name: str) -> Iterator[Reader]:
+    """The program of a reader, which ends with the context."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(READERS[name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        try:
+            yield Reader(name, process, Path(folder))
+        finally:
+            process.communicate()
+
+
+def vector_differences(reader: Reader) -> Iterator[str]:
+    """How a reader differs from the lines of both manifests (spec/vectors.md, Agreement)."""
+    for folder, lines in ((FOLDER, manifest()), (ROW_FOLDER, row_manifest())):
+        for file, line in lines.items():
+            bases = [folder / line["basis"]] if line.get("basis") else []
+            problem = _line_difference(reader.read(folder / file, bases), folder, line)
+            if problem:
+                yield f"{file}: {problem}"
+
+
+def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> str | None:
+    if "error" in line:
+        agrees = answer.kind == line["error"] or (answer.accepted and line.get("either", False))
+        return None if agrees else f"is to be refused as {line['error']}, and the answer is {answer.kind}"
+    if not answer.accepted:
+        return f"is to be decoded, and is refused as {answer.kind} by {answer.rule}"
+    expected = Expected.of(folder, dict(line))
+    if answer.values.shape != expected.values.shape:
+        return f"has {len(expected.values)} values, and {len(answer.values)} are decoded"
+    differing = expected.differing(answer.values)
+    if differing.any():
+        return f"{differing.sum()} values differ, the first at {differing.argmax()}"
+    for key, value in answer.facts.items():
+        # A line has the starts only where one differs from that of the file.
+        expected_fact = line.get(key, {"starts": value, "hidden": [], "metadata_entries": [], "states": {}}.get(key))
+        if expected_fact != value:
+            return f"{key} are to be {expected_fact}, and the answer is {value}"
+    return None
+
+
+def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
+    """Whether the library accepts a file; None for one too large to compare."""
+    try:
+        opened = container.open_bytes(data)
+        if sum(map(layout_bytes, opened.header.layouts.values())) > MAX_COMPARED_BYTES:
+            return None
+        opened.verify()
+        if not opened.header.is_basis:
+            opened.header = bound(opened.header, [Basis.of_bytes(basis) for basis in bases])
+            opened.verify()
+    except KvpackError:
+        return False
+    return True
+
+
+def file_differences(readers: Sequence[Reader], data: bytes, bases: Sequence[Path]) -> Iterator[str]:
+    """How the library, the second decoder and ``readers`` differ in a file, given ``bases``."""
+    given = [basis.read_bytes() for basis in bases]
+    accepts = library_accepts(data, given)
+    if accepts is None:
+        return
+    try:
+        file, rule = decoder.read(data, decompress, given), ""
+    except decoder.Refused as refused:
+        file, rule = None, str(refused)
+    if accepts != (file is not None):
+        yield f"the library {'accepts' if accepts else 'refuses'} it, and the second decoder: {rule or 'accepts'}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.kvpack")
+        path.write_bytes(data)
+        for reader in readers:
+            answer = reader.read(path, bases)
+            if answer.accepted != accepts and answer.rule != FRAME_RULE:
+                yield f"the library {'accepts' if accepts else 'refuses'} it, and {reader.name}: {answer.rule or 'accepts'}"
+            if answer.accepted and file is not None:
+                yield from _value_differences(reader.name, answer.values, file)
+
+
+def _value_differences(name: str, found: Any, file: Any) -> Iterator[str]:
+    sides = [side for layer in file.layers for side in layer.values() if side]
+    values = numpy.array([value for side in sides for value in side.values], numpy.float64)
+    allowed = numpy.array([bound for side in sides for bound in side.tolerances], numpy.float64)
+    if found.shape != values.shape:
+        yield f"{name} decodes {len(found)} values, and the second decoder {len(values)}"
+        return
+    with numpy.errstate(invalid="ignore"):
+        same = (found == values) | (numpy.isnan(found) & numpy.isnan(values))
+        # Which sums in binary32 are not finite depends on their order.
+        same |= (allowed > 0) & (~numpy.isfinite(found) | ~numpy.isfinite(values) | (numpy.abs(found - values) <= allowed))
+        # Both have their own rounding where a result is subnormal.
+        same |= (numpy.abs(found) < 2.0**-126) & (numpy.abs(values) < 2.0**-126) & (allowed > 0)
+    if not same.all():
+        at = int((~same).argmax())
+        yield f"{name} decodes value {at} to {found[at]}, and the second decoder to {values[at]}, with a tolerance of {allowed[at]}"
+
+
+@st.composite
+def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
+    """A codec of a recipe, with any options and side-cars that need no basis."""
+    name = draw(st.sampled_from([name for name in CASES if name not in ("klt", "transform")]))
+    words = draw(CASES[name].options)
+    if name not in ("raw", "lossless"):
+        fitting = sorted(kind for kind, dims in SIDE_CAR_DIMS.items() if dim in dims and kind not in ("balanced", "raw_tokens"))
+        for kind in draw(st.sets(st.sampled_from(fitting))):
+            words = words | draw(SIDE_CARS[kind])
+    return name + ":" + ",".join(f"{option}={value}" for option, value in sorted(words.items()))
+
+
+@st.composite
+def written(draw: st.DrawFn) -> bytes:
+    """A file of the library: random codecs of both sides, shapes, contents and filters."""
+    dims = [draw(st.sampled_from([dim for dim in DIMS if dim <= 128])) for _ in "kv"]
+    recipe = f"k={draw(codec_words('k', dims[0]))};v={draw(codec_words('v', dims[1]))}"
+    batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 40))
+    sides = []
+    for dim in dims:
+        kind, number = draw(st.sampled_from(CONTENTS)), draw(st.integers(0, 2**32 - 1))
+        sides.append(contents(kind, (batch, heads, tokens, dim), number))
+    try:
+        cache = kvpack.pack([(sides[0], sides[1])], recipe)
+    except KvpackError:
+        hypothesis.reject()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.kvpack")
+        kvpack.save(cache, path, compress=draw(st.booleans()))
+        return path.read_bytes()
+
+
+def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None:
+    """Call ``visit`` with ``count`` new files of the library."""
+    left = count
+
+    @hypothesis.seed(number)
+    @hypothesis.settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(written())
+    def run(data: bytes) -> None:
+        nonlocal left
+        left -= 1
+        visit(data)
+
+    run()
+    print(f"{count - left} files that the library has just written")
+
+
+def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[bytes]:
+    """Mutations of ``found`` until the time is over."""
+    source, vocabulary = random.Random(number), Vocabulary.of(found)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield mutated_file(source.choice(found), vocabulary, source, MAX_MUTATED_BYTES)
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of mutations (default 60)")
+    parser.add_argument("--files", type=int, default=500, help="number of new files of the library (default 500)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default 1)")
+    parser.add_argument("--failures", type=Path, default=Path("reader-failures"), help="folder for files that show a difference")
+    parser.add_argument("--reader", action="append", choices=sorted(READERS), help="only this one; may be given several times")
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    problems = 0
+
+    def report(problem: str, data: bytes | None = None) -> None:
+        nonlocal problems
+        problems += 1
+        if data is not None:
+            arguments.failures.mkdir(parents=True, exist_ok=True)
+            path = arguments.failures / f"{problems}.kvpack"
+            path.write_bytes(data)
+            problem = f"{path}: {problem}"
+        print(problem, file=sys.stderr)
+
+    with ExitStack() as stack:
+        readers = []
+        for name in arguments.reader or READERS:
+            reason = missing(name)
+            if reason:
+                print(f"{name}: skipped, because {reason}")
+            else:
+                readers.append(stack.enter_context(started(name)))
+        if not readers:
+            return 0
+        for reader in readers:
+            for problem in vector_differences(reader):
+                report(f"{reader.name}: {problem}")
+            print(f"{reader.name}: {len(manifest()) + len(row_manifest())} vectors")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bases = [folder / f"{number}.kvbasis" for number in range(len(seeds.bases()))]
+        for path, data in zip(bases, seeds.bases(), strict=True):
+            path.write_bytes(data)
+        fresh: list[bytes] = []
+
+        def visit(data: bytes, given: Sequence[Path] = ()) -> None:
+            for problem in file_differences(readers, data, given):
+                report(problem, data)
+
+        fresh_files(arguments.files, arguments.seed, lambda data: (fresh.append(data), visit(data))[0])
+        small = [data for data in fresh if len(data) <= MAX_MUTATED_BYTES]
+        count = 0
+        for data in mutations(arguments.seconds, arguments.seed, [*seeds.kvpack_files(), *small]):
+            visit(data, bases)
+            count += 1
+        print(f"{count} mutated files, {problems} differences")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

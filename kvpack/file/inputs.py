@@ -201,11 +201,11 @@ class Inputs:
 
     @classmethod
     def from_features(
-        cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1, *, start: int = 0, tokens: int = 0
+        cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1, *, start: int = 0, tokens: int | None = None
     ) -> Inputs | None:
         """The inputs in the ignorable features of a file of ``batch`` sequences with ``hidden`` tokens; None if it has none.
 
-        The file's first token is at position ``start``; ids of more than its ``tokens`` are dropped, unless that is 0.
+        The file's first token is at position ``start``; ids beyond its ``tokens`` (default: any number) are ignored.
         """
         stored, ids = ignorable.get(FEATURE), joined_feature(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
@@ -213,18 +213,16 @@ class Inputs:
             inputs = replace(inputs, token_ids=ids or inputs.token_ids)
         rows = joined_feature(ignorable, ROWS_FEATURE)
         size = ID_BYTES * int.from_bytes(rows[4:12], "little")
-        known = inputs.known * batch
+        limit = len(ids) + len(rows) + len(inputs.token_ids) if tokens is None else tokens * ID_BYTES
+        inputs = replace(inputs, token_ids=inputs.token_ids[:limit])
         if len(rows) == 12 + batch * size > 12 and int.from_bytes(rows[:4], "little") == batch:
-            known = tuple(inputs.token_ids + rows[at : at + size] for at in range(12, len(rows), size))
-        if tokens:
-            known = tuple(ids[: tokens * ID_BYTES] for ids in known)
-            inputs = replace(inputs, token_ids=inputs.token_ids[: tokens * ID_BYTES])
-        if len(set(known)) > 1:
-            items = list(zip(inputs.undetermined, inputs.starts, strict=True))
-            differ = [] if _differ(inputs) else _rows(known, start)[2]
-            inputs = _of(inputs.token_ids, [*items, *differ], known)
-        elif known and known[0]:
-            inputs = replace(inputs, token_ids=known[0])
+            known = tuple((inputs.token_ids + rows[at : at + size])[:limit] for at in range(12, len(rows), size))
+            if len(set(known)) > 1:
+                items = list(zip(inputs.undetermined, inputs.starts, strict=True))
+                differ = [] if _differ(inputs) else _rows(known, start)[2]
+                inputs = _of(inputs.token_ids, [*items, *differ], known)
+            else:
+                inputs = replace(inputs, token_ids=known[0])
         if stored is None and not inputs.tokens and not hidden:
             return None
         if hidden and not any(text.endswith((MASKED, PADDED)) for text in inputs.undetermined):

@@ -43,7 +43,7 @@ def take_token_ids(ignorable: Mapping[str, bytes], sequences: int, tokens: int) 
     if len(data) == 12 + ID_BYTES * n * sequences and word32(data, 0) == sequences:
         ids = ids_of(data[12:])
         known = [shared + ids[n * row : n * row + n] for row in range(sequences)]
-    return [row[:tokens] for row in known] if tokens else known
+    return [row[:tokens] for row in known]
 
 
 def joined(ignorable: Mapping[str, bytes], name: str) -> bytes:

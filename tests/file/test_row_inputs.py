@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.cache.cache import Cache, concat
+from kvpack.file.features import split
 from kvpack.file.hidden_tokens import FEATURE, Hidden, features_of, hidden_tokens
 from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
@@ -90,6 +93,30 @@ def test_what_is_not_the_ids_of_as_many_rows_counts_as_absent() -> None:
         assert found.rows_are_unknown
     del features["row-ids.0"]
     assert Inputs.from_features(features, batch=3) == absent
+
+
+def test_ids_beyond_the_tokens_are_ignored_before_they_take_memory() -> None:
+    """A header of 4 MB may claim a million ids that thousands of sequences share."""
+    batch = 4096
+    own = struct.pack("<IQ", batch, 1) + numpy.arange(batch, dtype="<u4").tobytes()
+    features = split("token-ids", bytes(2**22)) | split("row-ids", own)
+    tracemalloc.start()
+    try:
+        found = Inputs.from_features(features, batch=batch, tokens=2)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+    assert found == Inputs(ids(0, 0))
+    assert Inputs.from_features(of_rows(*ROWS).to_features()[1], batch=3, tokens=3) == replace(
+        of_rows(*ROWS), rows=tuple(row[:12] for row in of_rows(*ROWS).rows)
+    )
+
+
+def test_ids_of_sequences_are_known_without_a_clause_that_says_so() -> None:
+    _, features = of_rows(*ROWS).to_features()
+    features["inputs"] = Inputs(of_rows(*ROWS).token_ids).to_bytes()
+    assert Inputs.from_features(features, batch=3) == of_rows(*ROWS)
+    assert Inputs.from_features(features, batch=3, start=5).undetermined == (rows_differ(7, 17),)  # type: ignore[union-attr]
 
 
 def test_ids_that_a_header_has_no_room_for_are_not_taken_for_known(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Walk:
 
 
 def refuse_news(data: bytes, more_codecs: Sequence[str] = ()) -> None:
-    """container.md, Header tensor: "What is new is told before what is wrong"."""
+    """container.md, Order of reports: "A reader MUST report what is new before what is wrong"."""
     walk, version = Walk(data), FORMAT
     unknown: dict[bytes, list[bytes]] = {}
     known: dict[bytes, set[bytes]] = {b"required": REQUIRED_FEATURES, b"codecs": {name.encode() for name in (*CODECS, *more_codecs)}}

@@ -21,13 +21,12 @@ Files, stores and rows record the canonical text of a recipe (kvpack/coding/cano
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Self
 
 from kvpack.codecs import CodecChoice
 from kvpack.file.checks import TEXT, check_argument
@@ -35,7 +34,6 @@ from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, SIDE_CARS
 from kvpack.formats.arguments import check_mapping, integer, shown
 from kvpack.formats.errors import InvalidParameter, InvalidType, MissingBasis, OutOfBounds
-from kvpack.formats.options import UnknownWord
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.tables import Kept
 
@@ -43,10 +41,11 @@ from . import raw_clause
 from .basis_sources import basis_of
 from .calibrated_presets import calibrated_presets
 from .canonical import canonical_text
+from .clauses import InvalidClause, pointer, refuse, rule_of
 from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, OWN, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
-from .rules import CALIBRATED, CHECKED_DIM, WORDS_OF_BASES, Rule, check_digest
+from .rules import CALIBRATED, CHECKED_DIM, WORDS_OF_BASES, Rule
 
 if TYPE_CHECKING:
     import os
@@ -73,20 +72,6 @@ _ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f"
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _WINDOW = ("window=", "tail=")
 """Prefixes of a window clause. The canonical text, and so every store key, uses the second."""
-
-
-class InvalidClause(InvalidParameter):
-    """A clause refused for ``reason``, because of its ``word``."""
-
-    def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
-        super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
-        self.clause, self.word, self.reason = clause, word, reason
-
-
-def pointer(text: str, word: str, start: int = 0) -> str:
-    """Two lines: ``text``, and below it a marker under ``word``; empty if ``text`` does not contain it."""
-    at = text.find(word, start)
-    return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
 
 
 @dataclass(frozen=True, init=False)
@@ -191,9 +176,9 @@ class Recipe:
                 try:
                     words = raw_clause.words_of(clause)
                 except InvalidParameter as error:
-                    self._refuse(clause, clause, str(error))
-            elif (rule := self._rule(clause, written)) is not None:
-                found.append(rule)
+                    refuse(self._written, clause, clause, str(error))
+            elif not clause.startswith(_WINDOW):
+                found.append(rule_of(clause, written, self._written, self._named))
         return tuple(rule.with_raw_tokens(words) for rule in found)
 
     @property
@@ -219,13 +204,14 @@ class Recipe:
             return 0
         name, _, text = windows[-1].partition("=")
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MAX_WINDOW:
-            self._refuse(windows[-1], windows[-1], f"{name} is {text!r}, expected an integer from 0 to {MAX_WINDOW}")
+            refuse(self._written, windows[-1], windows[-1], f"{name} is {text!r}, expected an integer from 0 to {MAX_WINDOW}")
         window = int(text)
         for rule in self.rules:
             for side in rule.sides:
                 group = rule.codec(CHECKED_DIM, side).token_group
                 if window % group:
-                    self._refuse(
+                    refuse(
+                        self._written,
                         windows[-1],
                         windows[-1],
                         f"{name}={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together",
@@ -340,7 +326,7 @@ class Recipe:
                 covered.update(rule.sides)
             elif covered.issuperset(rule.sides) and (rule.written in ADDITIONS or rule.written not in self._named):
                 message = f"{rule.written!r} has no effect, because later clauses replace it in every layer: put it last"
-                self._refuse(rule.written, rule.written, message)
+                refuse(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
         """Every clause, with presets and additions expanded, and its spelling in the text."""
@@ -348,65 +334,6 @@ class Recipe:
             written = text.strip()
             for clause in self._named.get(written, _without_alias(written)).split(";"):
                 yield clause, written
-
-    def _rule(self, clause: str, written: str) -> Rule | None:
-        if clause.startswith(_WINDOW):
-            return None
-        items, body = None, clause
-        if clause.startswith("layers="):
-            text, colon, body = clause.removeprefix("layers=").partition(":")
-            if not colon:
-                self._refuse(clause, clause, "a layers clause reads layers=<list>:<k, v or kv>=<codec>")
-            items = tuple(self._item(item, clause) for item in text.split(","))
-        sides, equals, codec = body.partition("=")
-        if not equals or sides not in ("k", "v", "kv"):
-            word = sides if equals else body
-            expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers=, raw= or window="
-            if word.startswith("@"):
-                expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
-            elif "," in word and word.partition(",")[0] in self._named:
-                expected = f"a semicolon between clauses, as in {clause.replace(',', ';')!r}"
-            self._refuse(word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])
-        codec_id, _, options = codec.partition(":")
-        if codec_id not in CODECS:
-            self._refuse(
-                codec_id or body, clause, f"unknown codec {codec_id!r}; expected one of {', '.join(sorted(CODECS))}", sorted(CODECS)
-            )
-        words: dict[str, str] = {}
-        for option in options.split(",") if options else []:
-            name, equals, value = option.partition("=")
-            if not equals:
-                self._refuse(option or codec, clause, f"option {option!r} of codec {codec_id} reads <name>=<value>")
-            if name in words:
-                self._refuse(option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
-            words[name] = value
-        rule = Rule(sides, codec_id, tuple(words.items()), items, written)
-        try:
-            if codec_id in CALIBRATED:
-                _ = rule.bits
-            if rule.needs_basis:
-                check_digest(codec_id, words)
-            for side in sides:
-                rule.codec(CHECKED_DIM, side)
-        except UnknownWord as error:
-            self._refuse(error.word, clause, str(error))
-        except InvalidParameter as error:
-            self._refuse(codec, clause, str(error))
-        return rule
-
-    def _item(self, text: str, clause: str) -> tuple[int, int]:
-        match = re.fullmatch(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?", text)
-        if match is None:
-            self._refuse(text or "layers=", clause, f"layer {text!r} is not an integer or a range first-last")
-        first, last = int(match[1]), int(match[2] if match[2] is not None else match[1])
-        if last < first and (first < 0) == (last < 0):
-            self._refuse(text, clause, f"layers {text} end before they begin")
-        return first, last
-
-    def _refuse(self, word: str, clause: str, message: str, known: list[str] | None = None) -> NoReturn:
-        close = difflib.get_close_matches(word, known or [], 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise InvalidClause(self._written, clause, word, f"{message}{hint}")
 
 
 def _text_of(

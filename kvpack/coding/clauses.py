@@ -1,0 +1,95 @@
+"""Clauses of a recipe that give codecs: their rules, and what is wrong with others."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING, NoReturn
+
+from kvpack.formats import CODECS
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.options import UnknownWord
+
+from .presets import ADDITIONS, PUBLISHED
+from .rules import CALIBRATED, CHECKED_DIM, Rule, check_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+
+class InvalidClause(InvalidParameter):
+    """A clause refused for ``reason``, because of its ``word``."""
+
+    def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
+        super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
+        self.clause, self.word, self.reason = clause, word, reason
+
+
+def pointer(text: str, word: str, start: int = 0) -> str:
+    """Two lines: ``text``, and below it a marker under ``word``; empty if ``text`` does not contain it."""
+    at = text.find(word, start)
+    return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
+
+
+def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rule:
+    """Return the rule of ``clause``, which ``text`` spells as ``written``; ``named`` are presets and additions.
+
+    Raises InvalidClause.
+    """
+    items, body = None, clause
+    if clause.startswith("layers="):
+        listed, colon, body = clause.removeprefix("layers=").partition(":")
+        if not colon:
+            refuse(text, clause, clause, "a layers clause reads layers=<list>:<k, v or kv>=<codec>")
+        items = tuple(_item(item, clause, text) for item in listed.split(","))
+    sides, equals, codec = body.partition("=")
+    if not equals or sides not in ("k", "v", "kv"):
+        word = sides if equals else body
+        expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers=, raw= or window="
+        if word.startswith("@"):
+            expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
+        elif "," in word and word.partition(",")[0] in named:
+            expected = f"a semicolon between clauses, as in {clause.replace(',', ';')!r}"
+        refuse(text, word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])
+    codec_id, _, options = codec.partition(":")
+    if codec_id not in CODECS:
+        known = sorted(CODECS)
+        refuse(text, codec_id or body, clause, f"unknown codec {codec_id!r}; expected one of {', '.join(known)}", known)
+    words: dict[str, str] = {}
+    for option in options.split(",") if options else []:
+        name, equals, value = option.partition("=")
+        if not equals:
+            refuse(text, option or codec, clause, f"option {option!r} of codec {codec_id} reads <name>=<value>")
+        if name in words:
+            refuse(text, option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
+        words[name] = value
+    rule = Rule(sides, codec_id, tuple(words.items()), items, written)
+    try:
+        if codec_id in CALIBRATED:
+            _ = rule.bits
+        if rule.needs_basis:
+            check_digest(codec_id, words)
+        for side in sides:
+            rule.codec(CHECKED_DIM, side)
+    except UnknownWord as error:
+        refuse(text, error.word, clause, str(error))
+    except InvalidParameter as error:
+        refuse(text, codec, clause, str(error))
+    return rule
+
+
+def _item(item: str, clause: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?", item)
+    if match is None:
+        refuse(text, item or "layers=", clause, f"layer {item!r} is not an integer or a range first-last")
+    first, last = int(match[1]), int(match[2] if match[2] is not None else match[1])
+    if last < first and (first < 0) == (last < 0):
+        refuse(text, item, clause, f"layers {item} end before they begin")
+    return first, last
+
+
+def refuse(text: str, word: str, clause: str, message: str, known: Sequence[str] = ()) -> NoReturn:
+    """Raise InvalidClause, with the one of the ``known`` words that is like ``word``."""
+    close = difflib.get_close_matches(word, known, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise InvalidClause(text, clause, word, f"{message}{hint}")

@@ -20,10 +20,10 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.modes import float32_no_grad
 
-from . import operators
 from .cpu_steps import CpuSteps
 from .layer import LiveLayer
 from .new_layers import checked_windows, empty_layer, live_layer
+from .operators import Tickets
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ class LiveCache:
     def _prepare(self) -> None:
         """Initialize the state that calls keep for the next call."""
         self._steps: list[Steps | CpuSteps | None] = [None] * self._count
-        first = operators.ticket_of(self)
-        self._tickets = [first.clone() for _ in range(self._count)]
+        self._calls = Tickets(self, self._count)
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
         self._captures = self._known = False
         self.launches = 0
@@ -201,7 +200,9 @@ class LiveCache:
         CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
         """
         if torch.compiler.is_dynamo_compiling():
-            self._compiled_update(layer, k, v)
+            if v is not None:
+                self._value_dims[layer] = v.shape[3]
+            self._calls.compiled_update(layer, k, v)
             return
         if self.try_update(layer, k, v) is not None:
             return
@@ -244,7 +245,8 @@ class LiveCache:
         layer without tokens.
         """
         if torch.compiler.is_dynamo_compiling():
-            return self._compiled_attend(layer, q, sink_logits, starts, scale, causal, softcap, sliding_window)
+            options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
+            return self._calls.compiled_attend(layer, q, self._value_dims[layer], sink_logits, starts, **options)
         own = self._own(layer)
         if own is None:
             raise OutOfBounds(f"layer {layer} contains no tokens: call update before attend")
@@ -327,16 +329,11 @@ class LiveCache:
 
     def save_tail(self) -> Callable[[], None]:
         """Return a function that restores the newest token of every layer's raw tail after another was written over it."""
-        places = []
-        for layer in self._chosen(None):
-            for side in layer.sides.values():
-                own = side.tail[:, :, layer.raw_tokens - 1]
-                with float32_no_grad(layer.device):
-                    places.append((own, own.clone()))
+        restores = [layer.save_tail() for layer in self._chosen(None)]
 
         def restore_tail() -> None:
-            for own, values in places:
-                own.copy_(values)
+            for restore in restores:
+                restore()
 
         return restore_tail
 
@@ -428,20 +425,6 @@ class LiveCache:
     def to(self, device: torch.device | str) -> LiveCache:
         """A live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
         return self._continued(self.freeze().to(checked_device(device)))
-
-    def _compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        if v is not None:
-            self._value_dims[layer] = v.shape[3]
-        self._tickets[layer] = operators.live_update(self._tickets[layer], k, v, layer)
-
-    def _compiled_attend(self, layer: int, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, *options: Any) -> torch.Tensor:
-        if starts is not None:
-            starts = torch.as_tensor(starts, device=starts.device if isinstance(starts, torch.Tensor) else "cpu")
-        out: torch.Tensor
-        out, self._tickets[layer] = operators.live_attend(
-            self._tickets[layer], q, sink_logits, starts, layer, self._value_dims[layer], *options
-        )
-        return out
 
     def _chosen(self, layer: int | None) -> list[LiveLayer]:
         return [own for own in (self._layers if layer is None else [self._own(layer)]) if own is not None]

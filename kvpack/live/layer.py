@@ -20,7 +20,7 @@ from kvpack.runtime.modes import float32_no_grad
 from .side import LiveSide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvpack.cache.side import Side
 
@@ -112,6 +112,18 @@ class LiveLayer:
             for name, x in given.items():
                 self.sides[name].tail[:, :, self.raw_tokens : self.raw_tokens + tokens] = x
         self.raw_tokens += tokens
+
+    def save_tail(self) -> Callable[[], None]:
+        """Return a function that restores the newest token of the raw tail after another was written over it."""
+        places = [side.tail[:, :, self.raw_tokens - 1] for side in self.sides.values()]
+        with float32_no_grad(self.device):
+            kept = [place.clone() for place in places]
+
+        def restore_tail() -> None:
+            for place, values in zip(places, kept, strict=True):
+                place.copy_(values)
+
+        return restore_tail
 
     def layer(self) -> Layer:
         """All tokens as an immutable layer, which shares pages and tail: the tail's values may move when more are added."""

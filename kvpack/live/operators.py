@@ -8,7 +8,7 @@ CPU's memory, which keeps the operators out of graphs that a compiler captures: 
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -51,6 +51,28 @@ def cache_of(ticket: torch.Tensor) -> Live:
     if cache is None:
         raise InvalidParameter("the live cache of this call no longer exists: keep a reference to it while compiled code uses it")
     return cache
+
+
+class Tickets:
+    """The tickets of a cache's layers, by which compiled code calls the operators."""
+
+    def __init__(self, cache: Live, layers: int) -> None:
+        first = ticket_of(cache)
+        self.tickets = [first.clone() for _ in range(layers)]
+
+    def compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
+        """Append to one layer, in compiled code."""
+        self.tickets[layer] = live_update(self.tickets[layer], k, v, layer)
+
+    def compiled_attend(
+        self, layer: int, q: torch.Tensor, dim: int, sink_logits: torch.Tensor | None, starts: Any, **options: Any
+    ) -> torch.Tensor:
+        """Attend one layer, whose values have ``dim`` channels, in compiled code."""
+        if starts is not None:
+            starts = torch.as_tensor(starts, device=starts.device if isinstance(starts, torch.Tensor) else "cpu")
+        out: torch.Tensor
+        out, self.tickets[layer] = live_attend(self.tickets[layer], q, sink_logits, starts, layer, dim, **options)
+        return out
 
 
 # Schemas are written out: here annotations are text, which PyTorch does not read.

@@ -118,6 +118,6 @@ def test_the_shapes_that_compilers_are_told_are_true() -> None:
     live = kvpack.LiveCache("bf16", layers=1)
     k = torch.zeros(2, 2, 5, 64, dtype=torch.bfloat16)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.live_update, (live._tickets[0], k, k[..., :32], 0), test_utils=checks)
+    torch.library.opcheck(operators.live_update, (live._calls.tickets[0], k, k[..., :32], 0), test_utils=checks)
     q = torch.zeros(2, 4, 3, 64, dtype=torch.bfloat16)
-    torch.library.opcheck(operators.live_attend, (live._tickets[0], q, None, None, 0, 32, None, True, None, None), test_utils=checks)
+    torch.library.opcheck(operators.live_attend, (live._calls.tickets[0], q, None, None, 0, 32, None, True, None, None), test_utils=checks)

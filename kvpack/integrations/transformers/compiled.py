@@ -19,17 +19,16 @@ _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
 """The arguments of a model's forward whose values a pass reads, in the order of the parameters of ``kvpack::pass_begins``."""
 
 
-class CompiledCalls:
+class CompiledCalls(operators.Tickets):
     """The calls of the KvpackCache ``cache`` in compiled code, one ticket for each of its layers (``kvpack.live.operators``)."""
 
     def __init__(self, cache: Any, layers: int) -> None:
+        super().__init__(self, layers)
         self._cache = weakref.ref(cache)
-        first = operators.ticket_of(self)
-        self._tickets = [first.clone() for _ in range(layers)]
         self._masks: dict[int, _Mask] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(memo[id(self._cache())], len(self._tickets))
+        return type(self)(memo[id(self._cache())], len(self.tickets))
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Run the operator."""
@@ -89,41 +88,29 @@ class CompiledCalls:
             seen = seen & (ahead > -sliding_window)
         return masked_attention(q, k, v, seen, scale, softcap, sink_logits)
 
-    def compiled_update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Append to one layer, in compiled code."""
-        self._tickets[layer] = operators.live_update(self._tickets[layer], k, v, layer)
-
-    def compiled_attend(
-        self, layer: int, q: torch.Tensor, dim: int, sink_logits: torch.Tensor | None, starts: torch.Tensor | None, **options: Any
-    ) -> torch.Tensor:
-        """Attend one layer, whose values have ``dim`` channels, in compiled code."""
-        out: torch.Tensor
-        out, self._tickets[layer] = operators.live_attend(self._tickets[layer], q, sink_logits, starts, layer, dim, **options)
-        return out
-
     def compiled_seen(self, layer: int) -> torch.Tensor:
         """The number of tokens that one layer has seen, int64 ``[]`` in the CPU's memory, in compiled code."""
         seen: torch.Tensor
-        seen, self._tickets[layer] = seen_tokens(self._tickets[layer], layer)
+        seen, self.tickets[layer] = seen_tokens(self.tickets[layer], layer)
         return seen
 
     def compiled_starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
         """``starts`` in compiled code."""
         starts: torch.Tensor
-        starts, self._tickets[layer] = first_seen(self._tickets[layer], columns, layer, queries)
+        starts, self.tickets[layer] = first_seen(self.tickets[layer], columns, layer, queries)
         return starts
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
         """``Tracking.enter`` in compiled code, for the module of that number among those with hooks."""
         # None and empty values are left out; of the others, all but tensors and this one count by their names.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
-        ticket = pass_begins(self._tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
+        ticket = pass_begins(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
         # What follows needs it, and so comes after it.
-        self._tickets = [ticket] * len(self._tickets)
+        self.tickets = [ticket] * len(self.tickets)
 
     def compiled_end(self, module: int) -> None:
         """``Tracking.leave`` in compiled code."""
-        self._tickets = [pass_ends(self._tickets, module)] * len(self._tickets)
+        self.tickets = [pass_ends(self.tickets, module)] * len(self.tickets)
 
     @property
     def cache(self) -> Any:

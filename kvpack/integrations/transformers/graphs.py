@@ -432,3 +432,16 @@ def _same(one: Any, other: Any) -> bool:
         elif x is not y:
             return False
     return True
+
+
+def step_graphs(cache: Any, number: int, asked: bool | None, model: torch.nn.Module | None, name: str, hinders: str) -> StepGraphs | None:
+    """What replays decode steps of ``cache``, whose first layer with tokens has that ``number``; None if nothing can.
+
+    ``asked``: the user's choice. What ``hinders`` graphs, if anything does, is told in a KvpackWarning if they were asked for.
+    """
+    wanted = asked if asked is not None else model is not None and may_replay(model)
+    if wanted and not hinders:
+        return StepGraphs(cache, number, bool(asked))
+    if asked:
+        warnings.warn(f"decode steps of {name} run without CUDA graphs: {hinders}", KvpackWarning, stacklevel=4)
+    return None

@@ -9,9 +9,12 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from kvpack.cache.layer import Layer
-from kvpack.formats.errors import InvalidParameter, KvpackWarning, OutOfBounds
+from kvpack.formats.arguments import shown
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvpack.live.cache import LiveCache
 
 
@@ -206,3 +209,45 @@ def check_window_given(own: int | None, given: int | None, module: torch.nn.Modu
             f"{type(module).__name__} attends to {attended}, and its cache keeps a window of {own}: write "
             "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
         )
+
+
+def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise InvalidParameter unless keys and values continue ``layer`` of that number, which comes before the one ``following`` it."""
+    for name, given in (("keys", k), ("values", v)):
+        if not isinstance(given, torch.Tensor) or given.dim() != 4:
+            raise InvalidType(f"layers[{number}]: {name} are {shown(given)}, expected a tensor [batch, kv_head, token, dim]")
+    shapes, seen = live.shapes(number), live.seen(number)
+    if not shapes and not isinstance(layer, AbsentLayer):
+        return
+    for name, side, states in (("keys", "k", k), ("values", "v", v)):
+        if side not in shapes:
+            raise InvalidParameter(
+                f"layers[{number}] of the cache has no {name}, but the model has: load the model that computed the cache"
+            )
+        found = states.shape[0], states.shape[1], states.shape[3]
+        # A layer without tokens takes any batch.
+        held = shapes[side] if seen else (found[0], *shapes[side][1:])
+        if found != held:
+            raise InvalidParameter(
+                f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(held)}: "
+                f"{list(states.shape)} does not continue it"
+            )
+    if (ahead := live.seen(following) - seen) < 0:
+        raise InvalidParameter(
+            f"layers[{number}] has seen {seen} tokens and layers[{following}] {live.seen(following)}: "
+            f"a forward pass ended between them; crop({ahead}) drops what it added"
+        )
+
+
+def following_layers(layers: Sequence[Any]) -> list[int]:
+    """For each layer the next one that gets tokens in the same pass; itself for the last."""
+    packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
+    return [next((after for after in packed if after > number), number) for number in range(len(layers))]
+
+
+def rows_of(live: LiveCache) -> int | None:
+    """The number of sequences of a live cache; None before its first tokens."""
+    for number in range(len(live)):
+        if live.seen(number):
+            return live.batch(number)
+    return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
 from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidParameter, InvalidType
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 from kvpack.identity.rope import same_up_to
 
 from .passes import OTHER_FREQUENCIES
@@ -114,3 +115,30 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
     if ids.dim() != 2 or not ids.numel():
         raise InvalidParameter(f"prompt has shape {list(ids.shape)}, expected token ids [batch, token], at least one in each row")
     return ids
+
+
+def keep_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
+    """Keep the tokens of ``past``, which continues ``cache``, that ``prompt`` begins with, with a KvpackWarning where others could not be.
+
+    None are kept if a layer lacks some, or if they have other keys. ``config`` is that of the model, None without one.
+    """
+    tokens = 0
+    other = changed_since(cache)
+    if not other and config is not None:
+        other = other_frequencies(cache, prompt, config)
+    if other:
+        warnings.warn(f"no tokens of the cache are kept for the prompt: {other}", KvpackWarning, stacklevel=4)
+    else:
+        tokens = common_tokens(cache, prompt)
+    try:
+        if tokens and (kept := past.go_back(tokens)) < tokens:
+            which = f"the first {kept}" if kept else "none"
+            text = f"the prompt and the cache begin with the same {tokens} tokens, and {which} of them are kept"
+            warnings.warn(f"{text}: layers keep states, and have none after later tokens", KvpackWarning, stacklevel=4)
+            tokens = kept
+    except (OutOfBounds, InvalidParameter) as error:
+        text = f"the prompt and the cache begin with the same {tokens} tokens, and none of them are kept: {error}"
+        warnings.warn(text, KvpackWarning, stacklevel=4)
+        tokens = 0
+    if not tokens:
+        past.reset()

@@ -1,0 +1,60 @@
+"""Checks of the arguments that begin a KvpackCache: each message says what to write instead."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from kvpack.cache.cache import Cache
+from kvpack.cache.packed_argument import check_packed
+from kvpack.formats.arguments import check_flag, shown
+from kvpack.formats.errors import InvalidParameter, InvalidType
+
+
+def check_flags(*, keep_all: bool, **options: bool | None) -> None:
+    """Raise InvalidParameter unless ``keep_all`` is a flag, and each option is a flag or None."""
+    check_flag(keep_all, "keep_all")
+    for name, flag in options.items():
+        if flag is not None:
+            check_flag(flag, name)
+
+
+def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
+    """The recipe of an empty cache. Raises InvalidType, InvalidParameter."""
+    if isinstance(model, Cache) or isinstance(recipe, Cache):
+        raise InvalidType("KvpackCache(model, recipe) begins an empty cache: write KvpackCache.of(cache, model) to continue a packed one")
+    if model is None and config is None:
+        raise InvalidType("the model is None: write KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
+    if model is not None and config is not None:
+        raise InvalidParameter("model and config were both given, and a model has its own: leave one of them out")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        loads = "AutoModelForCausalLM.from_pretrained(folder) loads a model, and KvpackCache.load(path, model) continues a file"
+        raise InvalidType(f"the model is {shown(model)}, expected a transformers model: {loads}")
+    if recipe is None:
+        raise InvalidParameter("KvpackCache(model) needs the recipe of its codes, such as KvpackCache(model, 'octopus-3')")
+    return recipe
+
+
+def check_cache(cache: Any, model: Any) -> None:
+    """Raise InvalidType for anything but a packed cache, and a model or None."""
+    if cache is None:
+        raise InvalidType(
+            "the cache is None, which Store.load returns if nothing is stored: write KvpackCache(model, recipe), which begins an empty one"
+        )
+    if isinstance(cache, torch.nn.Module):
+        raise InvalidType("the first argument is a model: write KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
+    if isinstance(cache, str | os.PathLike):
+        raise InvalidType(f"{shown(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
+    check_packed(cache, "KvpackCache.of({}, model)")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise InvalidType(f"the second argument is {shown(model)}, expected the model that continues the cache")
+
+
+def check_model_of_file(path: Any, model: Any) -> None:
+    """Raise InvalidType unless the second argument of ``KvpackCache.load`` is a model."""
+    if not isinstance(model, torch.nn.Module):
+        swapped = isinstance(path, torch.nn.Module)
+        instead = "write KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
+        raise InvalidType(f"the second argument is {shown(model)}, expected a transformers model: {instead}")

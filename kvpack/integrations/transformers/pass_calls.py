@@ -1,0 +1,193 @@
+"""The calls that a model and its attention make of a KvpackCache in a forward pass."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+
+from kvpack.formats.arguments import integer, shown
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
+
+from .layers import AbsentLayer, PackedLayer, check_continues, check_window
+from .models import check_layers, has_multidimensional_positions
+from .state_layers import StateLayer, check_kept
+from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
+
+if TYPE_CHECKING:
+    from kvpack.live.cache import LiveCache
+
+    from .compiled import CompiledCalls
+    from .graphs import StepGraphs
+    from .hooks import Hooks
+    from .layers import Decoding
+    from .models import Model
+    from .tracking import Tracking
+
+_DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) decodes them in eager code"
+
+
+class PassCalls(TransformersCache):  # type: ignore[misc]
+    """A transformers cache over the layers of ``live``, as a model calls it; ``passes`` records the calls."""
+
+    live: LiveCache
+    passes: Tracking
+    compiled: CompiledCalls
+    graphs: StepGraphs | None
+    masked: dict[bool, bool]
+    """For layers with and without a sliding window, True if the model's own attention had a causal mask in this pass."""
+    _dense: bool
+    _careful: bool
+    _following: list[int]
+    _decoding: Decoding
+    _hooks: Hooks | None
+    _model: Model | None
+    _seen: set[type]
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
+
+        That is the packed layer, or dense keys and values if the model cannot take it.
+        Raises OutOfBounds for a layer that the cache does not have, InvalidParameter when the tensors do not continue it, or when an
+        earlier pass failed between two layers.
+        """
+        if type(layer_idx) is not int:
+            layer_idx = integer(layer_idx, "layer_idx")
+        if not 0 <= layer_idx < len(self.layers):
+            raise OutOfBounds(f"the model asks for layer {shown(layer_idx)}, the packed cache has {len(self.layers)} layers")
+        if self._dense:
+            return self._update_decoded(key_states, value_states, layer_idx)  # type: ignore[no-any-return]
+        if torch.compiler.is_dynamo_compiling():
+            self.compiled.compiled_update(layer_idx, key_states, value_states)
+        else:
+            self.take(key_states, value_states, layer_idx)
+        states = PackedStates(self, layer_idx, key_states, value_states)
+        return states, states
+
+    @left_out(_DENSE)
+    def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
+        """Run ``take``, and return the layer's dense keys and values; if they are not available, add nothing."""
+        before = self.live.seen(layer_idx)
+        self._take(key_states, value_states, layer_idx)
+        layer: PackedLayer = self.layers[layer_idx]
+        try:
+            dense = layer.decoded(key_states.shape[2], key_states.dtype)
+        except BaseException:
+            self.live.truncate(before, layer_idx)
+            raise
+        self.passes.appended(self.live.seen(layer_idx))
+        k, v = (without_gradients(x, key_states, value_states) for x in dense)
+        return k, v
+
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        """Add tokens to one layer as ``update``, which also returns the arguments of attention."""
+        # Most steps need no more: what they give is of the shape of the step before.
+        seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
+        if seen is None:
+            self._take(key_states, value_states, layer_idx)
+            seen = self.live.seen(layer_idx)
+        self.passes.appended(seen)
+
+    def _take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        check_continues(self.live, self.layers[layer_idx], layer_idx, self._following[layer_idx], key_states, value_states)
+        self.passes.check_update()
+        if self.passes.states and self.live.seen(layer_idx):
+            check_kept(self.layers)
+        self.live.update(layer_idx, key_states, value_states)
+
+    def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
+        """``LiveCache.attend`` over one layer. Raises InvalidParameter, too, for a window with tokens that the layer has dropped."""
+        if skipped := self.live.skipped(layer):
+            check_window(skipped, self.live.held(layer) - q.shape[2], sliding_window)
+        return self.live.attend(layer, q, sliding_window=sliding_window, **options)
+
+    @property
+    def is_watched(self) -> bool:
+        """True if hooks on the model tell the cache of forward passes."""
+        return self._hooks is not None
+
+    def records(self, model: torch.nn.Module) -> bool:
+        """Return True if a call of ``model`` is the current pass over the cache and nothing else records it."""
+        return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
+
+    def watched(self, number: int) -> torch.nn.Module | None:
+        """The module of that number among those with hooks."""
+        return None if self._hooks is None else self._hooks.inside[number]()
+
+    def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Dense keys and values of one layer for a mask over those that a pass of ``queries`` tokens sees, with a KvpackWarning."""
+        self._decoding.tell_masked()
+        own: PackedLayer = self.layers[layer]
+        return own.decoded(queries, dtype)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """The number of tokens that a layer has seen; in compiled code a tensor, as of transformers' own caches of a fixed size."""
+        if torch.compiler.is_dynamo_compiling() and not self._dense:
+            return self.compiled.compiled_seen(layer_idx)
+        return self._length(layer_idx)
+
+    @left_out(_DENSE)
+    def _length(self, layer_idx: int) -> int:
+        if self.graphs is not None and self.graphs.captured is not None:
+            return CapturedLength(self.graphs.captured.tokens)
+        layer_idx = integer(layer_idx, "layer_idx")
+        if layer_idx < 0:
+            raise OutOfBounds(f"layer {shown(layer_idx)} is out of range: the cache has {len(self.layers)} layers")
+        return int(super().get_seq_length(layer_idx))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
+        """The number of keys for a mask, marked if attention "kvpack" needs no mask, and the first of them."""
+        if not torch.compiler.is_dynamo_compiling():
+            return self.mask_sizes(query_length, layer_idx)
+        if self._dense:
+            return self._dense_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+        sizes = partial(self.mask_sizes, query_length, layer_idx)
+        # Where the first key is matters to those alone who ask for the sizes.
+        return CompiledLength(sizes, partial(self.compiled.compiled_starts, layer_idx, query_length)), 0
+
+    @left_out(_DENSE)
+    def _dense_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.mask_sizes(query_length, layer_idx)
+
+    def mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """``get_mask_sizes`` in eager code."""
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        if self._dense:
+            return length, offset
+        if self.graphs is not None and (captured := self.graphs.captured) is not None:
+            told = CapturedLength(captured.tokens)
+            told.captured = captured
+            return told + query_length, 0
+        packed = PackedLength(length)
+        attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
+        # transformers asks for layer 0 also where that keeps states alone, and means the first that attends.
+        asked = self.layers[layer_idx] if self.layers[layer_idx] in attending else attending[0]
+        packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == asked.is_sliding)
+        self.masked[asked.is_sliding] = False
+        packed.leave_to_attention = partial(self.masked.__setitem__, asked.is_sliding)
+        if not self.is_watched:
+            packed.check_mask = partial(self.passes.check_mask, query_length)
+        return packed, offset
+
+    def is_masked(self, layer: int) -> bool:
+        """Return True if the model's own attention had a causal mask for ``layer``; some models request one, yet pass is_causal=False."""
+        return self.masked.get(self.layers[layer].is_sliding, False)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer, True if it has states and no keys and values."""
+        return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
+
+    def check_attention(self, module: torch.nn.Module) -> None:
+        """Raise InvalidParameter when an attention module belongs to a model that cannot continue this cache."""
+        if self._model is not None or type(module) in self._seen:
+            return
+        check_layers(len(self.layers), module)
+        if has_multidimensional_positions(module):
+            raise InvalidParameter(
+                f"{type(module).__name__} has rotary positions of several dimensions, which need the model: "
+                "write KvpackCache.of(cache, model)"
+            )
+        self._seen.add(type(module))

@@ -1,0 +1,107 @@
+"""Earlier tokens to which a KvpackCache goes back: in layers with states, only to tokens after which their states were kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpack.cache.cache import all_states
+from kvpack.cache.rows import row_numbers
+from kvpack.cache.states import KeptStates
+from kvpack.formats.errors import OutOfBounds
+
+from .layers import PackedLayer
+from .state_layers import StateLayer, check_kept, kept_states, restore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.cache.cache import Cache
+    from kvpack.cache.states import States
+    from kvpack.live.cache import LiveCache
+
+    from .tracking import Tracking
+
+
+class Rollback:
+    """The states of ``layers`` after earlier tokens, by the number of tokens, and the way back to them; those of ``cache`` at first."""
+
+    def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
+        self._layers, self._live, self._passes = layers, live, passes
+        self._states = {} if cache is None else {position: KeptStates(own) for position, own in all_states(cache).items()}
+
+    def positions(self) -> tuple[int, ...]:
+        """The numbers of tokens, ascending, after which states are kept."""
+        return tuple(sorted(self._states))
+
+    def states_before(self, tokens: int) -> dict[int, States]:
+        """The states after fewer than ``tokens`` tokens."""
+        return {position: own.now for position, own in self._states.items() if position < tokens}
+
+    def keep(self) -> None:
+        """Keep a copy of all states after the newest token. Raises InvalidParameter."""
+        tokens = self._passes.record.tokens
+        if self._passes.states and tokens:
+            self._passes.check_states(ended=True)
+            check_kept(self._layers)
+            self._states[tokens] = KeptStates(
+                tuple({name: state.cpu() for name, state in layer.items()} for layer in kept_states(self._layers))
+            )
+
+    def nearest(self, tokens: int) -> int:
+        """The greatest number of tokens, at most ``tokens``, that the cache can go back to."""
+        if not self._passes.states or tokens == self._passes.record.tokens:
+            return tokens
+        return max((position for position in self._states if position <= tokens), default=0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest ``-tokens_to_remove`` tokens of every layer. Raises OutOfBounds, InvalidParameter."""
+        tokens = self._passes.record.tokens + tokens_to_remove
+        states = self._states_after(tokens, tokens_to_remove)
+        removed = [tokens_to_remove] * len(self._layers)
+        for number, layer in enumerate(self._layers):
+            if isinstance(layer, PackedLayer):
+                seen = self._live.seen(number)
+                if seen < tokens:
+                    raise OutOfBounds(
+                        f"crop({tokens_to_remove}) leaves {tokens} tokens, and layers[{number}] has seen {seen}: a forward pass ended "
+                        f"before it; crop({seen - self._passes.record.tokens}) drops what that added"
+                    )
+                removed[number] = tokens - seen
+            layer.check_crop(removed[number])
+        for layer, count in zip(self._layers, removed, strict=True):
+            layer.crop(count)
+        self._passes.crop(tokens)
+        if states is not None:
+            restore(self._layers, states)
+            self._passes.restored()
+            self._states = {position: own for position, own in self._states.items() if position <= tokens}
+
+    def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
+        """The states to go back to after the first ``tokens`` tokens; None if no layer keeps any, or all are as they should be.
+
+        Raises OutOfBounds if they are not known.
+        """
+        if not self._passes.states or (not tokens_to_remove and not (self._passes.has_failed and tokens in self._states)):
+            return None
+        if not tokens:
+            return ({},) * len(self._layers)
+        kept = self._states.get(tokens)
+        if kept is None:
+            number = next(number for number, layer in enumerate(self._layers) if isinstance(layer, StateLayer))
+            nearest = max((position for position in self._states if position < tokens), default=0)
+            there = f"the nearest before are after {nearest}: call go_back({tokens}), which keeps {nearest}"
+            raise OutOfBounds(
+                f"crop({tokens_to_remove}): layers[{number}] keeps states, and has none after the first {tokens} tokens; "
+                f"{there if nearest else 'there are none before: call reset()'}, or call keep_states() between passes"
+            )
+        return kept.now
+
+    def forget(self) -> None:
+        """Drop all states."""
+        self._states = {}
+
+    def select(self, indices: Any) -> None:
+        """Keep the rows ``indices`` of the batch of every state."""
+        if self._states:
+            rows = row_numbers(indices)
+            self._states = {position: own.select(rows) for position, own in self._states.items()}

@@ -97,16 +97,7 @@ def run(
         words = read_text(text, folder, vocabulary(network))
     longest = same_up_to(network.config.get_text_config())
     only = settings.balanced_only
-    if only and (settings.score is not None or settings.scope is not None):
-        raise InvalidParameter("--balanced-only predicts nothing, and makes no frames for transform: leave out --score and --scope")
-    usual, most = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
-    tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, positions(network))
-    score = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
-    room = len(words.ids) // window_ids(tokens, words)
-    windows = min(most, room) if settings.windows is None else settings.windows
-    if not only:
-        check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
-    check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
+    tokens, score, windows = _sizes(settings, words, longest, positions(network))
     read_again = _windows_for_widths(words, positions(network), settings) if settings.widths else []
     if settings.twin is not None:
         make_twin(network, settings.twin, _sample(network, words), settings.seed)
@@ -152,6 +143,22 @@ def run(
         "widths": settings.widths,
         "balanced_cost": None if halves is None else gain_of_more_text(halves),
     }
+
+
+def _sizes(settings: Settings, words: Text, longest: int | None, most_positions: int | None) -> tuple[int, int, int]:
+    """The tokens of a window, those that are predicted, and the number of windows. Raises InvalidParameter for those that do not fit."""
+    only = settings.balanced_only
+    if only and (settings.score is not None or settings.scope is not None):
+        raise InvalidParameter("--balanced-only predicts nothing, and makes no frames for transform: leave out --score and --scope")
+    usual, most = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
+    tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, most_positions)
+    score = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
+    room = len(words.ids) // window_ids(tokens, words)
+    windows = min(most, room) if settings.windows is None else settings.windows
+    if not only:
+        check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
+    check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
+    return tokens, score, windows
 
 
 def _windows_for_widths(text: Text, most_positions: int | None, settings: Settings) -> list[torch.Tensor]:

@@ -117,9 +117,7 @@ def run(
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
     given = None if basis is None else Basis.load(basis)
-    codecs = parse_candidates(candidates or _candidates(quick, given, widths=widths, only_attendable=only_attendable))
-    if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
-        raise InvalidParameter(f"--candidate is {decoded!r}, whose tiles attention decodes: leave it, or --attendable, out")
+    codecs = _codecs(candidates or _candidates(quick, given, widths=widths, only_attendable=only_attendable), only_attendable)
     for path in (out, measurements):
         if path is not None:
             _check_folder(path)
@@ -161,6 +159,14 @@ def run(
     if out is not None:
         write_file(out, [memoryview(recipe_file(report, recipe_clauses(tuned.allocation)).encode())])
     return report
+
+
+def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
+    """The codecs of ``candidates`` by side. Raises InvalidParameter for one that attention decodes, if ``only_attendable``."""
+    codecs = parse_candidates(candidates)
+    if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
+        raise InvalidParameter(f"--candidate is {decoded!r}, whose tiles attention decodes: leave it, or --attendable, out")
+    return codecs
 
 
 def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:

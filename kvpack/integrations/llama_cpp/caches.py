@@ -136,12 +136,7 @@ def export_slot(
     ``dtype`` makes a value infinite; WriteFailed.
     """
     where = path_text(path)
-    if cache.model.get("config") != CONFIG:
-        raise InvalidParameter(
-            f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
-            "llama.cpp orders the channels of keys as in its GGUF. If this cache does too, pass "
-            f"dataclasses.replace(cache, model={{'config': {CONFIG!r}}})"
-        )
+    _check_origin(cache)
     windows = windows_of(windows, len(cache))
     said = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
     if said[_WINDOWED] not in (None, len(windows)):
@@ -186,6 +181,16 @@ def export_slot(
     data = [[values for _, values in (*keys, *values)] for keys, values in sides]
     form = SERVER if said[_IDS] == SERVER else LIST
     return write_file(where, pieces(StateFile(ids, form, tuple(sections)), data))
+
+
+def _check_origin(cache: Cache) -> None:
+    """Raise InvalidParameter for a cache that did not come from llama.cpp."""
+    if cache.model.get("config") != CONFIG:
+        raise InvalidParameter(
+            f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
+            "llama.cpp orders the channels of keys as in its GGUF. If this cache does too, pass "
+            f"dataclasses.replace(cache, model={{'config': {CONFIG!r}}})"
+        )
 
 
 def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> None:

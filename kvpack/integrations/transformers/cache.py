@@ -175,10 +175,8 @@ class KvpackCache(PassCalls):
         for number in () if expected is None else expected.shared:
             self.live.share(number)
         decoding = Decoding(bool(dense))
-        layers = [
-            self._layer(number, held, window, decoding, states[number])
-            for number, (held, window) in enumerate(zip(present, windows, strict=True))
-        ]
+        kinds = enumerate(zip(present, windows, states, strict=True))
+        layers = [self._layer(number, held, window, decoding, count) for number, (held, window, count) in kinds]
         super().__init__(layers=layers)
         self._following = following_layers(layers)
         if cache is not None:

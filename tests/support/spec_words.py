@@ -27,7 +27,7 @@ def is_informative(document: Path) -> bool:
 def counts() -> dict[bool, dict[str, int]]:
     """The words of every document by its path in spec/, of normative ones (False) and informative ones (True)."""
     result: dict[bool, dict[str, int]] = {False: {}, True: {}}
-    for document in sorted(SPEC.rglob("*.md")):
+    for document in sorted((*SPEC.glob("*.md"), *SPEC.glob("codecs/*.md"))):
         result[is_informative(document)][document.relative_to(SPEC).as_posix()] = words(document)
     return result
 

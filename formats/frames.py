@@ -1,4 +1,4 @@
-"""The frames of a basis: what the codec transform describes keys or values of one layer in (spec/basis.md, Frames).
+"""The frames of a basis: what the codec transform describes keys or values of one layer in (spec/basis.md, Transform matrices).
 
 A frame is a mean, and for each of its columns a row of channels, a scale that stands for how far the column spreads, and by it a table
 of the frequencies of its symbols. Keys are described as they are before RoPE turns them.

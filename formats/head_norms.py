@@ -1,4 +1,4 @@
-"""The norms of tokens in each of their heads, and the tokens whose norms are far from the usual ones (spec/side-cars.md, Writer duties)."""
+"""The norms of tokens in each of their heads, and the tokens whose norms are far from the usual ones (spec/writers.md, Raw tokens)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nearest of the 24 S codewords of the quaternion codec, exactly (spec/codecs/quaternion.md, Encoder notes).
+"""The nearest of the 24 S codewords of the quaternion codec, exactly (spec/codecs/quaternion.md).
 
 Chunks travel as four planes w, x, y, z, float32 ``[chunks]`` each. Three searches find the same codewords:
 

@@ -1,4 +1,4 @@
-"""Balanced frames from the statistics of a calibration (spec/basis.md, Balanced frames), and what more text would change about them."""
+"""Balanced frames from the statistics of a calibration (spec/writers.md, Calibration), and what more text would change about them."""
 
 from __future__ import annotations
 

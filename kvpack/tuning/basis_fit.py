@@ -1,4 +1,4 @@
-"""The rows of a basis from the statistics of a calibration: transform, scales and tables (spec/codecs/klt.md, Encoder notes)."""
+"""The rows of a basis from the statistics of a calibration: transform, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MIN_CHANNEL = 1e-3
 
 MIN_COST = 0.1
 """Minimum cost of an error in any layer, relative to the average cost over layers of an equally large error. A calibration may see few
-tokens, or none, for which a layer matters. Chosen on a fifth of a calibration's text that the calibration had not read (spec/codecs/klt.md,
-Encoder notes).
+tokens, or none, for which a layer matters. Chosen on a fifth of a calibration's text that the calibration had not read (spec/writers.md,
+Calibration).
 """
 
 LARGEST_MEAN = 2.0**23

@@ -1,4 +1,4 @@
-"""The frames of a basis from the statistics of a calibration: transform, scales and tables (spec/codecs/transform.md, Encoder notes)."""
+"""The frames of a basis from the statistics of a calibration: transform, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 

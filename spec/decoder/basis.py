@@ -33,14 +33,14 @@ def check_basis(file: File) -> None:
                 require(side.packed >= basis_rows(side.codec.dim), rule, f"{what}: {side.packed} rows")
 
 
-FRAMES = "basis.md, Frames"
+FRAMES = "basis.md, Transform matrices"
 ROPE = ("rope.halves", "rope.neighbours")
 TABLES = ("table.frequencies", "table.values")
 KEYS = ("k.balanced", "k.centered", "k.queries", "k.mean")
 
 
 def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
-    """basis.md, Frames, but for the values; ``states`` by the names of their tensors."""
+    """basis.md, Transform matrices, but for the values; ``states`` by the names of their tensors."""
     framed = False
     for number, layer in enumerate(file.layers):
         for name, side in layer.items():
@@ -75,8 +75,8 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
 
 
 def check_keys(states: Mapping[str, Tensor], number: int, side: Side | None) -> int:
-    """basis.md, Balanced frames, but for the values. The head dim of the keys, 0 without any."""
-    rule = "basis.md, Balanced frames"
+    """basis.md, Balanced matrices, but for the values. The head dim of the keys, 0 without any."""
+    rule = "basis.md, Balanced matrices"
     found = {name: states[f"{number}.state.{name}"] for name in KEYS if f"{number}.state.{name}" in states}
     if not found:
         return 0
@@ -103,6 +103,6 @@ def check_frame_values(file: File) -> None:
             for first in range(0, len(found), alphabet):
                 check_frequencies(f"{name}, table {first // alphabet}", found[first : first + alphabet])
         else:
-            rule = "basis.md, Balanced frames" if kind in KEYS else FRAMES
+            rule = "basis.md, Balanced matrices" if kind in KEYS else FRAMES
             require(all(map(math.isfinite, found)), rule, f"{name} has a value that is not finite")
             require(kind not in ROPE or all(0 <= one <= 2 for one in found), FRAMES, f"{name} has a frequency outside of 0 to 2")

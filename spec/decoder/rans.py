@@ -34,7 +34,7 @@ def first_states_of(where: str, halves: Sequence[int]) -> list[int]:
     """Chunks: the first states of lanes from their low and high halves."""
     states = [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
     least = min(states, default=MIN_STATE)
-    require(least >= MIN_STATE, "rans.md, Chunks", f"{where}: a first state is {least}")
+    require(least >= MIN_STATE, "rans.md, Segments", f"{where}: a first state is {least}")
     return states
 
 

@@ -129,7 +129,12 @@ def add_octahedral() -> None:
     small = create("octahedral", 4, b="2", rotation="none")
     shows = "norms that are negative, subnormal and zero"
     add(
-        "octahedral-special-norms", shows, lambda: one_side(small, bits("0.k.norm", 0, "01bc 0100 0080"), tail=0), "front-1", "octahedral-6"
+        "octahedral-special-norms",
+        shows,
+        lambda: one_side(small, bits("0.k.norm", 0, "01bc 0100 0080"), tail=0),
+        "front-1",
+        "octahedral-6",
+        "octahedral-10",
     )
 
 
@@ -149,7 +154,8 @@ def add_quaternion() -> None:
         add(f"quaternion-{secondary}-{radius}-{arrangement}", shows, lambda c=codec: one_side(c), "quaternion-4", "front-12")
     small = create("quaternion", 4, s="2", r="2", rotation="none")
     shows = "scales that are subnormal, negative and zero"
-    add("quaternion-special-scales", shows, lambda: one_side(small, bits("0.k.scale", 0, "0100 ff83 0080")), "quaternion-5", "front-1")
+    scales = bits("0.k.scale", 0, "0100 ff83 0080")
+    add("quaternion-special-scales", shows, lambda: one_side(small, scales), "quaternion-5", "front-1", "quaternion-7")
 
 
 def add_angle() -> None:
@@ -249,7 +255,7 @@ def add_minifloat() -> None:
     add("minifloat-smallest-e8m0", shows, lambda: one_side(least, *smallest, runs=(1,), tail=0, heads=1), "minifloat-5", "front-12")
     largest = bits("0.k.codes.0", 0, "38" * 64), bits("0.k.block_scales", 0, "fe7f")
     shows = "the largest power of two of e8m0"
-    add("minifloat-largest-e8m0", shows, lambda: one_side(least, *largest, runs=(1,), tail=0, heads=1), "front-12")
+    add("minifloat-largest-e8m0", shows, lambda: one_side(least, *largest, runs=(1,), tail=0, heads=1), "front-12", "minifloat-13")
     small = create("minifloat", 4, element="e4m3", per="token", scales="fp16")
     shows = "scales that are subnormal, negative and zero"
     add("minifloat-special-scales", shows, lambda: one_side(small, bits("0.k.scale", 0, "0100 ff83 0080")), "front-1", "front-12")

@@ -145,5 +145,5 @@ def test_the_worked_example_of_the_spec_is_what_the_code_does() -> None:
     codec = Trellis.from_params(json.loads(lines["parameters"]) | {"table": example_table()})
     words = torch.frombuffer(bytearray.fromhex(lines["codes.0"]), dtype=torch.uint16).view(1, 1, 1, 1)
     streams = {"codes.0": words, "norm": torch.frombuffer(bytearray.fromhex(lines["norm"]), dtype=torch.float16).view(1, 1, 1)}
-    assert codec.windows(codec.digits(streams)[0]).flatten().tolist() == json.loads(lines["windows"])
+    assert codec.windows(codec.digits(streams)[0]).flatten().tolist() == json.loads(lines["states"])
     assert codec.decode(streams).flatten().tolist() == json.loads(lines["decoded"])

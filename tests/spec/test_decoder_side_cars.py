@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvpack.cache.packed_runs import PackedRun
 
 PAGE = SPEC / "side-cars.md"
+SIDE_CAR_ADVICE = section(SPEC / "writers.md", "Side-cars")
 BATCH, HEADS, TOKENS, DIM = 2, 3, 7, 128
 
 
@@ -86,16 +87,16 @@ def test_the_keys_and_their_values() -> None:
 
 
 def test_the_layout() -> None:
-    rows = table(section(PAGE, "Layout"), "side-car", "stream", "dtype", "shape", "a row for each")
+    rows = table(section(PAGE, "Layout"), "side-car", "stream", "dtype", "shape")
     codec = with_all()
     inner = codec.codec.layout(BATCH, HEADS, TOKENS)
-    layouts = {name.replace(".0", ".p"): layout for name, layout in codec.layout(BATCH, HEADS, TOKENS).items() if name not in inner}
-    assert [row["stream"] for row in rows] == list(layouts)
-    sizes = {"batch": BATCH, "kv_head": HEADS, "token": TOKENS, "run": 1, "entry": 0, "dim": DIM, "page": -(-TOKENS // 128), "bytes": DIM}
+    layouts = {name.removesuffix(".0"): layout for name, layout in codec.layout(BATCH, HEADS, TOKENS).items() if name not in inner}
+    assert [row["stream"].partition(".")[0] for row in rows] == list(layouts)
+    sizes = {"batch": BATCH, "kv_head": HEADS, "token": TOKENS, "run": 1, "item": 0, "dim": DIM, "token group": -(-TOKENS // 128)}
+    sizes["dim · bits / 8"] = DIM
     for row, layout in zip(rows, layouts.values(), strict=True):
         shape = sizes | {"words": layout.shape[-1], "1": 1, "4": 4}
         assert tuple(shape[size] for size in row["shape"].strip("[]").split(", ")) == layout.shape
-        assert row["a row for each"].partition(",")[0] == ("page" if layout.tokens_per_row > 1 else layout.per)
         assert layout.dtype in row["dtype"]
     dtypes = {row["stream"]: row["dtype"] for row in rows}
     assert (dtypes["channel_scale"], dtypes["channel_order"], dtypes["qjl_norm"]) == (
@@ -109,8 +110,8 @@ def test_the_layout() -> None:
 
 def test_the_size_of_a_position() -> None:
     figures = re.search(
-        r"With dim (\d+) and three heads, an entry of `bf16` takes (\d+) bytes: of ([\d,]+) tokens of which four are raw, ([\d.]+) bits",
-        section(PAGE, "Layout"),
+        r"With dim (\d+) and three heads, a raw token of `bf16` takes (\d+) bytes: of ([\d,]+) tokens of which four are raw, ([\d.]+) bits",
+        SIDE_CAR_ADVICE,
     )
     assert figures is not None
     dim, nbytes, tokens = (int(figure.replace(",", "")) for figure in figures.groups()[:3])
@@ -121,9 +122,8 @@ def test_the_size_of_a_position() -> None:
 
 
 def test_the_sizes_at_head_dim_128() -> None:
-    text = section(PAGE, "Layout")
     figures = re.search(
-        r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes per entry; `qjl` takes (\d+) bytes", text
+        r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes per item; `qjl` takes (\d+) bytes", SIDE_CAR_ADVICE
     )
     assert figures is not None
     codec = with_all()
@@ -138,15 +138,15 @@ def test_the_sizes_at_head_dim_128() -> None:
 
 def test_the_example_and_the_size_of_a_mean() -> None:
     text = section(PAGE, "Layout")
-    example = r"the bytes `([\w ]+)` of such a page with the scale ([\d.]+) are the vector ([-\d. ]+)\.\n"
+    example = r"the bytes `([\w ]+)` with dim 8, 4 bits and the scale ([\d.]+) are the vector ([-\d. ]+)\.\n"
     stored, scale, vector = re.findall(example, text)[0]
     streams = {
         "key_mean": torch.tensor(list(bytes.fromhex(stored)), dtype=torch.uint8).view(1, 1, 1, -1),
         "key_mean_scale": torch.tensor([[[float(scale)]]], dtype=torch.float16),
     }
     assert KeyMean(8, 128, 4).vectors(streams).flatten().tolist() == numbers_of(vector)
-    figures = r"With dim (\d+) and pages of (\d+) tokens, `key_mean` takes ([\d.]+) bits .* 8 bits and ([\d.]+)"
-    dim, tokens, *sizes = re.findall(figures, text)[0]
+    figures = r"With dim (\d+) and token groups of (\d+), `key_mean` takes ([\d.]+) bits .* 8 bits and ([\d.]+)"
+    dim, tokens, *sizes = re.findall(figures, SIDE_CAR_ADVICE)[0]
     for bits, size in zip((8, 4), sizes, strict=True):
         layout = KeyMean(int(dim), int(tokens), bits).layout(1, 1, int(tokens))
         stored_bytes = sum(DTYPE_BYTES[entry.dtype] * math.prod(entry.shape) for entry in layout.values())
@@ -155,9 +155,8 @@ def test_the_example_and_the_size_of_a_mean() -> None:
 
 @pytest.mark.parametrize("dim", [64, 80, 128], ids=str)
 def test_what_remains_of_a_residual(dim: int) -> None:
-    """The identity, the bound and the usual share that Decode gives."""
-    text = section(PAGE, "Decode")
-    worst, usual = map(float, re.findall(r"which is (\d\.\d+) · ‖r‖, and about √\(π/2 . 1\) · ‖r‖, (\d\.\d+) · ‖r‖", text)[0])
+    """The identity, the bound and the usual share that the advice to writers gives."""
+    worst, usual = map(float, re.findall(r"at most (\d\.\d+) · ‖r‖, and comes to about (\d\.\d+) · ‖r‖", SIDE_CAR_ADVICE)[0])
     assert worst == math.ceil(100 * QJL_WORST) / 100
     assert usual == round(math.sqrt(math.pi / 2 - 1), 2)
     qjl = Qjl(dim, 5, "fp32", 16)
@@ -246,7 +245,7 @@ def test_the_sentences_of_the_worked_example(example: bytes, tmp_path: Any) -> N
     outliers, qjl = codec.side_car(Outliers), codec.side_car(Qjl)
     assert outliers is not None
     assert qjl is not None
-    flags, chunk, entry = re.findall(r"flags are `(\w+)`: that of chunk (\d) .* entry 0, `([\w ]+)`", EXAMPLE)[0]
+    flags, chunk, entry = re.findall(r"flags are `(\w+)`: that of quadruple (\d) .* item 0, `([\w ]+)`", EXAMPLE)[0]
     assert bytes_of["outlier_flags.0"].startswith(flags)
     assert bytes_of["outliers"].startswith(entry)
     assert outliers.flags(page.streams)[0, 0, 0].nonzero().flatten().tolist() == [int(chunk)]

@@ -35,7 +35,6 @@ HEADINGS = [
     "Special values",
     "Writer duties",
     "Worked example",
-    "Encoder notes",
 ]
 
 

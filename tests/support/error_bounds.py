@@ -155,7 +155,7 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
         if codec.norm == "linear":
             allowed += step / 2 + rounding + 2.0**-24 * 2**codec.norm_bits
         else:
-            # Norms below 1/256 of the token's largest are raised to it (spec/codecs/angle.md, Encoder notes).
+            # Norms below 1/256 of the token's largest are raised to it (spec/writers.md, Scales).
             raised = norm.maximum(norm.amax(-1, keepdim=True) / 256)
             allowed += raised - norm + raised * torch.expm1(math.log(2) * (step / 2 + rounding).clamp(max=100))
     error = (codec.decode_frame(streams) - u).unflatten(-1, (-1, 2)).norm(dim=-1)

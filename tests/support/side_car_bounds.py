@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 QJL_WORST = math.sqrt(1 + math.pi / 2)
-"""The largest factor by which the correction of qjl can lengthen the error (spec/side-cars.md, Decode)."""
+"""The largest factor by which the correction of qjl can lengthen the error (spec/writers.md, Side-cars)."""
 
 BALANCED_TOLERANCE = 2.0**-16
 """The error of a balanced frame and its inverse together, relative to a token, with matrices of small condition."""

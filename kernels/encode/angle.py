@@ -5,38 +5,22 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.bitpack.columns import launch, tile_origin
 
-from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import (
-    MAX_PRODUCTS,
-    all_moved,
-    component,
-    components,
-    flag_unless,
-    input_of,
-    limit_of,
-    load_rows,
-    moved,
-    nearest_integer,
-    origin_of,
-    rule_of,
-    scale_of,
-    unbiased_factor,
-)
+from .columns import SMALLEST_AXIS, Term
+from .kernel import Quantizer, encode_rows
+from .rows import MAX_PRODUCTS, flag_unless, limit_of, nearest_integer, rule_of, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
-    from .rows import Origins
+    from .kernel import Output
 
 TILE_PAIRS = 1 << 11
 """Pairs of one program, over all its tokens."""
@@ -49,43 +33,41 @@ ZERO = -65504.0
 OCTAVES = 8.0
 """The logarithm of a norm of zero, and how far below the largest logarithms reach; both as in formats/angle.py."""
 
+_SMALLEST, _LARGEST, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (SMALLEST_SUM, LARGEST_SUM, ZERO, OCTAVES, math.pi))
 
-def encode(
-    codec: Angle,
-    x: torch.Tensor,
-    streams: dict[str, torch.Tensor],
-    planes: tuple[torch.Tensor, ...],
-    flag: torch.Tensor,
-    origins: Origins | None = None,
-) -> bool:
-    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support."""
-    plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
-    if plan is None:
+
+class AngleConstants(NamedTuple):
+    """The bins of angles, the codec's ``norm``, the largest code of one (``steps``), and the ``rule`` of ``rows.rule_of``.
+
+    ``limit`` is the least number that does not fit a range, ``smallest_step`` the smallest normal one.
+    """
+
+    bins: int
+    norm: str
+    steps: int
+    limit: float
+    smallest_step: float
+    rule: float
+
+
+def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
+    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support."""
+    if codec.dim > MAX_PRODUCTS:
         return False
-    symbols = _symbols(codec)
-    tokens = TILE_PAIRS // symbols
-    arguments, constants = input_of(x, origins)
+    symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim // 2))
     ((name, layout),) = codec.scales(1, 1, 1).items()
-    launch(
-        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
-        *arguments, components(codec.rotation, 2, symbols, symbols, x), plan.places, planes, streams[name], flag,
-        **constants, SYMBOLS=symbols, BINS=codec.bins, NORM=codec.norm, STEPS=(1 << codec.norm_bits) - 1, SCALE=scale_of(codec.rotation),
-        LIMIT=limit_of(layout.dtype), RULE=rule_of(codec.norm_rule, "F32"), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM,
-        SMALLEST_STEP=torch.finfo(streams[name].dtype).smallest_normal,
-        NO_LOGARITHM=ZERO, RANGE=OCTAVES, PI=math.pi, STREAMS=plan.streams,
-        BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
+    stored = output.streams[name]
+    constants = AngleConstants(
+        codec.bins, codec.norm, (1 << codec.norm_bits) - 1, limit_of(layout.dtype), torch.finfo(stored.dtype).smallest_normal,
+        rule_of(codec.norm_rule, "F32"),
     )  # fmt: skip
-    return True
+    return encode_rows(
+        codec, x, output, Quantizer(_quantize, constants), _terms, [stored], coordinates=2, symbols=symbols, tokens=TILE_PAIRS // symbols
+    )
 
 
-def _symbols(codec: Angle) -> int:
-    """Pairs of a token, padding included."""
-    return max(SMALLEST_AXIS, next_power_of_two(codec.dim // 2))
-
-
-@lru_cache(maxsize=64)
-def _plan(codec: Angle, device: torch.device) -> Plan | None:
-    # The kernel's digits: the bin, and the code of the norm.
+def _terms(codec: Angle) -> dict[str, list[Term]]:
+    # The quantizer's digits: the bin, and the code of the norm.
     packings = codec.packings()
     whole = (codec.bins - 1).bit_length()
     terms = {"norm_codes": [Term(1, codec.norm_bits)]}
@@ -96,7 +78,7 @@ def _plan(codec: Angle, device: torch.device) -> Plan | None:
     else:
         low = packings["angle_low"].bases[0].bit_length() - 1
         terms |= {"angle_low": [Term(0, low)], "angle_high": [Term(0, whole - low, shift=low)]}
-    return plan_of(codec, terms, _symbols(codec), device)
+    return terms
 
 
 @triton.jit
@@ -131,71 +113,30 @@ def _unbiased(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE
 
 
 @triton.jit
-def _encode(
-    x: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    heads: tl.tensor,
-    tokens: tl.tensor,
-    origins: tl.tensor,
-    matrix: tl.tensor,
-    places: tl.tensor,
-    planes: tl.tuple,
-    norms: tl.tensor,
-    flag: tl.tensor,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    SYMBOLS: tl.constexpr,
-    BINS: tl.constexpr,
-    NORM: tl.constexpr,
-    STEPS: tl.constexpr,
-    SCALE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST_STEP: tl.constexpr,
-    RULE: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NO_LOGARITHM: tl.constexpr,
-    RANGE: tl.constexpr,
-    PI: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-) -> None:
-    """Encode ``BLOCK_TOKENS`` tokens of one head.
-
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
-    ``[token, 1]``, and tiles are ``[token, pair]``.
-    ``norms`` is ``[batch, kv_head, token, pair]`` for fp32 norms, else the ranges ``[batch, kv_head, token, 2]``: (step, minimum).
-    """
-    batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
-    if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
-        x += origin.input
-        planes = all_moved(planes, origin.streams)
-        norms = moved(norms, origin.streams)
-        flag += origin.flag
-        batch = batch * 0
-    token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
-    valid = token < tokens
-    row = (batch * heads + head) * tokens + token
-    rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    first = component(rows, matrix, 0, SYMBOLS, PADDED_DIM, PARTS, OPERAND)
-    second = component(rows, matrix, 1, SYMBOLS, PADDED_DIM, PARTS, OPERAND)
-    turn, norm = turns(first, second)
-    norm = norm * SCALE
+def _quantize(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """The bins of a token's pairs, and the codes of their norms unless these are stored as float32."""
+    SYMBOLS: tl.constexpr = SHAPE.symbols
+    DIM: tl.constexpr = SHAPE.dim
+    BINS: tl.constexpr = CONSTANTS.bins
+    NORM: tl.constexpr = CONSTANTS.norm
+    STEPS: tl.constexpr = CONSTANTS.steps
+    LIMIT: tl.constexpr = CONSTANTS.limit
+    RULE: tl.constexpr = CONSTANTS.rule
+    norms = block.stored[0]
+    row = block.row
+    valid = block.valid
+    turn, norm = turns(values[0], values[1])
+    norm = norm * SHAPE.scale
     bins = tl.minimum((turn * BINS).to(tl.int32), BINS - 1)
     total = tl.sum(norm, 1)
-    flag_unless(((total > SMALLEST) & (total < LARGEST)) | (total == 0), flag)
+    flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
     pair = tl.arange(0, SYMBOLS)[None, :]
     inside = pair < DIM // 2
     if RULE > 0:
         # Each pair's norm along the direction to which its bin decodes; what pads a row has none.
-        projected = norm * tl.cos((turn * BINS - bins - 0.5) * (2 * PI / BINS))
+        projected = norm * tl.cos((turn * BINS - bins - 0.5) * (2 * _PI / BINS))
         squares = tl.sum(norm * norm, 1)[:, None]
     if NORM == "fp32":
         if RULE > 0:
@@ -204,14 +145,14 @@ def _encode(
         digits = (bins,)
     else:
         if NORM == "log":
-            norm = tl.where(norm > 0, tl.log2(tl.maximum(norm, 1e-37)), NO_LOGARITHM)
-            norm = tl.maximum(norm, tl.max(tl.where(inside, norm, NO_LOGARITHM), 1)[:, None] - RANGE)
-            norm = tl.maximum(norm, NO_LOGARITHM)
+            norm = tl.where(norm > 0, tl.log2(tl.maximum(norm, 1e-37)), _ZERO)
+            norm = tl.maximum(norm, tl.max(tl.where(inside, norm, _ZERO), 1)[:, None] - _OCTAVES)
+            norm = tl.maximum(norm, _ZERO)
         low = tl.min(tl.where(inside, norm, float("inf")), 1)[:, None]
         high = tl.max(tl.where(inside, norm, float("-inf")), 1)[:, None]
         step = (high - low) / STEPS
         fits = (tl.abs(step) < LIMIT) & (tl.abs(low) < LIMIT)
-        flag_unless(fits, flag)
+        flag_unless(fits, block.flag)
         stored_step = tl.where(fits, step, 0.0).to(norms.dtype.element_ty)
         stored_low = tl.where(fits, low, 0.0).to(norms.dtype.element_ty)
         step = stored_step.to(tl.float32)
@@ -231,12 +172,10 @@ def _encode(
             fits = (tl.abs(step) < LIMIT) & (tl.abs(low) < LIMIT)
             if NORM == "linear":
                 # See formats/angle.py.
-                fits = fits & ((step >= SMALLEST_STEP) | (step == 0))
+                fits = fits & ((step >= CONSTANTS.smallest_step) | (step == 0))
             stored_step = tl.where(fits, step, stored_step.to(tl.float32)).to(norms.dtype.element_ty)
             stored_low = tl.where(fits, low, stored_low.to(tl.float32)).to(norms.dtype.element_ty)
         tl.store(norms + row * 2, stored_step, valid)
         tl.store(norms + row * 2 + 1, stored_low, valid)
         digits = (bins, code)
-    sums = empty_columns(STREAMS, BLOCK_TOKENS)
-    sums = add_digits(sums, digits, places, 0, SYMBOLS, SYMBOLS, STREAMS)
-    store_columns(sums, planes, row, valid, STREAMS)
+    return digits, state

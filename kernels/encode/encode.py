@@ -14,6 +14,7 @@ import torch
 
 from kvpack.kernels import codecs
 
+from .kernel import output_of
 from .rows import LARGEST_ROW
 
 if TYPE_CHECKING:
@@ -66,9 +67,5 @@ def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | 
         else:
             make = torch.zeros if layout.per == "run" else torch.empty
             streams[name] = make(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)
-    planes = []
-    for name, packing in codec.packings().items():
-        words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
-        planes += words if packing.column_bytes % 2 == 0 else [*words[:-1], words[-1].view(torch.uint8)]
     flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-    return Encoding(streams, flag, partial(encoder, codec, x, streams, tuple(planes), flag))
+    return Encoding(streams, flag, partial(encoder, codec, x, output_of(codec, streams, flag)))

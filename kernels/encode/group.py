@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -17,27 +16,14 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import SMALLEST_HALF
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
-from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import (
-    all_moved,
-    component,
-    components,
-    flag_unless,
-    input_of,
-    limit_of,
-    load_rows,
-    moved,
-    nearest_integer,
-    origin_of,
-    rule_of,
-    scale_of,
-    unbiased_factor,
-)
+from .columns import SMALLEST_AXIS, WARPS, Term
+from .kernel import Quantizer, encode_rows
+from .rows import flag_unless, input_of, limit_of, load_rows, moved, nearest_integer, origin_of, rule_of, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
-    from .rows import Origins
+    from .kernel import Output
 
 BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
@@ -50,76 +36,104 @@ SCALE_HEADS = 4
 SCALE_WARPS = 4
 """Tokens of a program that computes token scales, heads that it loads at once, and its warps."""
 
+_HALF_LIMIT, _SMALLEST, _LARGEST = (tl.constexpr(value) for value in (HALF_LIMIT, SMALLEST_HALF, scale_range.LARGEST))
 
-def encode(
-    codec: Group,
-    x: torch.Tensor,
-    streams: dict[str, torch.Tensor],
-    planes: tuple[torch.Tensor, ...],
-    flag: torch.Tensor,
-    origins: Origins | None = None,
-) -> bool:
-    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support."""
-    plan = _plan(codec, x.device)
+
+class GroupConstants(NamedTuple):
+    """Groups of ``size`` tokens (``along_tokens``) or channels; ``middle``: they have centers.
+
+    ``ranged``, ``token_scale`` and ``products`` are numbers among the tensors, -1 for none: the range of scales of 8 bits, whose extremes
+    are the first table, and the scales of tokens, those of each head with ``per_head``, among the streams, of which the first is int32
+    ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, center), or int16 of scales of 8 bits; and what
+    ``_unbiased_token_scales`` takes among the tables.
+    """
+
+    bits: int
+    size: int
+    along_tokens: bool
+    middle: bool
+    per_head: bool
+    ranged: int
+    token_scale: int
+    products: int
+
+
+def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
+    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support.
+
+    Scales of 8 bits depend on the whole run, and on the run before it: a page of an engine has one run.
+    """
     small = codec.scale_dtype == "u8"
-    # Scales of 8 bits depend on the whole run, and on the run before it: a page of an engine has one run.
-    if plan is None or (small and origins is None):
+    if small and output.origins is None:
         return False
-    batch, heads, tokens, dim = x.shape
-    arguments, constants = input_of(x, origins)
-    token_scale = streams.get("token_scale")
-    scaled = batch * (heads if codec.scale_per_head else 1) * -(-tokens // SCALE_TOKENS)
-    products = None
+    streams = output.streams
+    batch, heads, tokens, _ = x.shape
+    stored, tables = [streams["scales"].view(torch.int16 if small else torch.int32)], []
+    if small:
+        stored.append(streams["scale_range"])
+        tables.append(torch.full((batch, heads, 3), -(2**31), dtype=torch.int32, device=x.device))
+    token_scale, products = streams.get("token_scale"), None
     if token_scale is not None:
-        dtype = codec.scales(1, 1, 1)["token_scale"].dtype
-        limit, rule = limit_of(dtype), rule_of(codec.norm_rule, dtype)
-        if rule:
+        _token_scales(codec, x, output, token_scale)
+        stored.append(token_scale)
+        if codec.norm_rule != "norm":
             products = torch.empty(batch, heads, tokens, 3, dtype=torch.float32, device=x.device)
-        launch(
-            _token_scales, scaled, x.device, *arguments, token_scale, flag,
-            DIM=dim, PADDED_DIM=constants["PADDED_DIM"], ALIGNED=constants["ALIGNED"], LIMIT=limit, AT_ONCE=SCALE_HEADS,
-            PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
-        )  # fmt: skip
-    symbols = _symbols(codec)
-    along_tokens = codec.axis == "token"
+            tables.append(products)
+    symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.size if codec.axis == "channel" else 1)
+    along_tokens, rotated = codec.axis == "token", codec.rotation.kind != "none"
     block_tokens = max(BLOCK_TOKENS, codec.size) if along_tokens else BLOCK_TOKENS
-    rotated = codec.rotation.kind != "none"
     block = ROTATED_CHANNELS if rotated else CHANNELS_ALONG_TOKENS if along_tokens else CHANNELS
-    block = min(symbols, block if along_tokens else max(block, codec.size))
-    scales = streams["scales"].view(torch.int16 if small else torch.int32)
-    extremes = torch.full((batch, heads, 3), -(2**31), dtype=torch.int32, device=x.device) if small else None
-    for measured in (True, False) if small else (False,):
-        launch(
-            _encode, batch * heads * -(-tokens // block_tokens), x.device,
-            *arguments, components(codec.rotation, 1, symbols, block, x) if rotated else None, plan.places, planes,
-            scales, streams.get("scale_range"), extremes, token_scale, products, flag,
-            **constants, SYMBOLS=symbols, BLOCK=block, BITS=codec.bits, SIZE=codec.size, ALONG_TOKENS=along_tokens,
-            SCALE_PER_HEAD=codec.scale_per_head, MIDDLE=codec.centre == "middle", MEASURED=measured,
-            SCALE=scale_of(codec.rotation), LIMIT=HALF_LIMIT,
-            LARGEST=scale_range.LARGEST, SMALLEST=SMALLEST_HALF, STREAMS=plan.streams, BLOCK_TOKENS=block_tokens,
+    constants = GroupConstants(
+        codec.bits, codec.size, along_tokens, codec.centre == "middle", codec.scale_per_head, 1 if small else -1,
+        -1 if token_scale is None else len(stored) - 1, -1 if products is None else len(tables) - 1,
+    )  # fmt: skip
+    quantizer = Quantizer(_quantize, constants, _begin, None if products is None else _end)
+    for found in (Quantizer(_measure, constants, _begin_measuring), quantizer) if small else (quantizer,):
+        encode_rows(
+            codec, x, output, found, _terms, stored, tables, symbols=symbols, tokens=block_tokens,
+            block=min(symbols, block if along_tokens else max(block, codec.size)), rotated=rotated, packs=found is quantizer, fusion=False,
             # With one warp, most tokens of a group are in one thread.
             warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
         )  # fmt: skip
-    if products is not None:
-        launch(
-            _unbiased_token_scales, scaled, x.device, products, token_scale, heads, tokens, arguments[-1],
-            LIMIT=limit, RULE=rule, PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
-        )  # fmt: skip
+    if token_scale is not None and products is not None:
+        _unbiased_token_scales(codec, x, output, token_scale, products)
     return True
 
 
-def _symbols(codec: Group) -> int:
-    """Channels of a token, padding included: whole groups."""
-    return max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.size if codec.axis == "channel" else 1)
+def _terms(codec: Group) -> dict[str, list[Term]]:
+    return {"codes": [Term(0, codec.bits)]}
 
 
-@lru_cache(maxsize=64)
-def _plan(codec: Group, device: torch.device) -> Plan | None:
-    return plan_of(codec, {"codes": [Term(0, codec.bits)]}, _symbols(codec), device)
+def _token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor) -> None:
+    """Fill ``token_scale`` with root mean squares."""
+    arguments, constants = input_of(x, output.origins)
+    launch(
+        _root_mean_squares, _scaling_programs(codec, x), x.device, *arguments, token_scale, output.flag,
+        DIM=x.shape[3], PADDED_DIM=constants["PADDED_DIM"], ALIGNED=constants["ALIGNED"], LIMIT=limit_of(_scale_dtype(codec)),
+        AT_ONCE=SCALE_HEADS, PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+    )  # fmt: skip
+
+
+def _unbiased_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor, products: torch.Tensor) -> None:
+    """Replace ``token_scale``, as ``_token_scales`` fills it, by those of norm_rule=unbiased."""
+    dtype = _scale_dtype(codec)
+    launch(
+        _unbiased_scales, _scaling_programs(codec, x), x.device, products, token_scale, x.shape[1], x.shape[2],
+        None if output.origins is None else output.origins.table, LIMIT=limit_of(dtype), RULE=rule_of(codec.norm_rule, dtype),
+        PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+    )  # fmt: skip
+
+
+def _scaling_programs(codec: Group, x: torch.Tensor) -> int:
+    return x.shape[0] * (x.shape[1] if codec.scale_per_head else 1) * -(-x.shape[2] // SCALE_TOKENS)
+
+
+def _scale_dtype(codec: Group) -> str:
+    return codec.scales(1, 1, 1)["token_scale"].dtype
 
 
 @triton.jit
-def _token_scales(
+def _root_mean_squares(
     x: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
@@ -179,7 +193,7 @@ def _token_scales(
 
 
 @triton.jit
-def _unbiased_token_scales(
+def _unbiased_scales(
     products: tl.tensor,
     scales: tl.tensor,
     heads: tl.tensor,
@@ -190,7 +204,7 @@ def _unbiased_token_scales(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Replace ``scales``, as ``_token_scales`` writes them, by those of norm_rule=unbiased.
+    """Replace ``scales``, as ``_root_mean_squares`` writes them, by those of norm_rule=unbiased.
 
     ``products`` is ``[batch, kv_head, token, 3]``: of the values with themselves, with what they decode to, and of that with itself.
     """
@@ -219,9 +233,9 @@ def _unbiased_token_scales(
 
 
 @triton.jit
-def _stored_half(value: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+def _stored_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
     """The binary16 nearest to each value; flagged, and zero, if there is none."""
-    fits = tl.abs(value) < LIMIT
+    fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
 
@@ -280,159 +294,175 @@ def _nearest_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.t
     return code, (root * tl.abs(root)).to(tl.float16)
 
 
-@triton.jit
-def _encode(
-    x: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    heads: tl.tensor,
-    tokens: tl.tensor,
-    origins: tl.tensor,
-    matrix: tl.tensor,
-    places: tl.tensor,
-    planes: tl.tuple,
-    scales: tl.tensor,
-    ranges: tl.tensor,
-    extremes: tl.tensor,
-    token_scales: tl.tensor,
-    products: tl.tensor,
-    flag: tl.tensor,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    SYMBOLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ALONG_TOKENS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    SCALE_PER_HEAD: tl.constexpr,
-    MEASURED: tl.constexpr,
-    SCALE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-) -> None:
-    """Encode ``BLOCK_TOKENS`` tokens of one head, ``BLOCK`` channels at a time.
+class GroupState(NamedTuple):
+    """The reciprocal scale of each token, ``[token, 1]``, and the range of scales of 8 bits.
 
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
-    ``[token, 1]``, and tiles are ``[token, channel]``.
-    ``scales`` is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, center); ``token_scales`` are
-    those of ``_token_scales``, and ``products`` what ``_unbiased_token_scales`` takes. Extremes and scales are
-    ``[token group, channel]`` or ``[token, channel group]``.
-    With scales of 8 bits ``scales`` is int16, ``ranges`` is ``[batch, kv_head, 4]``, and one launch only fills ``extremes``, int32
-    ``[batch, kv_head, 3]`` (``MEASURED``): the keys of the largest scale, of the largest center, and of the largest of their opposites.
+    ``squares``, ``product`` and ``decoded`` are sums of each token's, ``[token]``: its squares, its products with what is decoded, and
+    the squares of that. What the codec does not use is 1, empty or 0.
     """
-    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
-        x += origin.input
-        planes = all_moved(planes, origin.streams)
-        scales = moved(scales, origin.streams)
-        if token_scales is not None:
-            token_scales = moved(token_scales, origin.streams)
-        if products is not None:
-            products += batch * heads * tokens * 3
-        if extremes is not None:
-            ranges = moved(ranges, origin.streams)
-            extremes += (batch * heads + head) * 3
-        flag += origin.flag
-        batch = batch * 0
-    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
-    valid = token < tokens
-    row = (batch * heads + head) * tokens + token
-    middle: tl.constexpr = ((1 << BITS) - 1) / 2
-    GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
-    AXIS: tl.constexpr = 1 if ALONG_TOKENS else 2
-    GROUPED: tl.constexpr = (BLOCK_TOKENS // SIZE, SIZE, BLOCK) if ALONG_TOKENS else (BLOCK_TOKENS, BLOCK // SIZE, SIZE)
-    if matrix is not None:
-        rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    if token_scales is not None:
-        if SCALE_PER_HEAD:
-            factor = tl.load(token_scales + row, valid, 1.0).to(tl.float32)
-        else:
-            factor = tl.load(token_scales + batch * tokens + token, valid, 1.0).to(tl.float32)
+
+    inverse: Any
+    chosen: Any
+    squares: Any
+    product: Any
+    decoded: Any
+
+
+@triton.jit
+def _begin_measuring(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    TOKENS: tl.constexpr = SHAPE.tokens
+    zeros = tl.zeros((TOKENS,), tl.float32)
+    inverse = zeros[:, None] + 1.0
+    if CONSTANTS.token_scale >= 0:
+        row = block.batch * block.tokens + block.token
+        if CONSTANTS.per_head:
+            row = block.row
+        factor = tl.load(block.stored[CONSTANTS.token_scale] + row, block.valid, 1.0).to(tl.float32)
         inverse = 1.0 / tl.where(factor > 0, factor, 1.0)
-    if products is not None:
-        squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
-        product = tl.zeros((BLOCK_TOKENS,), tl.float32)
-        length = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    sums = empty_columns(STREAMS, BLOCK_TOKENS)
-    if extremes is not None and not MEASURED:
-        chosen = _chosen_range(extremes, middle, LARGEST**0.5)
+    return GroupState(inverse, (), zeros, zeros, zeros)
+
+
+@triton.jit
+def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """The first state; the range of scales of 8 bits is chosen and stored."""
+    state = _begin_measuring(block, CONSTANTS, SHAPE)
+    chosen = ()
+    if CONSTANTS.ranged >= 0:
+        MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
+        chosen = _chosen_range(block.tables[0] + (block.sequence * block.heads + block.head) * 3, MIDDLE_STEPS, _LARGEST**0.5)
         # All programs of a run store the same.
-        at = ranges + (batch * heads + head) * 4 + tl.zeros((1, 1), tl.int32)
+        at = block.stored[CONSTANTS.ranged] + (block.batch * block.heads + block.head) * 4 + tl.zeros((1, 1), tl.int32)
         for number in tl.static_range(4):
             tl.store(at + number, chosen[number])
-    for block in range(SYMBOLS // BLOCK):
-        channel = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside = valid & (channel < DIM)
-        if matrix is not None:
-            value = component(rows, matrix, block, BLOCK, PADDED_DIM, PARTS, OPERAND) * SCALE
-        else:
-            place = x + batch * batch_stride + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
-            value = tl.load(place, inside, 0.0).to(tl.float32)
-        if token_scales is not None:
-            value = value * inverse
-        # No comparison holds for a NaN, and the extremes below would ignore it.
-        flag_unless(tl.abs(value) < float("inf"), flag)
+    return GroupState(state.inverse, chosen, state.squares, state.product, state.decoded)
 
-        low = tl.min(tl.reshape(tl.where(inside, value, float("inf")), GROUPED), AXIS)
-        high = tl.max(tl.reshape(tl.where(inside, value, float("-inf")), GROUPED), AXIS)
-        known = low <= high
-        low = tl.where(known, low, 0.0)
-        high = tl.where(known, high, 0.0)
+
+@triton.jit
+def _in_groups(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """``[token, channel]`` as ``[token group, token, channel]`` or ``[token, channel group, channel]``."""
+    SIZE: tl.constexpr = CONSTANTS.size
+    TOKENS: tl.constexpr = value.shape[0]
+    CHANNELS: tl.constexpr = value.shape[1]
+    if CONSTANTS.along_tokens:
+        grouped = tl.reshape(value, (TOKENS // SIZE, SIZE, CHANNELS))
+    else:
+        grouped = tl.reshape(value, (TOKENS, CHANNELS // SIZE, SIZE))
+    return grouped
+
+
+class Extent(NamedTuple):
+    """The values of a block over the scales of tokens, and of each group the least, the largest, the center, and whether it has values.
+
+    These are ``[token group, channel]`` or ``[token, channel group]``.
+    """
+
+    value: Any
+    low: Any
+    high: Any
+    centre: Any
+    known: Any
+
+
+@triton.jit
+def _extent(
+    value: tl.tensor, inside: tl.tensor, block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """The ``Extent`` of values, ``[token, channel]``, of which those ``inside`` are the tensor's."""
+    AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
+    if SHAPE.scale != 1.0:
+        value = value * SHAPE.scale
+    if CONSTANTS.token_scale >= 0:
+        value = value * state.inverse
+    # No comparison holds for a NaN, and the extremes below would ignore it.
+    flag_unless(tl.abs(value) < float("inf"), block.flag)
+    low = tl.min(_in_groups(tl.where(inside, value, float("inf")), CONSTANTS), AXIS)
+    high = tl.max(_in_groups(tl.where(inside, value, float("-inf")), CONSTANTS), AXIS)
+    known = low <= high
+    low = tl.where(known, low, 0.0)
+    high = tl.where(known, high, 0.0)
+    centre = tl.zeros(low.shape, tl.float32)
+    if CONSTANTS.middle:
         # Half of each term, because the sum may be infinite; the scale is computed in the same way.
         centre = low * 0.5 + high * 0.5
-        if not MIDDLE:
-            centre = tl.zeros(low.shape, tl.float32)
-        if MEASURED:
-            scale = tl.maximum(high - centre, centre - low) * (1.0 / middle)
-            flag_unless((scale <= LARGEST) & (tl.abs(centre) <= LARGEST), flag)
-            tl.atomic_max(extremes, _largest(scale))
-            tl.atomic_max(extremes + 1, _largest(tl.where(known, centre, float("-inf"))))
-            tl.atomic_max(extremes + 2, _largest(tl.where(known, -centre, float("-inf"))))
-        else:
-            if extremes is None:
-                centre = _stored_half(centre, flag, LIMIT)
-            else:
-                centre_code, centre = _nearest_code(centre, chosen[2], chosen[3])
-            reach = tl.maximum(high - centre.to(tl.float32), centre.to(tl.float32) - low)
-            if extremes is None:
-                scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / middle), flag, LIMIT)
-                pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
-            else:
-                scale_code, scale = _nearest_code(reach * (1.0 / middle), chosen[0], chosen[1])
-                pair = (scale_code | centre_code << 8).to(tl.int16)
-            if ALONG_TOKENS:
-                group = first // SIZE + tl.arange(0, BLOCK_TOKENS // SIZE)[:, None]
-                place = scales + ((batch * heads + head) * tl.cdiv(tokens, SIZE) + group) * DIM + channel
-                tl.store(place, pair, (group < tl.cdiv(tokens, SIZE)) & (channel < DIM))
-            else:
-                group = block * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
-                tl.store(scales + row * GROUPS + group, pair, valid & (group < GROUPS))
+    return Extent(value, low, high, centre, known)
 
-            per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), SMALLEST))
-            offset = middle - centre.to(tl.float32) * per_step
-            steps = tl.reshape(value, GROUPED) * tl.expand_dims(per_step, AXIS) + tl.expand_dims(offset, AXIS)
-            code = tl.reshape(nearest_integer(steps, 2 * middle), (BLOCK_TOKENS, BLOCK))
-            if products is not None:
-                steps = tl.reshape(code, GROUPED).to(tl.float32) - middle
-                decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(centre.to(tl.float32), AXIS)
-                decoded = tl.where(inside, tl.reshape(decoded, (BLOCK_TOKENS, BLOCK)), 0.0)
-                squares += tl.sum(value * value, 1)
-                product += tl.sum(value * decoded, 1)
-                length += tl.sum(decoded * decoded, 1)
-            sums = add_digits(sums, (code,), places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
-    if products is not None and not MEASURED:
-        tl.store(products + row * 3, squares[:, None], valid)
-        tl.store(products + row * 3 + 1, product[:, None], valid)
-        tl.store(products + row * 3 + 2, length[:, None], valid)
-    if not MEASURED:
-        store_columns(sums, planes, row, valid, STREAMS)
+
+@triton.jit
+def _measure(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """Find no digits, but the extremes of scales of 8 bits, int32 ``[batch, kv_head, 3]``.
+
+    They are the keys of the largest scale, of the largest center, and of the largest of their opposites.
+    """
+    BLOCK: tl.constexpr = SHAPE.block
+    MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
+    inside = block.valid & (number * BLOCK + tl.arange(0, BLOCK)[None, :] < SHAPE.dim)
+    found = _extent(values[0], inside, block, state, CONSTANTS, SHAPE)
+    scale = tl.maximum(found.high - found.centre, found.centre - found.low) * (1.0 / MIDDLE_STEPS)
+    flag_unless((scale <= _LARGEST) & (tl.abs(found.centre) <= _LARGEST), block.flag)
+    extremes = block.tables[0] + (block.sequence * block.heads + block.head) * 3
+    tl.atomic_max(extremes, _largest(scale))
+    tl.atomic_max(extremes + 1, _largest(tl.where(found.known, found.centre, float("-inf"))))
+    tl.atomic_max(extremes + 2, _largest(tl.where(found.known, -found.centre, float("-inf"))))
+    return (), state
+
+
+@triton.jit
+def _quantize(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """The codes of a block of channels, whose scales are stored."""
+    BLOCK: tl.constexpr = SHAPE.block
+    TOKENS: tl.constexpr = SHAPE.tokens
+    DIM: tl.constexpr = SHAPE.dim
+    SIZE: tl.constexpr = CONSTANTS.size
+    AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
+    MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
+    channel = number * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = block.valid & (channel < DIM)
+    found = _extent(values[0], inside, block, state, CONSTANTS, SHAPE)
+    value = found.value
+    if CONSTANTS.ranged < 0:
+        centre = _stored_half(found.centre, block.flag)
+    else:
+        centre_code, centre = _nearest_code(found.centre, state.chosen[2], state.chosen[3])
+    reach = tl.maximum(found.high - centre.to(tl.float32), centre.to(tl.float32) - found.low)
+    if CONSTANTS.ranged < 0:
+        scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / MIDDLE_STEPS), block.flag)
+        pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        scale_code, scale = _nearest_code(reach * (1.0 / MIDDLE_STEPS), state.chosen[0], state.chosen[1])
+        pair = (scale_code | centre_code << 8).to(tl.int16)
+    if CONSTANTS.along_tokens:
+        groups = tl.cdiv(block.tokens, SIZE)
+        group = block.first // SIZE + tl.arange(0, TOKENS // SIZE)[:, None]
+        place = block.stored[0] + ((block.batch * block.heads + block.head) * groups + group) * DIM + channel
+        tl.store(place, pair, (group < groups) & (channel < DIM))
+    else:
+        GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
+        group = number * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
+        tl.store(block.stored[0] + block.row * GROUPS + group, pair, block.valid & (group < GROUPS))
+
+    per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), _SMALLEST))
+    offset = MIDDLE_STEPS - centre.to(tl.float32) * per_step
+    steps = _in_groups(value, CONSTANTS) * tl.expand_dims(per_step, AXIS) + tl.expand_dims(offset, AXIS)
+    code = tl.reshape(nearest_integer(steps, 2 * MIDDLE_STEPS), (TOKENS, BLOCK))
+    if CONSTANTS.products >= 0:
+        steps = _in_groups(code, CONSTANTS).to(tl.float32) - MIDDLE_STEPS
+        decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(centre.to(tl.float32), AXIS)
+        decoded = tl.where(inside, tl.reshape(decoded, (TOKENS, BLOCK)), 0.0)
+        squares = state.squares + tl.sum(value * value, 1)
+        product = state.product + tl.sum(value * decoded, 1)
+        state = GroupState(state.inverse, state.chosen, squares, product, state.decoded + tl.sum(decoded * decoded, 1))
+    return (code,), state
+
+
+@triton.jit
+def _end(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
+    """Store the sums of tokens."""
+    row = (block.sequence * block.heads + block.head) * block.tokens + block.token
+    products = block.tables[CONSTANTS.products] + row * 3
+    tl.store(products, state.squares[:, None], block.valid)
+    tl.store(products + 1, state.product[:, None], block.valid)
+    tl.store(products + 2, state.decoded[:, None], block.valid)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.formats.basis import BasisRows
     from kvpack.formats.klt import Klt
 
-    from .rows import Origins
+    from .kernel import Output
 
 BLOCK_TOKENS = 64
 BLOCK_WORDS = 1024
@@ -65,15 +65,8 @@ class OnDevice(NamedTuple):
 _KEPT: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int, str], OnDevice | None]] = WeakKeyDictionary()
 
 
-def encode(
-    codec: Klt,
-    x: torch.Tensor,
-    streams: dict[str, torch.Tensor],
-    planes: tuple[torch.Tensor, ...],
-    flag: torch.Tensor,
-    origins: Origins | None = None,
-) -> bool:
-    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernels do not support.
+def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
+    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernels do not support.
 
     That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, and
     InvalidParameter for another number of heads and for a matrix without an inverse.
@@ -81,6 +74,7 @@ def encode(
     if codec.rows != "basis":
         return False
     source = codec.source_for(x.shape[1])
+    streams, planes, flag, origins = output
     arguments, constants = input_of(x, origins)
     there = _on_device(source, codec.widths, constants["PADDED_DIM"], x.device)
     if there is None:

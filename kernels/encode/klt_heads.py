@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvpack.formats.basis import BasisRows
     from kvpack.formats.klt import Klt
 
-    from .rows import Origins
+    from .kernel import Output
 
 BLOCK_BYTES = 1024
 
@@ -59,20 +59,14 @@ class OnDevice(NamedTuple):
 _KEPT: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int, str], OnDevice | None]] = WeakKeyDictionary()
 
 
-def encode(
-    codec: Klt,
-    x: torch.Tensor,
-    streams: dict[str, torch.Tensor],
-    planes: tuple[torch.Tensor, ...],
-    flag: torch.Tensor,
-    origins: Origins | None = None,
-) -> bool:
+def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     """Encode as ``klt.encode`` does, for shared widths and for widths of heads."""
     if codec.fixed_heads is None:
-        return encode_shared(codec, x, streams, planes, flag, origins)
+        return encode_shared(codec, x, output)
     if codec.rows != "basis" or x.shape[1] != codec.fixed_heads:
         return False
     source = codec.source_for(x.shape[1])
+    streams, _, flag, origins = output
     arguments, constants = input_of(x, origins)
     there = _on_device(codec, source, constants["PADDED_DIM"], x.device)
     if there is None:

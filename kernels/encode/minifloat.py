@@ -1,11 +1,10 @@
 """Encode minifloat on the GPU (spec/codecs/minifloat.md); ``formats/minifloat.py`` is the oracle, bit for bit."""
 
-# mypy: disable-error-code="assignment, untyped-decorator"
+# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -14,17 +13,17 @@ from triton import language as tl
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.minifloat import floor_log2, most_of, run_scales
-from kvpack.kernels.bitpack.columns import launch, tile_origin
 from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
-from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
+from .columns import SMALLEST_AXIS, Term
+from .kernel import Quantizer, encode_rows
 from .largest import largest_magnitudes
-from .rows import MAX_PRODUCTS, all_moved, flag_unless, input_of, load_rows, moved, nearest_integer, origin_of
+from .rows import MAX_PRODUCTS, flag_unless, nearest_integer
 
 if TYPE_CHECKING:
     from kvpack.formats.minifloat import Minifloat
 
-    from .rows import Origins
+    from .kernel import Output
 
 TILE_VALUES = 1 << 12
 """Values of a program's tile: whole tokens, whose largest value is needed before the first code."""
@@ -32,48 +31,76 @@ TILE_VALUES = 1 << 12
 PER_RUN, PER_TOKEN, POWERS, NESTED = (tl.constexpr(number) for number in range(4))
 """Scales of a run, of a token, of blocks as e8m0, and of blocks as e4m3 over one of a run."""
 
+_HALF_LIMIT = tl.constexpr(HALF_LIMIT)
 
-def encode(
-    codec: Minifloat,
-    x: torch.Tensor,
-    streams: dict[str, torch.Tensor],
-    planes: tuple[torch.Tensor, ...],
-    flag: torch.Tensor,
-    origins: Origins | None = None,
-) -> bool:
-    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support.
 
-    A scale per run is at first that of the run before, 0 if there is none; with ``origins`` each of the batch is a run of its own.
+class ElementForm(NamedTuple):
+    """The bits of an element: of its ``fraction``, the ``bias`` of its exponent, ``finite`` codes without a sign, and ``bits`` in all."""
+
+    fraction: int
+    bias: int
+    finite: int
+    bits: int
+
+
+class MinifloatConstants(NamedTuple):
+    """The form of elements, of which ``largest`` is the largest and ``emax`` its exponent, and that of e4m3; ``kind`` is that of scales.
+
+    Scales are of ``blocks`` of ``size`` channels, binary16 if ``half``; those of runs are so that quotients are ``most`` at most, and of
+    each head with ``per_head``. The streams are scales, and of ``NESTED`` those of runs. ``chosen``: the table, float32 ``[batch, kv_head
+    or 1]``, is that of magnitudes by which scales of runs are chosen here.
     """
-    plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
-    if plan is None:
+
+    form: ElementForm
+    scale_form: ElementForm
+    largest: float
+    emax: int
+    kind: int
+    size: int
+    blocks: int
+    half: bool
+    most: float
+    per_head: bool
+    chosen: bool
+
+
+def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
+    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support.
+
+    A scale per run is at first that of the run before, 0 if there is none; in the pages of an engine each of the batch is a run of its own.
+    """
+    if codec.dim > MAX_PRODUCTS:
         return False
-    batch, heads, tokens, _ = x.shape
-    largest = None
+    streams, origins = output.streams, output.origins
+    per_head = codec.granularity == "head"
+    tables = []
     if codec.run_scale is not None and origins is None:
         scale = streams[codec.run_scale]
         found, finite = chosen_scales(codec, x, scale.clone())
+        flag = output.flag
         flag |= (~finite).any()
         scale.copy_(found)
     elif codec.run_scale is not None and origins is not None:
-        largest = largest_magnitudes(x, origins, codec.granularity == "head")
-    symbols = _symbols(codec)
-    arguments, constants = input_of(x, origins)
-    block_tokens = TILE_VALUES // symbols
+        tables.append(largest_magnitudes(x, origins, per_head))
     in_blocks = codec.granularity == "block"
+    # Whole blocks.
+    symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.block if in_blocks else 1)
     kind = (NESTED if codec.run_scale else POWERS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
     form = codec.format
-    launch(
-        _encode, batch * heads * -(-tokens // block_tokens), x.device,
-        *arguments, plan.places, planes, streams["block_scales" if in_blocks else "scale"],
-        streams.get("global_scale"), largest, flag,
-        DIM=constants["DIM"], PADDED_DIM=symbols, ALIGNED=constants["ALIGNED"], KIND=kind.value, PER_HEAD=codec.granularity == "head",
-        SIZE=codec.block if in_blocks else symbols, BLOCKS=codec.blocks if in_blocks else 1,
-        HALF=codec.scale_dtype == "fp16", HALF_LIMIT=HALF_LIMIT, LARGEST=form.largest, MOST=most_of(codec), EMAX=floor_log2(form.largest),
-        FRACTION=form.fraction_bits, BIAS=form.bias, FINITE=form.finite, BITS=form.bits,
-        STREAMS=plan.streams, BLOCK_TOKENS=block_tokens, warps=WARPS,
+    constants = MinifloatConstants(
+        ElementForm(form.fraction_bits, form.bias, form.finite, form.bits), ElementForm(3, 7, 0x7F, 8), form.largest,
+        floor_log2(form.largest), kind.value, codec.block if in_blocks else symbols, codec.blocks if in_blocks else 1,
+        codec.scale_dtype == "fp16", most_of(codec), per_head, bool(tables),
     )  # fmt: skip
-    return True
+    stored = [streams["block_scales" if in_blocks else "scale"], *([streams["global_scale"]] if kind.value == NESTED.value else [])]
+    return encode_rows(
+        codec, x, output, Quantizer(_quantize, constants), _terms, stored, tables, symbols=symbols, tokens=TILE_VALUES // symbols,
+        rotated=False, fusion=False,
+    )  # fmt: skip
+
+
+def _terms(codec: Minifloat) -> dict[str, list[Term]]:
+    return {"codes": [Term(0, codec.format.bits)]}
 
 
 def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,19 +116,11 @@ def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tu
     return found, torch.isfinite(found)
 
 
-def _symbols(codec: Minifloat) -> int:
-    """Channels of a token, padding included: whole blocks."""
-    return max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.block if codec.granularity == "block" else 1)
-
-
-@lru_cache(maxsize=64)
-def _plan(codec: Minifloat, device: torch.device) -> Plan | None:
-    return plan_of(codec, {"codes": [Term(0, codec.format.bits)]}, _symbols(codec), device)
-
-
 @triton.jit
-def _elements(value: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr, FINITE: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+def _elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     """The codes, int32, of the elements nearest to finite float32 values, ties to even: ``formats.minifloat.encoded``."""
+    FRACTION: tl.constexpr = FORM.fraction
+    BIAS: tl.constexpr = FORM.bias
     SPARE: tl.constexpr = 23 - FRACTION
     SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)
     bits = value.to(tl.int32, bitcast=True)
@@ -110,8 +129,8 @@ def _elements(value: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr, FINI
     normal = ((magnitude + ((magnitude >> SPARE) & 1) + ((1 << (SPARE - 1)) - 1)) >> SPARE) - ((127 - BIAS) << FRACTION)
     size = tl.abs(value)
     subnormal = nearest_integer(tl.minimum(size, SMALLEST) * (2.0**FRACTION / SMALLEST), 2.0**FRACTION)
-    code = tl.minimum(tl.where(size < SMALLEST, subnormal, normal), FINITE - 1)
-    return code | ((bits >> 31) & 1) << (BITS - 1)
+    code = tl.minimum(tl.where(size < SMALLEST, subnormal, normal), FORM.finite - 1)
+    return code | ((bits >> 31) & 1) << (FORM.bits - 1)
 
 
 @triton.jit
@@ -120,11 +139,11 @@ def _quotient(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr, HALF_LIMIT: tl.constexpr) -> tl.tensor:
+def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
     """Return ``formats.minifloat._scale_for`` of magnitudes up to 3.4e38; 0, and flagged, if it does not fit."""
     exact = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
     if HALF:
-        fits = exact < HALF_LIMIT
+        fits = exact < _HALF_LIMIT
         flag_unless(fits, flag)
         stored = tl.where(fits, exact, 0.0).to(tl.float16)
         short = stored.to(tl.float32) * (MOST * (1 + 1 / 32)) < largest
@@ -136,110 +155,63 @@ def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl
 
 
 @triton.jit
-def _scale_of_run(
-    place: tl.tensor,
-    largest: tl.tensor,
-    first: tl.tensor,
-    flag: tl.tensor,
-    MOST: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_LIMIT: tl.constexpr,
-) -> tl.tensor:
-    """Return the scale at ``place``, float32 ``[1, 1]``, chosen here if ``largest`` is given; the ``first`` program of a run stores it."""
+def _scale_of_run(scales: tl.tensor, block: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """Return the scale of a run among ``scales``, float32 ``[1, 1]``; where scales are chosen here, its first program stores it."""
     at = tl.zeros((1, 1), tl.int32)
-    if largest is None:
-        scale = tl.load(place + at)
+    place = scales + block.batch
+    first = block.first == 0
+    if CONSTANTS.per_head:
+        place = scales + block.batch * block.heads + block.head
     else:
-        scale = _scale_for(tl.minimum(tl.load(largest + at), 3.4e38), flag, MOST, HALF, HALF_LIMIT)
+        first = first & (block.head == 0)
+    if CONSTANTS.chosen:
+        of_run = block.sequence
+        if CONSTANTS.per_head:
+            of_run = block.sequence * block.heads + block.head
+        largest = tl.load(block.tables[0] + of_run + at)
+        scale = _scale_for(tl.minimum(largest, 3.4e38), block.flag, CONSTANTS.most, CONSTANTS.half)
         tl.store(place + at, scale, (at == 0) & first)
+    else:
+        scale = tl.load(place + at)
     return scale.to(tl.float32)
 
 
 @triton.jit
-def _encode(
-    x: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    heads: tl.tensor,
-    tokens: tl.tensor,
-    origins: tl.tensor,
-    places: tl.tensor,
-    planes: tl.tuple,
-    scales: tl.tensor,
-    global_scale: tl.tensor,
-    largest_of_runs: tl.tensor,
-    flag: tl.tensor,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    KIND: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_LIMIT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    MOST: tl.constexpr,
-    EMAX: tl.constexpr,
-    FRACTION: tl.constexpr,
-    BIAS: tl.constexpr,
-    FINITE: tl.constexpr,
-    BITS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-) -> None:
-    """Encode ``BLOCK_TOKENS`` tokens of one head.
-
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
-    ``[token, 1]``, and tiles are ``[token, channel]``. ``scales`` is ``[batch, kv_head or 1]`` of a run (``PER_HEAD``: of a head),
-    ``[batch, kv_head, token]``, or uint8 ``[batch, kv_head, token, block]``; ``global_scale`` is ``[batch]``. With ``largest_of_runs``,
-    float32 ``[batch, kv_head or 1]`` of magnitudes, scales of runs, whose largest quotients are ``MOST``, are chosen here.
-    """
-    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    if largest_of_runs is not None:
-        largest_of_runs += batch * heads + head if PER_HEAD else batch
-    if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
-        x += origin.input
-        planes = all_moved(planes, origin.streams)
-        scales = moved(scales, origin.streams)
-        if global_scale is not None:
-            global_scale = moved(global_scale, origin.streams)
-        flag += origin.flag
-        batch = batch * 0
-    first_of_run = (first == 0) & (PER_HEAD | (head == 0))
-    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
-    valid = token < tokens
-    row = (batch * heads + head) * tokens + token
-    loaded = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    value = loaded.to(tl.float32)
-    flag_unless(tl.abs(value) < float("inf"), flag)
+def _quantize(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """The codes of a token's channels; scales that are not given are stored."""
+    KIND: tl.constexpr = CONSTANTS.kind
+    FORM: tl.constexpr = CONSTANTS.form
+    E4M3: tl.constexpr = CONSTANTS.scale_form
+    LARGEST: tl.constexpr = CONSTANTS.largest
+    SIZE: tl.constexpr = CONSTANTS.size
+    BLOCKS: tl.constexpr = CONSTANTS.blocks
+    SYMBOLS: tl.constexpr = SHAPE.symbols
+    value = values[0]
+    flag_unless(tl.abs(value) < float("inf"), block.flag)
     if KIND == PER_RUN:
-        scales += batch * heads + head if PER_HEAD else batch
-        scaled = _quotient(value, _scale_of_run(scales, largest_of_runs, first_of_run, flag, MOST, HALF, HALF_LIMIT))
+        scaled = _quotient(value, _scale_of_run(block.stored[0], block, CONSTANTS))
     elif KIND == PER_TOKEN:
         largest = tl.minimum(tl.max(tl.abs(value), 1), 3.4e38)[:, None]
-        stored = _scale_for(largest, flag, LARGEST, HALF, HALF_LIMIT)
-        tl.store(scales + row, stored, valid)
+        stored = _scale_for(largest, block.flag, LARGEST, CONSTANTS.half)
+        tl.store(block.stored[0] + block.row, stored, block.valid)
         scaled = _quotient(value, stored.to(tl.float32))
     else:
-        COUNT: tl.constexpr = PADDED_DIM // SIZE
-        block = tl.arange(0, COUNT)[None, :]
-        grouped = tl.reshape(value, (BLOCK_TOKENS, COUNT, SIZE))
+        COUNT: tl.constexpr = SYMBOLS // SIZE
+        TOKENS: tl.constexpr = SHAPE.tokens
+        part = tl.arange(0, COUNT)[None, :]
+        grouped = tl.reshape(value, (TOKENS, COUNT, SIZE))
         largest = tl.max(tl.abs(grouped), 2)
         if KIND == POWERS:
-            code = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - EMAX, 0)
+            code = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - CONSTANTS.emax, 0)
             # 2^(127 - code): the reciprocal of a power of two is one.
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
-            scaled = tl.reshape(grouped * inverse[:, :, None], (BLOCK_TOKENS, PADDED_DIM))
+            scaled = tl.reshape(grouped * inverse[:, :, None], (TOKENS, SYMBOLS))
         else:
-            factor = _scale_of_run(global_scale + batch, largest_of_runs, first_of_run, flag, MOST, HALF, HALF_LIMIT)
-            code = _elements(_quotient(tl.div_rn(largest, LARGEST), factor), 3, 7, 0x7F, 8)
+            factor = _scale_of_run(block.stored[1], block, CONSTANTS)
+            code = _elements(_quotient(tl.div_rn(largest, LARGEST), factor), E4M3)
             scale = e4m3_as_f16(code).to(tl.float32) * factor
-            scaled = tl.reshape(_quotient(grouped, scale[:, :, None]), (BLOCK_TOKENS, PADDED_DIM))
-        tl.store(scales + row * BLOCKS + block, code.to(tl.uint8), valid & (block < BLOCKS))
-    digits = _elements(scaled, FRACTION, BIAS, FINITE, BITS)
-    sums = add_digits(empty_columns(STREAMS, BLOCK_TOKENS), (digits,), places, 0, PADDED_DIM, PADDED_DIM, STREAMS)
-    store_columns(sums, planes, row, valid, STREAMS)
+            scaled = tl.reshape(_quotient(grouped, scale[:, :, None]), (TOKENS, SYMBOLS))
+        tl.store(block.stored[0] + block.row * BLOCKS + part, code.to(tl.uint8), block.valid & (part < BLOCKS))
+    return (_elements(scaled, FORM),), state

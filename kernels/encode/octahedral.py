@@ -8,47 +8,24 @@ enclose the triplet's: that is what the local searches of ``formats/octahedral_s
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from triton import language as tl
 
 from kvpack.formats.octahedral import norm_with_index
-from kvpack.kernels.bitpack.columns import launch, tile_origin
 
-from .columns import WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import (
-    LARGEST_SQUARE,
-    SMALLEST_SQUARE,
-    all_moved,
-    block_tokens,
-    bounds_of,
-    component,
-    components,
-    enclosing_levels,
-    entry_of,
-    input_of,
-    level_of,
-    limit_of,
-    load_rows,
-    log8_bounds_of,
-    moved,
-    norms_of,
-    origin_of,
-    rule_of,
-    scale_of,
-    store_norms,
-    unbiased_factor,
-    values_of,
-)
+from .columns import Term
+from .kernel import Quantizer, encode_rows
+from .norms import Norms, begin_norms, end_norms, norms_for, with_decoded
+from .rows import block_tokens, bounds_of, enclosing_levels, entry_of, level_of, values_of
 
 if TYPE_CHECKING:
     import torch
 
     from kvpack.formats.octahedral import Octahedral
 
-    from .rows import Origins
+    from .kernel import Output
 
 BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16
@@ -57,47 +34,38 @@ _MAX_LEVELS = 64
 """Levels per coordinate, at most: with more, formats/ searches only the nine directions around a triplet's own."""
 
 
-def encode(
-    codec: Octahedral,
-    x: torch.Tensor,
-    streams: dict[str, torch.Tensor],
-    planes: tuple[torch.Tensor, ...],
-    flag: torch.Tensor,
-    origins: Origins | None = None,
-) -> bool:
-    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support."""
+class OctahedralConstants(NamedTuple):
+    """``levels`` of a coordinate, and ``norm_levels`` of the norms of ``triplets``. The tables are bounds and entries of both.
+
+    ``nearest``: directions are rounded by coordinates; ``length``: to norms of triplets instead of their projections.
+    """
+
+    norms: Norms
+    triplets: int
+    levels: int
+    norm_levels: int
+    nearest: bool
+    length: bool
+
+
+def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
+    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support."""
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False
-    plan = _plan(codec, x.device)
-    if plan is None:
-        return False
-    nearest = codec.rounding == "scalar" or levels == 1
-    tokens = block_tokens(x, BLOCK_TOKENS)
-    arguments, constants = input_of(x, origins)
-    dtype = codec.scales(1, 1, 1)["norm"].dtype
-    launch(
-        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
-        *arguments, components(codec.rotation, 3, _symbols(codec), BLOCK_TRIPLETS, x), plan.places, planes, streams["norm"],
-        log8_bounds_of(codec.norm, x.device),
-        bounds_of(codec.direction_table, x.device), values_of(codec.direction_table, x.device), bounds_of(codec.norm_table, x.device),
-        values_of(codec.norm_table, x.device), flag,
-        **constants, TRIPLETS=codec.triplets, SYMBOLS=_symbols(codec), BLOCK=BLOCK_TRIPLETS, LEVELS=levels, NORM_LEVELS=1 << codec.b_norm,
-        NEAREST=nearest, LENGTH=codec.rounding == "scalar", SCALE=scale_of(codec.rotation), LIMIT=limit_of(dtype),
-        RULE=rule_of(codec.norm_rule, dtype), SMALLEST=SMALLEST_SQUARE, LARGEST=LARGEST_SQUARE, STREAMS=plan.streams,
-        BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
+    tables = [find(table, x.device) for table in (codec.direction_table, codec.norm_table) for find in (bounds_of, values_of)]
+    scalar = codec.rounding == "scalar"
+    norms = norms_for(codec, tables, x.device)
+    constants = OctahedralConstants(norms, codec.triplets, levels, 1 << codec.b_norm, scalar or levels == 1, scalar)
+    return encode_rows(
+        codec, x, output, Quantizer(_quantize, constants, begin_norms, end_norms), _terms, [output.streams["norm"]], tables,
+        coordinates=3, symbols=-(-codec.triplets // BLOCK_TRIPLETS) * BLOCK_TRIPLETS, block=BLOCK_TRIPLETS,
+        tokens=block_tokens(x, BLOCK_TOKENS),
     )  # fmt: skip
-    return True
 
 
-def _symbols(codec: Octahedral) -> int:
-    """Triplets of a token in whole blocks."""
-    return -(-codec.triplets // BLOCK_TRIPLETS) * BLOCK_TRIPLETS
-
-
-@lru_cache(maxsize=64)
-def _plan(codec: Octahedral, device: torch.device) -> Plan | None:
-    # The kernel's digits: the direction in its quarter, the two signs, the norm.
+def _terms(codec: Octahedral) -> dict[str, list[Term]]:
+    # The quantizer's digits: the direction in its quarter, the two signs, the norm.
     direction, norm = 2 * (codec.b_dir - 1), codec.b_norm
     with_index = norm_with_index(codec.b_dir, norm)
     index = [Term(0, direction)] if direction else []
@@ -113,8 +81,7 @@ def _plan(codec: Octahedral, device: torch.device) -> Plan | None:
         terms = {"symbol": [*index, *(term._replace(digit=1) for term in sign)]}
     # What pads the symbols of a row has no place.
     triplets = tuple(range(codec.triplets))
-    placed = {name: [term._replace(symbols=triplets) for term in stream] for name, stream in terms.items()}
-    return plan_of(codec, placed, _symbols(codec), device)
+    return {name: [term._replace(symbols=triplets) for term in stream] for name, stream in terms.items()}
 
 
 @triton.jit
@@ -127,112 +94,48 @@ def _projection(xi: tl.tensor, eta: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl
 
 
 @triton.jit
-def _encode(
-    x: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    heads: tl.tensor,
-    tokens: tl.tensor,
-    origins: tl.tensor,
-    matrix: tl.tensor,
-    places: tl.tensor,
-    planes: tl.tuple,
-    norms: tl.tensor,
-    log8_bounds: tl.tensor,
-    bounds: tl.tensor,
-    magnitudes: tl.tensor,
-    norm_bounds: tl.tensor,
-    radii: tl.tensor,
-    flag: tl.tensor,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    TRIPLETS: tl.constexpr,
-    SYMBOLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    NORM_LEVELS: tl.constexpr,
-    NEAREST: tl.constexpr,
-    LENGTH: tl.constexpr,
-    SCALE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    RULE: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-) -> None:
-    """Encode ``BLOCK_TOKENS`` tokens of one head, ``BLOCK`` triplets at a time.
-
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
-    ``[token, 1]``, and tiles are ``[token, triplet]``.
-    ``norms`` is ``[batch, kv_head, token]``; ``bounds`` and ``norm_bounds`` are ascending bounds, ``magnitudes`` and ``radii``
-    the tables between them.
-    """
-    batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
-        x += origin.input
-        planes = all_moved(planes, origin.streams)
-        norms = moved(norms, origin.streams)
-        flag += origin.flag
-        batch = batch * 0
-    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
-    valid = token < tokens
-    row = (batch * heads + head) * tokens + token
-    rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    norm = norms_of(rows, flag, LIMIT, SMALLEST, LARGEST)
-    product = tl.zeros(norm.shape, tl.float32)
-    decoded = tl.zeros(norm.shape, tl.float32)
-    factor = SCALE / tl.maximum(norm, 1e-37)
-    sums = empty_columns(STREAMS, BLOCK_TOKENS)
-    for block in range(SYMBOLS // BLOCK):
-        u = component(rows, matrix, 3 * block, BLOCK, PADDED_DIM, PARTS, OPERAND)
-        v = component(rows, matrix, 3 * block + 1, BLOCK, PADDED_DIM, PARTS, OPERAND)
-        w = component(rows, matrix, 3 * block + 2, BLOCK, PADDED_DIM, PARTS, OPERAND)
-        sign = tl.where(u < 0, 1, 0) + tl.where(v < 0, 2, 0)
-        u = tl.abs(u)
-        v = tl.abs(v)
-        # OCTOPUS Eq. 5; for w < 0 the fold 1 - v / l equals (u + |w|) / l.
-        folded = tl.maximum(-w, 0.0)
-        whole = 1.0 / tl.maximum(u + v + tl.abs(w), 1e-30)
-        xi = (u + folded) * whole
-        eta = (v + folded) * whole
-        if not NEAREST:
-            column, left, right = enclosing_levels(xi, magnitudes, LEVELS)
-            line, below, above = enclosing_levels(eta, magnitudes, LEVELS)
-            best = _projection(left, below, u, v, w)
-            other = _projection(right, below, u, v, w)
-            index = tl.where(other > best, 1, 0)
-            best = tl.maximum(best, other)
-            other = _projection(left, above, u, v, w)
-            index = tl.where(other > best, LEVELS, index)
-            best = tl.maximum(best, other)
-            other = _projection(right, above, u, v, w)
-            index = tl.where(other > best, LEVELS + 1, index) + column + line * LEVELS
-            best = tl.maximum(best, other)
-            radius = best
-        else:
-            column = level_of(xi, bounds, LEVELS)
-            line = level_of(eta, bounds, LEVELS)
-            index = column + line * LEVELS
-            best = _projection(tl.load(magnitudes + column), tl.load(magnitudes + line), u, v, w)
-            radius = best
-            if LENGTH:
-                radius = tl.sqrt(u * u + v * v + w * w)
-        level = level_of(radius * factor, norm_bounds, NORM_LEVELS)
-        if RULE > 0:
-            found = entry_of(level, radii, NORM_LEVELS)
-            found = tl.where(block * BLOCK + tl.arange(0, BLOCK)[None, :] < TRIPLETS, found, 0.0)
-            product += tl.sum(best * factor * found, 1)[:, None]
-            decoded += tl.sum(found * found, 1)[:, None]
-        digits = (index, sign, level)
-        sums = add_digits(sums, digits, places, block * BLOCK, BLOCK, SYMBOLS, STREAMS)
-    if RULE > 0:
-        norm = unbiased_factor(norm, 1.0, product, decoded, LIMIT, RULE)
-    store_norms(norms, norm, row, valid, log8_bounds, LIMIT)
-    store_columns(sums, planes, row, valid, STREAMS)
+def _quantize(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """The directions, signs and norms of a block of triplets."""
+    LEVELS: tl.constexpr = CONSTANTS.levels
+    NORM_LEVELS: tl.constexpr = CONSTANTS.norm_levels
+    BLOCK: tl.constexpr = SHAPE.block
+    magnitudes = block.tables[1]
+    w = values[2]
+    sign = tl.where(values[0] < 0, 1, 0) + tl.where(values[1] < 0, 2, 0)
+    u = tl.abs(values[0])
+    v = tl.abs(values[1])
+    # OCTOPUS Eq. 5; for w < 0 the fold 1 - v / l equals (u + |w|) / l.
+    folded = tl.maximum(-w, 0.0)
+    whole = 1.0 / tl.maximum(u + v + tl.abs(w), 1e-30)
+    xi = (u + folded) * whole
+    eta = (v + folded) * whole
+    if not CONSTANTS.nearest:
+        column, left, right = enclosing_levels(xi, magnitudes, LEVELS)
+        line, below, above = enclosing_levels(eta, magnitudes, LEVELS)
+        best = _projection(left, below, u, v, w)
+        other = _projection(right, below, u, v, w)
+        index = tl.where(other > best, 1, 0)
+        best = tl.maximum(best, other)
+        other = _projection(left, above, u, v, w)
+        index = tl.where(other > best, LEVELS, index)
+        best = tl.maximum(best, other)
+        other = _projection(right, above, u, v, w)
+        index = tl.where(other > best, LEVELS + 1, index) + column + line * LEVELS
+        best = tl.maximum(best, other)
+        radius = best
+    else:
+        column = level_of(xi, block.tables[0], LEVELS)
+        line = level_of(eta, block.tables[0], LEVELS)
+        index = column + line * LEVELS
+        best = _projection(tl.load(magnitudes + column), tl.load(magnitudes + line), u, v, w)
+        radius = best
+        if CONSTANTS.length:
+            radius = tl.sqrt(u * u + v * v + w * w)
+    level = level_of(radius * state.factor, block.tables[2], NORM_LEVELS)
+    if CONSTANTS.norms.rule > 0:
+        found = entry_of(level, block.tables[3], NORM_LEVELS)
+        found = tl.where(number * BLOCK + tl.arange(0, BLOCK)[None, :] < CONSTANTS.triplets, found, 0.0)
+        state = with_decoded(state, best * state.factor, found)
+    return (index, sign, level), state

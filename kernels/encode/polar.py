@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -17,65 +17,53 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.polar import angle_directions, uniform_directions
 from kvpack.formats.tables import kept_on_device
-from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
-from .columns import SMALLEST_AXIS, WARPS, Plan, Term, add_digits, empty_columns, plan_of, store_columns
-from .rows import (
-    MAX_PRODUCTS,
-    all_moved,
-    component,
-    components,
-    flag_unless,
-    input_of,
-    level_of,
-    limit_of,
-    load_rows,
-    moved,
-    origin_of,
-    rule_of,
-    scale_of,
-    unbiased_factor,
-)
+from .columns import SMALLEST_AXIS, Term
+from .kernel import Quantizer, encode_rows
+from .rows import MAX_PRODUCTS, flag_unless, level_of, limit_of, rule_of, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
-    from .rows import Origins
+    from .kernel import Output
 
 MAX_ANGLES = 1 << 8
 """Angles in the table of a level above the first, at most."""
 
+_MOST, _SMALLEST, _LARGEST = tl.constexpr(MAX_ANGLES), tl.constexpr(SMALLEST_SUM), tl.constexpr(LARGEST_SUM)
 
-def encode(
-    codec: Polar,
-    x: torch.Tensor,
-    streams: dict[str, torch.Tensor],
-    planes: tuple[torch.Tensor, ...],
-    flag: torch.Tensor,
-    origins: Origins | None = None,
-) -> bool:
-    """Fill ``streams``, whose code ``planes`` are given; return False, and do nothing, for codecs that the kernel does not support.
+
+class PolarConstants(NamedTuple):
+    """The bits of the angles of each level, the radii of a token, the least one that does not fit, and the ``rule`` of ``rows.rule_of``.
+
+    The tables are the bounds ``[level, MAX_ANGLES]`` and ``directions_of`` the levels. ``compiled``: for a device.
+    """
+
+    bits: tuple[int, ...]
+    radii: int
+    limit: float
+    rule: float
+    compiled: bool
+
+
+def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
+    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support.
 
     It does not take a level with an odd number of radii, the last of which has no partner, nor dims of more than one product.
     """
-    plan = _plan(codec, x.device) if codec.dim <= MAX_PRODUCTS else None
-    if plan is None:
+    radii = [codec.dim, *(level.angles for level in codec.levels)]
+    if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):
         return False
-    pairs = _first_tile(codec)
-    tokens = TILE_PAIRS // pairs
-    arguments, constants = input_of(x, origins)
+    tiles = _tiles(codec)
     ((name, layout),) = codec.scales(1, 1, 1).items()
-    launch(
-        _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
-        *arguments, components(codec.rotation, 2, pairs, pairs, x), _bounds(codec.tables[1:], x.device),
-        directions_of(codec.levels[0].bits, codec.tables[1:], x.device), plan.places, planes, streams[name], flag,
-        **constants, PAIRS=pairs, BITS=tuple(level.bits for level in codec.levels), RADII=codec.radii, SYMBOLS=sum(_tiles(codec)),
-        MOST=MAX_ANGLES, SCALE=scale_of(codec.rotation), LIMIT=limit_of(layout.dtype),
-        RULE=rule_of(codec.norm_rule, layout.dtype), SMALLEST=SMALLEST_SUM, LARGEST=LARGEST_SUM, STREAMS=plan.streams,
-        COMPILED=x.device.type == "cuda", BLOCK_TOKENS=tokens, warps=WARPS, fusion=True,
+    bits = tuple(level.bits for level in codec.levels)
+    constants = PolarConstants(bits, codec.radii, limit_of(layout.dtype), rule_of(codec.norm_rule, layout.dtype), x.device.type == "cuda")
+    return encode_rows(
+        codec, x, output, Quantizer(_quantize, constants, end=_end, above=_above, levels=len(bits)), _terms, [output.streams[name]],
+        [_bounds(codec.tables[1:], x.device), directions_of(bits[0], codec.tables[1:], x.device)], coordinates=2, symbols=tiles[0],
+        padding=sum(tiles[1:]), tokens=TILE_PAIRS // tiles[0],
     )  # fmt: skip
-    return True
 
 
 def _first_tile(codec: Polar) -> int:
@@ -90,23 +78,19 @@ def _tiles(codec: Polar) -> tuple[int, ...]:
     return tuple(max(SMALLEST_AXIS, _first_tile(codec) >> level) for level in range(len(codec.levels)))
 
 
-@lru_cache(maxsize=64)
-def _plan(codec: Polar, device: torch.device) -> Plan | None:
-    radii, tiles = codec.dim, _tiles(codec)
+def _terms(codec: Polar) -> dict[str, list[Term]]:
+    tiles = _tiles(codec)
     streams = iter(codec.packings())
     terms: dict[str, list[Term]] = {}
     symbols: list[int] = []
     for number, level in enumerate(codec.levels):
-        if 2 * level.angles != radii:
-            return None
-        radii = level.angles
         if number == 0 or level.bits != codec.levels[number - 1].bits:
             name, symbols = next(streams), []
         # Where a level has fewer symbols than the shortest tile, they are apart in it (``_widened``).
         apart = tiles[number] // (_first_tile(codec) >> number)
         symbols += [sum(tiles[:number]) + symbol * apart for symbol in range(level.angles)]
         terms[name] = [Term(0, level.bits, symbols=tuple(symbols))]
-    return plan_of(codec, terms, sum(tiles), device)
+    return terms
 
 
 @kept_on_device
@@ -160,92 +144,67 @@ def _projected(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions:
     return first * tl.load(directions + 2 * code) + second * tl.load(directions + 2 * code + 1)
 
 
-@triton.jit
-def _encode(
-    x: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    heads: tl.tensor,
-    tokens: tl.tensor,
-    origins: tl.tensor,
-    matrix: tl.tensor,
-    bounds: tl.tensor,
-    directions: tl.tensor,
-    places: tl.tensor,
-    planes: tl.tuple,
-    radii: tl.tensor,
-    flag: tl.tensor,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BITS: tl.constexpr,
-    RADII: tl.constexpr,
-    SYMBOLS: tl.constexpr,
-    MOST: tl.constexpr,
-    SCALE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    RULE: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STREAMS: tl.constexpr,
-    COMPILED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-) -> None:
-    """Encode ``BLOCK_TOKENS`` tokens of one head.
+class PolarState(NamedTuple):
+    """The radii of a level, and the products of the values below each with their direction as it decodes (zeros if no rule asks for it).
 
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides; ``token`` and ``row`` (the token's number over all heads) are
-    ``[token, 1]``, and tiles are ``[token, pair]``.
-    Above the first level they are flat, ``[token * pair]``, until codes are put in tiles again (``_widened``). ``bounds`` is
-    ``[level, MOST]``, ``directions`` ``[level, MOST, 2]`` and ``radii`` ``[batch, kv_head, token, RADII]``.
+    Flat above the first level, ``[token * pair]``, until codes are put in tiles again (``_widened``).
     """
-    batch, head, begin = tile_origin(heads, tokens, BLOCK_TOKENS)
-    if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
-        x += origin.input
-        planes = all_moved(planes, origin.streams)
-        radii = moved(radii, origin.streams)
-        flag += origin.flag
-        batch = batch * 0
-    token = (begin + tl.arange(0, BLOCK_TOKENS))[:, None]
-    valid = token < tokens
-    row = (batch * heads + head) * tokens + token
-    rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    first = component(rows, matrix, 0, PAIRS, PADDED_DIM, PARTS, OPERAND)
-    second = component(rows, matrix, 1, PAIRS, PADDED_DIM, PARTS, OPERAND)
-    found = turns(first, second)
+
+    radius: Any
+    product: Any
+
+
+@triton.jit
+def _quantize(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """The bins of a token's pairs of values."""
+    BINS: tl.constexpr = 1 << CONSTANTS.bits[0]
+    SCALE: tl.constexpr = SHAPE.scale
+    found = turns(values[0], values[1])
     radius = found[1] * SCALE
     total = tl.sum(radius, 1)
-    flag_unless(((total > SMALLEST) & (total < LARGEST)) | (total == 0), flag)
-    bins: tl.constexpr = 1 << BITS[0]
-    digits = (tl.minimum((found[0] * bins).to(tl.int32), bins - 1),)
+    flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
+    code = tl.minimum((found[0] * BINS).to(tl.int32), BINS - 1)
+    product = radius
+    if CONSTANTS.rule > 0:
+        product = _projected(values[0] * SCALE, values[1] * SCALE, code, block.tables[1])
+    return (code,), PolarState(radius, product)
+
+
+@triton.jit
+def _above(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """The codes of a level's pairs of radii."""
+    PAIRS: tl.constexpr = SHAPE.block >> LEVEL
+    ANGLES: tl.constexpr = 1 << CONSTANTS.bits[LEVEL]
+    COMPILED: tl.constexpr = CONSTANTS.compiled
+    TOKENS: tl.constexpr = SHAPE.tokens
+    pair = tl.split(tl.reshape(state.radius, (TOKENS * PAIRS, 2)))
+    found = turns(pair[0], pair[1])
+    radius = _computed_once(found[1], COMPILED)
+    code = _computed_once(level_of(found[0], block.tables[0] + (LEVEL - 1) * _MOST, ANGLES), COMPILED)
+    product = radius
+    if CONSTANTS.rule > 0:
+        pair = tl.split(tl.reshape(state.product, (TOKENS * PAIRS, 2)))
+        product = _computed_once(_projected(pair[0], pair[1], code, block.tables[1] + LEVEL * 2 * _MOST), COMPILED)
+    return (_widened(code, PAIRS),), PolarState(radius, product)
+
+
+@triton.jit
+def _end(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
+    """Store the radii of the last level."""
+    LEVELS: tl.constexpr = len(CONSTANTS.bits)
+    TOKENS: tl.constexpr = SHAPE.tokens
+    WIDTH: tl.constexpr = SHAPE.block >> (LEVELS - 1)
+    RADII: tl.constexpr = CONSTANTS.radii
+    LIMIT: tl.constexpr = CONSTANTS.limit
+    RULE: tl.constexpr = CONSTANTS.rule
+    radius = tl.reshape(state.radius, (TOKENS, WIDTH))
+    flag_unless(radius < LIMIT, block.flag)
     if RULE > 0:
-        # The products of the values below each radius with their direction as it decodes.
-        product = _projected(first * SCALE, second * SCALE, digits[0], directions)
-    sums = empty_columns(STREAMS, BLOCK_TOKENS)
-    sums = add_digits(sums, digits, places, 0, PAIRS, SYMBOLS, STREAMS)
-    at = PAIRS
-    for level in tl.static_range(1, len(BITS)):
-        pair = tl.split(tl.reshape(radius, (BLOCK_TOKENS * (PAIRS >> level), 2)))
-        found = turns(pair[0], pair[1])
-        radius = _computed_once(found[1], COMPILED)
-        code = _computed_once(level_of(found[0], bounds + (level - 1) * MOST, 1 << BITS[level]), COMPILED)
-        if RULE > 0:
-            pair = tl.split(tl.reshape(product, (BLOCK_TOKENS * (PAIRS >> level), 2)))
-            product = _computed_once(_projected(pair[0], pair[1], code, directions + level * 2 * MOST), COMPILED)
-        digits = (_widened(code, PAIRS >> level),)
-        sums = add_digits(sums, digits, places, at, _width(PAIRS >> level), SYMBOLS, STREAMS)
-        at += _width(PAIRS >> level)
-    radius = tl.reshape(radius, (BLOCK_TOKENS, PAIRS >> (len(BITS) - 1)))
-    flag_unless(radius < LIMIT, flag)
-    if RULE > 0:
-        product = tl.reshape(product, (BLOCK_TOKENS, PAIRS >> (len(BITS) - 1))) / tl.where(radius > 0, radius, 1.0)
+        product = tl.reshape(state.product, (TOKENS, WIDTH)) / tl.where(radius > 0, radius, 1.0)
         radius = unbiased_factor(radius, 1.0, product, 1.0, LIMIT, RULE)
-    number = tl.arange(0, PAIRS >> (len(BITS) - 1))[None, :]
+    number = tl.arange(0, WIDTH)[None, :]
+    radii = block.stored[0]
     stored = tl.where(radius < LIMIT, radius, 0.0).to(radii.dtype.element_ty)
-    tl.store(radii + row * RADII + number, stored, valid & (number < RADII))
-    store_columns(sums, planes, row, valid, STREAMS)
+    tl.store(radii + block.row * RADII + number, stored, block.valid & (number < RADII))

@@ -18,6 +18,7 @@ from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import Packed, Pages, divides_all, to_device
 from kvpack.kernels.encode.encode import has_products
+from kvpack.kernels.encode.kernel import output_of
 from kvpack.kernels.encode.rows import LARGEST_ROW, STREAMS_ALIGNED, Origins
 
 from .copy import copy
@@ -111,11 +112,7 @@ def encode(lane: Lane, job: Job) -> bool:
     row = first.shape[3] * first.element_size()
     if encoder is None or row > LARGEST_ROW or first.dtype not in DTYPES.values() or not has_products(first.device):
         return False
-    planes: list[torch.Tensor] = []
-    for name, packing in codec.packings().items():
-        words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
-        planes += words if packing.column_bytes % 2 == 0 else [*words[:-1], words[-1].view(torch.uint8)]
-    return encoder(codec, x, streams, tuple(planes), job.status, origins)
+    return encoder(codec, x, output_of(codec, streams, job.status, origins))
 
 
 def decode(lane: Lane, job: Job) -> bool:

@@ -27,3 +27,16 @@ def test_a_bound_loader_is_named_by_the_source_of_its_functions() -> None:
         assert bound._replace(whole=True).cache_key != bound.cache_key
         names.append(bound.cache_key)
     assert len(set(names)) == 3
+
+
+def test_a_quantizer_is_named_by_the_source_of_its_functions() -> None:
+    from kvpack.kernels.encode import group, scalar
+    from kvpack.kernels.encode.kernel import Quantizer
+
+    names = set()
+    for quantize in (group._quantize, group._measure, scalar._quantize):
+        for end in (None, group._end):
+            quantizer = Quantizer(quantize, (1,), end=end)
+            assert quantize.cache_key in quantizer.cache_key
+            names |= {quantizer.cache_key, quantizer._replace(constants=(2,)).cache_key}
+    assert len(names) == 12

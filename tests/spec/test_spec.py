@@ -24,6 +24,7 @@ from kvpack.formats.raw import DTYPES
 from kvpack.formats.rotation import KINDS, hadamard
 from support.error_bounds import ROTATION_TOLERANCE
 from support.spec_pages import SPEC, Table, section, table, tables
+from support.spec_words import MAX_INFORMATIVE, MAX_NORMATIVE, counts
 from support.strategies import create, packings
 
 PAGES = {path.stem: path for path in (SPEC / "codecs").glob("*.md")}
@@ -76,6 +77,12 @@ def test_a_codecs_page_has_the_headings_in_order_and_the_parameters_of_the_code(
     rows = table(section(PAGES[codec_id], "Parameters and ranges"), "parameter", "type", "range")
     stored = [field.name for field in dataclasses.fields(CODECS[codec_id]) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
     assert [next(iter(row.values())) for row in rows] == stored
+
+
+def test_the_text_is_no_longer_than_its_limits() -> None:
+    normative, informative = (sum(words.values()) for words in counts().values())
+    assert 0 < normative <= MAX_NORMATIVE
+    assert 0 < informative <= MAX_INFORMATIVE
 
 
 @pytest.mark.parametrize("page", sorted(SPEC.rglob("*.md")), ids=lambda page: str(page.relative_to(SPEC)))

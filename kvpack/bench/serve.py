@@ -146,7 +146,7 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
     if drawn and (others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}):
         raise InvalidParameter(
             f"{shape}: layers of {', '.join(sorted(others))}; keys and values are drawn for full and sliding attention only: use "
-            "kvpack bench resume, which computes them"
+            "make bench-resume in a clone of kvpack, which computes them"
         )
     config._attn_implementation = "sdpa"
     chosen = DTYPES[dtype] if dtype is not None else config.dtype or torch.bfloat16

@@ -62,8 +62,6 @@ def add(commands: Any) -> None:
     _add_kernels(kinds)
     _add_store(kinds)
     _add_serve(kinds)
-    _add_resume(kinds)
-    _add_weights(kinds)
 
 
 def _add_quality(kinds: Any) -> None:
@@ -244,78 +242,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype, compiled=arguments.compiled,
         )  # fmt: skip
     print_report(report, serve_tables.show, arguments)
-    return 0
-
-
-def _add_resume(kinds: Any) -> None:
-    resume = kinds.add_parser(
-        "resume",
-        help="the first token after a prompt that a store holds, for recurrent layers and sliding windows, compared with computing it",
-        description="Time the first token after a prompt that a store holds, compared with computing the prompt, and count the store's "
-        "bytes per token, for models with recurrent layers or sliding windows, of a known shape or a configuration, with random weights.",
-    )
-    resume.add_argument(
-        "--shape",
-        action="append",
-        metavar="SHAPE",
-        help="a shape of bench serve, qwen3.5-9b, small-hybrid, a name on the hub, or the path of a config.json or its "
-        "folder; may be repeated (default: qwen3.5-9b and gemma-3-12b, on a CPU the small ones)",
-    )
-    resume.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
-    resume.add_argument("--dtype", choices=list(DTYPES), help="dtype of weights, keys and values (default: as for bench serve)")
-    resume.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe of the store; may be repeated (default: two)")
-    resume.add_argument(
-        "--prefix", action="append", type=int, metavar="T", help="a prompt of T tokens; may be repeated (default: 8192 and 32768)"
-    )
-    resume.add_argument("--every", type=int, default=4096, metavar="N", help="store states after every N tokens (default: 4096)")
-    resume.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
-    add_json(resume)
-    resume.set_defaults(run=run_resume)
-
-
-def run_resume(arguments: argparse.Namespace) -> int:
-    """Measure and print a table per shape."""
-    from kvpack.models import transformers_library
-
-    # Refuses with a message where transformers is missing: the next line imports it.
-    transformers_library()
-    from kvpack.bench import resume
-
-    with progress("bench resume", arguments) as callback:
-        report = resume.run(
-            arguments.shape, arguments.recipe, arguments.prefix, every=arguments.every, layers=arguments.layers, dtype=arguments.dtype,
-            folder=arguments.folder, progress=callback,
-        )  # fmt: skip
-    print_report(report, resume.show, arguments)
-    return 0
-
-
-def _add_weights(kinds: Any) -> None:
-    weights = kinds.add_parser(
-        "weights",
-        help="naming a model by all of its weights, compared with a decode step, and a checkpoint's first start",
-        description="Time the digest of all weights of a model, which names it in files and stores, compared with a decode step, and the "
-        "digest of its checkpoint, which an engine's first start computes.",
-    )
-    weights.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    weights.add_argument("--shape", metavar="SHAPE", help="a shape of bench serve, such as llama-3-8b, with random bf16 weights")
-    weights.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the weights are (default: cpu)")
-    weights.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
-    add_json(weights)
-    weights.set_defaults(run=run_weights)
-
-
-def run_weights(arguments: argparse.Namespace) -> int:
-    """Measure and print the tables."""
-    from kvpack.models import transformers_library
-
-    # Refuses with a message where transformers is missing: the next line imports it.
-    transformers_library()
-    from kvpack.bench import weights
-
-    with progress("bench weights", arguments) as callback:
-        report = weights.run(arguments.model, arguments.shape, arguments.device, repeats=arguments.repeats, progress=callback)
-    print_report(report, weights.show, arguments)
     return 0
 
 

@@ -215,7 +215,7 @@ def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
 def test_every_shape_but_the_hybrids_has_layers_that_can_be_drawn() -> None:
     hybrids = {"qwen3.5-9b", "small-hybrid"}
     for shape in hybrids:
-        with pytest.raises(InvalidParameter, match=r"linear_attention; .*: use kvpack bench resume, which computes them"):
+        with pytest.raises(InvalidParameter, match=r"linear_attention; .*: use make bench-resume in a clone of kvpack"):
             serve.random_model(shape, None, "cpu", None)
     for shape in serve.SHAPES.keys() - hybrids:
         config = serve._config(shape, None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack import cache_names
+from kvpack.bench.serve import random_model
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity import checkpoints
 from kvpack.identity.fingerprint import weights_of
@@ -18,8 +19,6 @@ from kvpack.identity.modules import parts
 from kvpack.integrations.transformers.models import named
 from kvpack.models import model_folder, transformers_library
 from kvpack.output import print_table
-
-from .serve import random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""kvpack bench resume: the first token after a prompt that a store holds, for models with recurrent layers or sliding windows.
+"""The first token after a prompt that a store holds, for models with recurrent layers or sliding windows.
 
 The model has the shape of a known one, or of a configuration, and random weights. It computes a prompt with ``kvpack.prefill`` into a
 store, and resumes there; the same model over transformers' own cache computes all of it.
@@ -16,15 +16,14 @@ import torch
 
 import kvpack
 from kvpack import cache_names
+from kvpack.bench.device_times import call_seconds, free, wait
+from kvpack.bench.serve import DTYPES, PREFIXES, SUFFIX, random_model
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import transformers_library
 from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 from kvpack.store.store import CHUNK_TOKENS
-
-from .device_times import call_seconds, free, wait
-from .serve import DTYPES, PREFIXES, SUFFIX, random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

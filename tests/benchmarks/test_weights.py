@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from kvpack import cli
-from kvpack.bench import weights
+from benchmarks import weights
+from benchmarks.__main__ import main
 from kvpack.formats.errors import InvalidParameter
 
 
 def test_the_report_and_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "weights", "--repeats", "1", "--json"]) == 0
+    assert main(["weights", "--repeats", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["model"] == "tinylm"
     assert set(report["seconds"]) == {"digest", "name", "decode_step", "prefill", "prefill_and_digest"}

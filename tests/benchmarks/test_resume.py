@@ -1,4 +1,4 @@
-"""kvpack bench resume: what a store holds for a hybrid and for sliding windows, beside computing the prompt."""
+"""What a store holds for a hybrid and for sliding windows, beside computing the prompt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvpack import cli
-from kvpack.bench import resume
+from benchmarks import resume
+from benchmarks.__main__ import main
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of
 
 
 def test_rows_of_a_hybrid_and_of_sliding_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["bench", "resume", "--prefix", "768", "--every", "256", "--recipe", "bf16", "--recipe", "octopus-3"]
-    assert cli.main([*given, "--folder", str(tmp_path), "--json"]) == 0
+    given = ["resume", "--prefix", "768", "--every", "256", "--recipe", "bf16", "--recipe", "octopus-3"]
+    assert main([*given, "--folder", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     rows = {(row["shape"], row["from"]): row for row in report["rows"]}
     assert list(rows) == [(shape, name) for shape in resume.SHAPES["cpu"] for name in ("computing", "bf16", "octopus-3")]

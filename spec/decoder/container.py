@@ -29,6 +29,9 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
 
     ``bases`` are the files of bases that the caller has.
     """
+    number = 8 + len(JSON_START)
+    ends = data[8:number] == JSON_START and re.fullmatch(rb"([1-9][0-9]{0,8})?", data[number:]) is not None
+    require(not ends, "container.md, File", "the file ends within the major number")
     rule = "container.md, JSON header"
     major = re.match(re.escape(JSON_START) + rb'([1-9][0-9]{0,8})[ "]', data[8 : 8 + len(JSON_START) + 10])
     if major is None:

@@ -51,6 +51,24 @@ def add_front() -> None:
         lambda: PLAIN + bytes(-len(PLAIN) % 64),
     )
     add("file-ends-in-the-header", "container-4", "Truncated", "the file ends within kvpack.header", lambda: PLAIN[:4110])
+    number = PLAIN.index(b'"kvpack":"1 ') + len(b'"kvpack":"1')
+    add(
+        "file-ends-before-the-major-number",
+        "container-4",
+        "Truncated",
+        "nothing follows the JSON header's first bytes",
+        lambda: PLAIN[: number - 1],
+    )
+    add(
+        "file-ends-in-the-major-number",
+        "container-4",
+        "Truncated",
+        "the file ends after a digit of the major number",
+        lambda: PLAIN[:number],
+    )
+    text = PLAIN[number + 1 : number + 33].decode()
+    assert text != text.upper()
+    add("digest-in-upper-case", "container-5", "InvalidHeader", "the digest has upper-case letters", lambda: in_text(text, text.upper()))
     add("file-ends-in-the-json-header", "container-4", "Truncated", "the file ends within the JSON header", lambda: PLAIN[:300])
     add(
         "file-ends-in-the-first-entry",
@@ -124,9 +142,13 @@ def add_msgpack() -> None:
         ("map-16", packed[:1], b"\xde\x00\x09", "a small map as map 16"),
         ("key-integer", name, b"\x01\xa1x", "a key of model that is an integer"),
         ("array-32", b"\xa4runs\x91", b"\xa4runs\xdd\x00\x00\x00\x01", "a small array as array 32"),
+        ("byte-c1", packed[start - 6 : start + 1], b"\xa5start\xc1", "the byte c1, which begins no value"),
     ):
         assert packed.count(old, 0, None if len(old) > 1 else 1)
         add(f"msgpack-{key}", "container-10", "InvalidHeader", shows, lambda o=old, n=new: parts.joined(packed.replace(o, n, 1)))
+    shows = "the byte c1 for an integer, and a codec that does not exist after it"
+    later = packed.replace(b"\xa5start\x03", b"\xa5start\xc1").replace(b"\xa5group", b"\xa5later")
+    add("msgpack-byte-c1-before-a-later-codec", "container-12", "UnknownCodec", shows, lambda: parts.joined(later))
     add("msgpack-more-bytes", "container-10", "InvalidHeader", "a byte after the map", lambda: parts.joined(packed + b"\0"))
     add("msgpack-fewer-bytes", "container-10", "InvalidHeader", "the map ends too early", lambda: parts.joined(packed[:-1]))
     shows = "the last digest is missing, and with it the first byte of a value"
@@ -135,6 +157,9 @@ def add_msgpack() -> None:
     add("msgpack-array", "container-10", "InvalidHeader", shows, lambda: parts.joined(b"\xdc\x00\x12" + packed[1:]))
     nested = packed.replace(b"\xa5start\x03", b"\xa5start" + b"\x91" * 2000 + b"\x03")
     add("msgpack-nested", "container-10", "InvalidHeader", "two thousand arrays in one another", lambda: parts.joined(nested))
+    for place in ("ignorable", "model"):
+        for name_of_value, other in (("nil", None), ("an-array", [])):
+            add_header(f"{place}-is-{name_of_value}", "container-11", GROUP, place, other, f"{place} is {name_of_value.replace('-', ' ')}")
     for place, value in (("ignorable", {"y": b"1", "x": b""}), ("model", {"\U00010000": "a", "\uffff": "b"})):
         shows = f"keys of {place} that do not ascend by code points"
         add(f"msgpack-order-of-{place}", "container-10", "InvalidHeader", shows, lambda p=place, v=value: one_side(GROUP, edit(p, v)))

@@ -170,7 +170,7 @@ def test_the_rule_for_the_default_fields(symbols: int, base: int) -> None:
 
 
 def test_digests() -> None:
-    for row in table(section(SPEC / "container.md", "Digests"), "n", "digest"):
+    for row in table(section(SPEC / "test-values.md", "Digests"), "n", "digest"):
         assert xxhash.xxh3_128_hexdigest(bytes(number % 256 for number in range(int(row["n"])))) == row["digest"]
 
 

@@ -148,7 +148,7 @@ def test_keys_are_those_of_the_text() -> None:
     store = kvpack.Store("/nowhere", identity, chunk=4)
     assert store.keys(range(9)) == store.keys(range(9), inputs=[b"", b""]) == [first, second]
     assert store.keys(range(9), inputs=[b"", b"image"]) == [first, with_inputs]
-    text = (Path(__file__).parents[2] / "spec" / "store.md").read_text()
+    text = (Path(__file__).parents[2] / "spec" / "test-values.md").read_text()
     vector = (Path(__file__).parents[2] / "spec" / "vectors" / "valid" / "basis-two-layers.kvpack").read_bytes()
     basis = hashlib.sha256(vector).digest()
     encrypted = hashlib.sha256(prefixed(b"kvpack-basis 1", basis, b"a", b"t")).digest()

@@ -5,6 +5,7 @@ A place that loses more than others at one width is given more bits. The widths 
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from .presets import OWN, RAW_CLAUSE, calibrated_codec
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     """A layer and a side of it, "k" or "v"."""
 
 MAX_WIDTH = 8
+
+ADDED_LOSS = 0.3
+"""The part of the mean loss that is added to that of every place.
+
+Measured losses are noisy, and the smallest ones say nothing: without it, places that other text needs would be left with one bit.
+"""
 
 
 def calibrated_presets(basis: Basis) -> dict[str, str]:
@@ -49,8 +56,14 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
 
     A bit goes where it lowers the loss most (Shoham and Gersho 1988): each divides the loss of a place by about 4.
     """
-    found = dict.fromkeys(losses, 1)
+    found, raised = dict.fromkeys(losses, 1), raised_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
-        place = max((place for place in losses if found[place] < MAX_WIDTH), key=lambda place: losses[place] * 4.0 ** -found[place])
+        place = max((place for place in losses if found[place] < MAX_WIDTH), key=lambda place: raised[place] * 4.0 ** -found[place])
         found[place] += 1
     return found
+
+
+def raised_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
+    """``losses`` with ``ADDED_LOSS`` of their mean added to each."""
+    added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
+    return {place: loss + added for place, loss in losses.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpack.coding.calibrated_presets import raised_losses
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 
@@ -52,11 +53,12 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 def _predicted(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
     """Return the losses of all candidates in every place, minus the smallest loss: that is noise, which no width reduces."""
     floor = min(loss for _, loss in measured.values())
+    raised = raised_losses({place: loss - floor for place, (_, loss) in measured.items()})
     found: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():
-        codec, loss = measured[layer, side]
+        codec, _ = measured[layer, side]
         bits = {other: bits_of(other, side) for other in codecs}
-        found[layer, side] = {other: (loss - floor) * 4.0 ** (bits[codec] - bits[other]) for other in codecs}
+        found[layer, side] = {other: raised[layer, side] * 4.0 ** (bits[codec] - bits[other]) for other in codecs}
     return found
 
 

@@ -11,7 +11,7 @@ import kvpack
 from kvpack import cli
 from kvpack.coding.bases import LOSSES, Basis
 from kvpack.coding.calibrated_presets import MAX_WIDTH, widths
-from kvpack.coding.presets import OWN
+from kvpack.coding.presets import MAX_LOG8_BITS, OWN
 from kvpack.errors import InvalidHeader, InvalidParameter
 from kvpack.integrations.recipes import recipe_with_basis
 from support.caches import random_pairs
@@ -62,6 +62,25 @@ def test_widths_have_the_average_that_is_asked_for() -> None:
         assert sum(found.values()) == average * len(losses)
         assert sorted(found.values(), reverse=True) == [found[layer, side] for layer in range(6) for side in "kv"]
     assert widths({}, 3) == {}
+
+
+def test_places_without_a_measured_loss_are_not_starved() -> None:
+    losses = {(layer, "k"): 0.0 if layer % 2 else 0.001 for layer in range(8)}
+    assert set(widths(losses, 3).values()) == {2, 4}
+
+
+def test_norms_of_keys_are_finer_beside_fine_codes() -> None:
+    norms = {}
+    for name, own in OWN.items():
+        rules = {rule.sides: dict(rule.words) for rule in kvpack.Recipe(name).rules}
+        assert rules["v"]["norm"] == "log8"
+        norms[own.bits] = rules["k"].get("norm")
+    assert norms == {2: "log8", 3: "log8", 4: None}
+    by_layer = kvpack.Recipe("kvpack-3", basis(LOSING))
+    for layer in range(LAYERS):
+        rule = [rule for rule in by_layer.rules if "k" in rule.sides and rule.covers(layer, LAYERS)][-1]
+        words = dict(rule.words)
+        assert ("norm" in words) == (int(words["b"]) <= MAX_LOG8_BITS)
 
 
 @pytest.mark.parametrize("losses", ["1,2,3", "1,2,3,x", "1,2,3,-1", "1,2,3,1e400"])

@@ -76,7 +76,7 @@ def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
     """
     _check_budget(search)
     search.sensitivities = sensitivities(search)
-    found = _fitting(search, "greedy", search.sensitivities)
+    found = within_budget(search, "greedy", search.sensitivities)
     uniforms = [search.measure("uniform", allocation) for allocation in _promising(search)]
     tuned = best([found, *uniforms])
     for _ in range(ROUNDS):
@@ -115,7 +115,7 @@ def _check_budget(search: Search) -> None:
     allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
 
 
-def _fitting(search: Search, what: str, losses: Losses) -> Measurement:
+def within_budget(search: Search, what: str, losses: Losses) -> Measurement:
     """Return the allocation with the least loss whose files fit the budget in every window; some codecs need more bytes in some windows."""
     budget = search.budget
     while True:
@@ -152,7 +152,7 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
     free = set(losses)
     while True:
         kept = {place: of if place in free else {tuned.allocation[place]: 0.0} for place, of in losses.items()}
-        found = _fitting(search, "exchange", kept)
+        found = within_budget(search, "exchange", kept)
         if found.loss.kl_divergence < tuned.loss.kl_divergence:
             return found
         grown = [place for place in free if _grows(search, place, tuned.allocation[place], found.allocation[place])]

@@ -15,6 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 from .allocation import uniform
 from .greedy import allocate
 from .place_losses import MEASURED_BITS, in_one_place
+from .search import within_budget
 
 if TYPE_CHECKING:
     from .greedy import Losses
@@ -41,7 +42,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
         loss = search.windows.loss(in_one_place(layer, side, codec)).kl_divergence
         measured[layer, side] = codec, loss
         search.sensitivities[layer, side] = {codec: loss}
-    tuned = search.measure("widths", allocate(search.priced, _predicted(search, measured), search.budget))
+    tuned = within_budget(search, "widths", _predicted(search, measured))
     pairs = zip(*(search.everywhere(side) for side in "kv"), strict=False)
     fitting = [found for k, v in pairs if search.fits(found := uniform(search.priced.places, k, v))]
     plain = search.measure("uniform", fitting[-1]) if fitting else None

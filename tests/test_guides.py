@@ -34,6 +34,7 @@ GUIDES = (
     "serving-engines",
     "codecs-and-recipes",
     "command-line",
+    "view-a-file",
     "limits",
     "results",
 )

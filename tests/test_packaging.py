@@ -31,12 +31,17 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 LIBRARY = "kvpack/kernels/cpu/_cpu.abi3.so"
 
 
-LINKS = {"kvpack/formats": "../formats", "kvpack/kernels": "../kernels"}
+LINKS = {
+    "kvpack/formats": "../formats",
+    "kvpack/javascript": "../spec/readers/javascript",
+    "kvpack/kernels": "../kernels",
+    "kvpack/viewer": "../spec/viewer",
+}
 
 
 def _sources(folder: Path) -> Path:
     """A copy of what a build reads: it leaves files beside its sources."""
-    for name in ("kvpack", "formats", "kernels", ".ci/backend"):
+    for name in ("kvpack", "formats", "kernels", "spec/readers", "spec/viewer", ".ci/backend"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, folder)
@@ -139,13 +144,17 @@ def test_a_type_checker_finds_misspelt_names_of_the_checkout(tmp_path: Path) -> 
 
 @pytest.mark.scenario
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    expected = set(_below("kvpack")) | {f"kvpack/{name}" for folder in ("formats", "kernels") for name in _below(folder)}
+    expected = set(_below("kvpack"))
+    for link, target in LINKS.items():
+        folder = target.removeprefix("../")
+        expected |= {link + name.removeprefix(folder) for name in _below(folder)}
     metadata = f"kvpack-{kvpack.__version__}.dist-info/"
     if COMPILER:
         expected.add(LIBRARY)
     assert {name for name in wheel.namelist() if not name.startswith(metadata)} == expected
     assert ("-cp311-abi3-" if COMPILER else "-py3-none-any") in str(wheel.filename)
     assert {"kvpack/py.typed", "kvpack/demo/tinylm/model.safetensors", "kvpack/demo/demo.txt", "kvpack/formats/group.py"} <= expected
+    assert {"kvpack/javascript/kvpack.js", "kvpack/viewer/index.html"} <= expected
     assert f"{metadata}licenses/LICENSE" in wheel.namelist()
 
 

@@ -1,6 +1,6 @@
 """setuptools' build backend, with what it lacks for kvpack.
 
-The package reaches formats/ and kernels/ by the links kvpack/formats and kvpack/kernels. pip unpacks a zip of the sources with text files
+The package reaches formats/, kernels/ and what `kvpack view` serves by links in kvpack/. pip unpacks a zip of the sources with text files
 in their place, each with the path that its link pointed to. They become links again before setuptools looks for packages.
 
 The C library is optional. A wheel without it is tagged py3-none-any, so that no cache serves it in place of a compiled one.
@@ -39,7 +39,12 @@ Distribution.has_ext_modules = lambda _: False
 print(build_meta.build_wheel(sys.argv[1]))
 """
 
-LINKS = {"kvpack/formats": "../formats", "kvpack/kernels": "../kernels"}
+LINKS = {
+    "kvpack/formats": "../formats",
+    "kvpack/javascript": "../spec/readers/javascript",
+    "kvpack/kernels": "../kernels",
+    "kvpack/viewer": "../spec/viewer",
+}
 
 
 _compile = CCompiler.compile

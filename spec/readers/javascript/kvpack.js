@@ -236,8 +236,16 @@ export class KvpackFile {
     return this.tensor(this.header.states.find((state) => state.name === name));
   }
 
+  // The streams of a side in memory, all their tensors checked: a Map for decode().
+  async streams(layer, which) {
+    const result = new Map();
+    for (const stream of this.layers[layer][which].streams)
+      result.set(stream.stream, await this.tensor(stream));
+    return result;
+  }
+
   // The values of a side, binary32 [batch, head, token, channel]: { shape, values }.
-  // options: bases (Map from a digest in hexadecimal to a Basis), batch, heads and tokens: [from, to] of each.
+  // options: bases (Map from a digest in hexadecimal to a Basis), streams, batch, heads and tokens: [from, to] of each.
   async decode(layer, which, options = {}) {
     const side = this.layers[layer][which];
     const range = {
@@ -247,12 +255,8 @@ export class KvpackFile {
     };
     const shape = [...Object.values(range).map(([from, to]) => to - from), side.dim];
     const size = shape.reduce((product, count) => product * BigInt(count), 4n);
-    if (size > this.limit)
-      aboveLimit(
-        `${size} bytes of values are above the limit of ${this.limit}; decode fewer heads or tokens`,
-      );
-    const bytes = new Map();
-    for (const stream of side.streams) bytes.set(stream.stream, await this.tensor(stream));
+    if (size > this.limit) aboveLimit(`${size} bytes of values are above the limit of ${this.limit}`);
+    const bytes = options.streams ?? (await this.streams(layer, which));
     return { shape, values: decodeSide(side, bytes, options.bases ?? new Map(), range) };
   }
 }

@@ -1,0 +1,219 @@
+"""kvpack view: show a file in the browser, from a server for this machine alone."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import sys
+import urllib.parse
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpack.errors import InvalidParameter, MissingFile
+from kvpack.output import add_json, print_json, printable
+
+if TYPE_CHECKING:
+    import argparse
+
+ADDRESS = "127.0.0.1"
+PACKAGE = Path(__file__).resolve().parents[1]
+FOLDERS = {"viewer": PACKAGE / "viewer", "readers/javascript": PACKAGE / "javascript"}
+"""The folders of the page and of the reader, by the places that the page finds them at."""
+TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
+PIECE = 1 << 20
+IDLE_SECONDS = 60
+"""A connection without a request for this long is closed."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; worker-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of every response. There is no CORS header, so that pages of other origins cannot read any."""
+
+_RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})", re.ASCII)
+
+
+def add(commands: Any) -> None:
+    """Add ``view`` to the command line."""
+    what = (
+        "Show a file in the browser: header, layers, bytes by stream, verification, and pictures of keys and values. "
+        "The page comes from this machine, which serves nobody else, and nothing leaves it. Ctrl-C ends the command."
+    )
+    parser = commands.add_parser("view", help="show a file in the browser", description=what)
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--open", action="store_true", help="also open the page in the default browser")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the page and the file until Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt), Viewer(arguments.file, arguments.port) as viewer:
+        if arguments.json:
+            print_json({"file": arguments.file, "url": viewer.url})
+        else:
+            print(f"{printable(arguments.file)}: open {viewer.url}\nCtrl-C ends the server.")
+        sys.stdout.flush()
+        if arguments.open:
+            import webbrowser
+
+            webbrowser.open(viewer.url)
+        viewer.serve_forever()
+    return 0
+
+
+class Viewer(ThreadingHTTPServer):
+    """A server of the page and of one file, under a random path that only its URL tells.
+
+    ``path`` is the file and ``port`` the port on 127.0.0.1, 0 for a free one. Raises MissingFile for what is not a regular file that
+    can be read, and InvalidParameter for a port that cannot be used.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = False
+
+    def __init__(self, path: str | os.PathLike[str], port: int = 0) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self.pages = {
+            f"{place}/{file.name}".removesuffix("index.html"): (TYPES[file.suffix], file.read_bytes())
+            for place, folder in FOLDERS.items()
+            for file in sorted(folder.iterdir())
+            if file.suffix in TYPES
+        }
+        self.descriptor = _opened(path)
+        self.size = os.fstat(self.descriptor).st_size
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            # The base class has closed the server.
+            raise InvalidParameter(f"--port {port} cannot be used: {error}; leave it out for a free port") from None
+        self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
+        name = urllib.parse.quote(os.path.basename(os.fspath(path)), safe="", errors="replace")
+        self.url = f"http://{ADDRESS}:{self.server_port}/{self.token}/viewer/#file={name}"
+
+    def server_close(self) -> None:
+        super().server_close()
+        os.close(self.descriptor)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing is told of connections that a browser has dropped."""
+
+
+def _opened(path: str | os.PathLike[str]) -> int:
+    """A descriptor of a regular file, for reading."""
+    try:
+        # Opening a pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise MissingFile(f"{os.fspath(path)}: {error.strerror}", filename=os.fspath(path), number=error.errno or 0) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise MissingFile(f"{os.fspath(path)}: not a regular file; give a kvpack file", filename=os.fspath(path))
+    return descriptor
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD for the pages and the file of a ``Viewer``, and nothing else."""
+
+    server: Viewer
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
+
+    def version_string(self) -> str:
+        return "kvpack"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: they hold the token."""
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if self.command not in ("GET", "HEAD"):
+            # What a body says would be read as the next request.
+            self.close_connection = True
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        place = self._place()
+        if self.headers.get_all("Host", []) not in [[host] for host in self.server.hosts]:
+            # A page of another name that leads to this machine (DNS rebinding) sends that name.
+            self._refuse(HTTPStatus.FORBIDDEN)
+        elif place == "file":
+            self._send_file()
+        elif place in self.server.pages:
+            kind, content = self.server.pages[place]
+            self._start(HTTPStatus.OK, {"Content-Type": kind, "Content-Length": str(len(content))})
+            if self.command == "GET":
+                self.wfile.write(content)
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND)
+
+    do_HEAD = do_GET
+
+    def _place(self) -> str | None:
+        """The place below the token that a request names; None without the token."""
+        _, _, rest = self.path.partition("/")
+        token, _, place = rest.partition("/")
+        right = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())
+        return place if right and self.path.startswith("/") else None
+
+    def _start(self, status: HTTPStatus, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (HEADERS | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _refuse(self, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
+        content = f"{status.value} {status.phrase}\n".encode()
+        self._start(status, {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(content))} | (headers or {}))
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Malformed requests get the headers of all others, and no page that repeats their text."""
+        self.close_connection = True
+        self.command = self.command or "GET"
+        self.request_version = "HTTP/1.1"
+        self._refuse(HTTPStatus(code))
+
+    def _send_file(self) -> None:
+        size = self.server.size
+        headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+        asked = self.headers.get("Range")
+        first, end, status = 0, size, HTTPStatus.OK
+        # A range of another form is ignored, as HTTP allows.
+        match = _RANGE.fullmatch(asked) if asked is not None else None
+        if match:
+            first, last = int(match[1]), int(match[2] or size - 1)
+            if first >= size or last < first:
+                return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, {"Content-Range": f"bytes */{size}"})
+            end, status = min(last + 1, size), HTTPStatus.PARTIAL_CONTENT
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{size}"
+        self._start(status, headers | {"Content-Length": str(end - first)})
+        while self.command == "GET" and first < end:
+            piece = os.pread(self.server.descriptor, min(PIECE, end - first), first)
+            if not piece:
+                # The file was cut short meanwhile: the client sees fewer bytes than the length that it was told.
+                self.close_connection = True
+                break
+            self.wfile.write(piece)
+            first += len(piece)
+        return None

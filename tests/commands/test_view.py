@@ -1,0 +1,342 @@
+"""``kvpack view``: who may read what from its server, and the page in a browser with files of any kind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpack
+from kvpack import cli
+from kvpack.commands.view import FOLDERS, POLICY, Viewer
+from kvpack.file import container
+from kvpack.file.header import Contents, LayerEntry
+from support import chromium
+from support.caches import random_pairs
+from support.small_files import arrays_of, contents, side
+
+MARKUP = "<img src=x onerror=document.title='taken'><script>document.title='taken'</script>"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "cache <b>.kvpack"
+    kvpack.save(kvpack.pack(random_pairs(2, 40), "octopus-4", model={"name": MARKUP}), path)
+    return path
+
+
+@pytest.fixture
+def viewer(file: Path) -> Iterator[Viewer]:
+    yield from served(file)
+
+
+def served(path: Path) -> Iterator[Viewer]:
+    with Viewer(path) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(
+    viewer: Viewer, place: str, method: str = "GET", token: str | None = None, **headers: str
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """The response to a request for a place below the token."""
+    connection = http.client.HTTPConnection("127.0.0.1", viewer.server_port, timeout=60)
+    try:
+        path = f"/{viewer.token if token is None else token}/{place}"
+        connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def raw(viewer: Viewer, request: bytes) -> bytes:
+    """All that the server answers to the bytes of a request."""
+    with socket.create_connection(("127.0.0.1", viewer.server_port), timeout=60) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_the_page_the_reader_and_the_file_are_served(viewer: Viewer, file: Path) -> None:
+    assert ask(viewer, "file")[1] == file.read_bytes()
+    for place, folder in FOLDERS.items():
+        for path in folder.iterdir():
+            if path.suffix in (".html", ".css", ".js"):
+                response, content = ask(viewer, f"{place}/{path.name}".removesuffix("index.html"))
+                assert (response.status, content) == (200, path.read_bytes())
+    url = urllib.parse.urlsplit(viewer.url)
+    assert (url.hostname, url.port, url.path) == ("127.0.0.1", viewer.server_port, f"/{viewer.token}/viewer/")
+    assert url.fragment == f"file={urllib.parse.quote(file.name)}"
+    assert viewer.server_address[0] == "127.0.0.1"
+    assert len(viewer.token) >= 32
+
+
+@pytest.mark.parametrize("token", ["", "viewer", "x" * 32, "é"])
+def test_no_other_token_opens_anything(viewer: Viewer, token: str) -> None:
+    for place in ("file", "viewer/", ""):
+        assert ask(viewer, place, token=urllib.parse.quote(token))[0].status == 404
+    assert ask(viewer, "file", token=viewer.token[:-1])[0].status == 404
+    with Viewer(FOLDERS["viewer"] / "index.html") as other:
+        assert other.token != viewer.token
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["", "viewer", "viewer/index.html", "file/", "file?x", "viewer/../file", "../etc/passwd", "viewer/%2e%2e/file", "viewer//", "file%00"],
+)
+def test_no_other_place_is_served(viewer: Viewer, place: str) -> None:
+    response, content = ask(viewer, place)
+    assert (response.status, content) == (404, b"404 Not Found\n")
+
+
+def test_only_requests_by_the_servers_own_names_are_answered(viewer: Viewer) -> None:
+    port = viewer.server_port
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
+        assert ask(viewer, "file", Host=host)[0].status == 200
+    for host in ("127.0.0.1", f"example.com:{port}", f"127.0.0.1:{port + 1}", f"127.0.0.1:{port}.example.com", ""):
+        assert ask(viewer, "file", Host=host)[0].status == 403
+    path = f"/{viewer.token}/file"
+    assert raw(viewer, f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode()).startswith(b"HTTP/1.1 403")
+    twice = f"Host: 127.0.0.1:{port}\r\n" * 2
+    assert raw(viewer, f"GET {path} HTTP/1.1\r\n{twice}Connection: close\r\n\r\n".encode()).startswith(b"HTTP/1.1 403")
+    absolute = f"GET http://127.0.0.1:{port}{path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n"
+    assert raw(viewer, absolute.encode()).startswith(b"HTTP/1.1 404")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND"])
+def test_files_are_only_read(viewer: Viewer, method: str) -> None:
+    response, _ = ask(viewer, "file", method, Origin="http://example.com")
+    assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    ("place", "method", "headers"),
+    [
+        ("file", "GET", {}),
+        ("viewer/", "GET", {}),
+        ("viewer/worker.js", "HEAD", {}),
+        ("file", "GET", {"Range": "bytes=1-2"}),
+        ("x", "GET", {}),
+        ("file", "POST", {}),
+        ("file", "GET", {"Host": "example.com"}),
+    ],
+)
+def test_every_response_has_the_strict_headers(viewer: Viewer, place: str, method: str, headers: dict[str, str]) -> None:
+    response, _ = ask(viewer, place, method, Origin="http://example.com", **headers)
+    assert response.headers["Content-Security-Policy"] == POLICY
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert response.headers["Referrer-Policy"] == "no-referrer"
+    assert response.headers["Cache-Control"] == "no-store"
+    assert not [name for name in response.headers if name.lower().startswith("access-control-")]
+
+
+def test_the_policy_lets_nothing_in_from_elsewhere_or_inline() -> None:
+    policy = dict(part.split(" ", 1) for part in POLICY.split("; "))
+    assert policy["default-src"] == "'none'"
+    assert {name: value for name, value in policy.items() if value not in ("'self'", "'none'")} == {"img-src": "'self' data:"}
+    page = (FOLDERS["viewer"] / "index.html").read_text(encoding="utf-8")
+    assert POLICY.removesuffix("; frame-ancestors 'none'") in page
+    assert not re.search(r"<script(?![^>]*src=)|\son[a-z]+=|style=|https?://", page)
+    for script in FOLDERS["viewer"].glob("*.js"):
+        unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
+        assert not re.search(unsafe, script.read_text(encoding="utf-8"))
+
+
+def test_malformed_requests_get_the_strict_headers_and_none_of_their_text(viewer: Viewer) -> None:
+    for request in (b"GET\r\n\r\n", b"<b>x</b> / HTTP/9.9\r\n\r\n", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\n\r\n"):
+        answer = raw(viewer, request)
+        assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
+        assert POLICY.encode() in answer
+        assert b"<b>" not in answer
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "end"),
+    [("bytes=0-0", 0, 1), ("bytes=5-9", 5, 10), ("bytes=7-", 7, None), ("bytes=0-999999999999999999", 0, None)],
+)
+def test_ranges_of_the_file(viewer: Viewer, file: Path, asked: str, first: int, end: int | None) -> None:
+    data = file.read_bytes()
+    response, content = ask(viewer, "file", Range=asked)
+    assert (response.status, content) == (206, data[first:end])
+    assert response.headers["Content-Range"] == f"bytes {first}-{first + len(content) - 1}/{len(data)}"
+    head, nothing = ask(viewer, "file", "HEAD", Range=asked)
+    assert (head.status, head.headers["Content-Length"], nothing) == (206, str(len(content)), b"")
+
+
+def test_ranges_that_cannot_be_satisfied_or_have_another_form(viewer: Viewer, file: Path) -> None:
+    size = file.stat().st_size
+    for asked in (f"bytes={size}-", "bytes=5-4", f"bytes={10**18}-"):
+        response, _ = ask(viewer, "file", Range=asked)
+        assert (response.status, response.headers["Content-Range"]) == (416, f"bytes */{size}")
+    for asked in ("bytes=-5", "bytes=0-1,3-4", "lines=0-1", "bytes=x-y"):
+        response, content = ask(viewer, "file", Range=asked)
+        assert (response.status, len(content)) == (200, size)
+
+
+def test_a_file_that_is_replaced_or_cut_meanwhile(viewer: Viewer, file: Path) -> None:
+    data = file.read_bytes()
+    file.rename(file.with_name("old"))
+    file.write_bytes(b"another")
+    assert ask(viewer, "file")[1] == data
+    with file.with_name("old").open("r+b") as opened:
+        opened.truncate(10)
+    with pytest.raises(http.client.IncompleteRead):
+        ask(viewer, "file")
+    assert ask(viewer, "viewer/")[0].status == 200
+
+
+def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["view", str(tmp_path / "missing")]) == 3
+    assert cli.main(["view", str(tmp_path)]) == 3
+    assert "not a regular file" in capsys.readouterr().err
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path = FOLDERS["viewer"] / "index.html"
+        for port in (taken.getsockname()[1], 70000):
+            assert cli.main(["view", str(path), "--port", str(port)]) == 2
+            assert "leave it out for a free port" in capsys.readouterr().err
+
+
+@pytest.mark.scenario
+def test_ctrl_c_ends_the_command(file: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "kvpack", "view", file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    url = line.partition(": open ")[2].strip()
+    assert re.fullmatch(r"http://127\.0\.0\.1:[0-9]+/[\w-]{32}/viewer/#file=.*", url)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
+browser_tests = pytest.mark.skipif(chromium.PROGRAM is None, reason="chromium is not installed")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    with chromium.page(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+def text(page: chromium.Page, name: str) -> str:
+    return str(page.evaluate(f"document.getElementById('{name}').innerText"))
+
+
+def shown(page: chromium.Page, path: Path) -> None:
+    """Show a file, until the page has its header or its refusal."""
+    for server in served(path):
+        page.errors.clear()
+        page.open("about:blank")
+        page.open(server.url)
+        page.wait("document.getElementById('contents') && (!contents.hidden || !document.getElementById('error').hidden)")
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_the_page_shows_verifies_and_draws(page: chromium.Page, viewer: Viewer, file: Path) -> None:
+    page.open(viewer.url)
+    page.wait("document.getElementById('contents')?.hidden === false")
+    assert MARKUP in text(page, "header")
+    assert file.name in text(page, "header")
+    assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    assert page.evaluate("document.title") == f"{file.name} - kvpack viewer"
+    cache = kvpack.load(file)
+    for name, kind in (("k", "keys"), ("v", "values")):
+        page.evaluate(f"(side.value = '{name}', layer.value = 1, show.click())")
+        page.wait(f"document.getElementById('values-status').innerText.startsWith('Layer 1, {kind}')")
+        values = cache[1].sides[name].unpack(torch.float32)
+        page.evaluate("(token.value = 39, head.value = 1, channel.value = 63, cell.dispatchEvent(new Event('input')))")
+        shown = page.wait("document.getElementById('value').innerText.startsWith('value') && document.getElementById('value').innerText")
+        assert float(shown.split()[1]) == pytest.approx(float(values[0, 1, 39, 63]), rel=1e-5)
+        assert f"{values.numel():,}" in text(page, "statistics")
+    page.evaluate("document.getElementById('verify').click()")
+    page.wait("document.getElementById('verify-status').className === 'good'")
+    assert page.errors == []
+
+
+@pytest.mark.scenario
+@browser_tests
+@pytest.mark.parametrize("size", [0, 7, 60, 5000, -1])
+def test_the_page_refuses_cut_files(page: chromium.Page, file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+    shown(page, file)
+    assert page.evaluate("contents.hidden")
+    assert text(page, "status") == "The file is refused."
+    assert re.match("(Truncated|NotKvpack): ", text(page, "error"))
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_the_page_names_the_damaged_tensor(page: chromium.Page, file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for server in served(file):
+        page.open(server.url)
+        page.wait("document.getElementById('contents')?.hidden === false")
+        page.evaluate("document.getElementById('verify').click()")
+        page.wait("document.getElementById('verify-status').className === 'bad'")
+        last = list(container.open_file(file).tensors)[-1]
+        assert f"{last}" in text(page, "verify-table")
+        assert "DigestMismatch" in text(page, "verify-table")
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_the_page_stays_usable_with_huge_tables(page: chromium.Page, tmp_path: Path) -> None:
+    path = tmp_path / "huge.kvpack"
+    raw_codec = contents("raw").codecs[0]
+    metadata = {f"{MARKUP}{i:03}": MARKUP * 30 for i in range(200)}
+    many = Contents(
+        codecs=(raw_codec,), layers=(LayerEntry(side(0), None),) + (LayerEntry(None, None),) * 4095, model=metadata, recipe="‮<b>x"
+    )
+    path.write_bytes(container.to_bytes(many, arrays_of(many)))
+    shown(page, path)
+    assert text(page, "error") == ""
+    assert "\\u202e<b>x" in text(page, "header")
+    assert page.evaluate("document.querySelectorAll('#layers tbody tr').length") == 500
+    assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    page.evaluate("document.querySelector('#layers button').click()")
+    assert page.evaluate("document.querySelectorAll('#layers tbody tr').length") == 1000
+    page.size(390, 844, phone=True)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.call("Emulation.clearDeviceMetricsOverride")
+    assert page.evaluate("document.title") != "taken"
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_token_ids_show_as_text_by_a_tokenizer(page: chromium.Page, tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "x.kvpack", tmp_path / "tokenizer.json"
+    kvpack.save(kvpack.pack(random_pairs(1, 4), "raw", inputs=kvpack.Inputs(struct.pack("<4I", 0, 1, 2, 9))), path)
+    vocabulary = {"Ġ<b>": 0, "Ã": 1, "©": 2}
+    tokenizer.write_text(json.dumps({"model": {"type": "BPE", "vocab": vocabulary}, "decoder": {"type": "ByteLevel"}}), encoding="utf-8")
+    for server in served(path):
+        page.open(server.url)
+        page.wait("document.getElementById('contents')?.hidden === false")
+        page.choose("#tokenizer", tokenizer)
+        page.wait("document.getElementById('tokens').innerText.includes('<b>')")
+        assert page.evaluate("[...document.querySelectorAll('#tokens span')].map((one) => one.textContent)") == [" <b>", "", "é", "[9]"]

@@ -170,7 +170,6 @@ class Scanner {
     if (code < 0xa0) return { kind: "array", count: code & 15 };
     if (code < 0xc0) return { kind: "string", size: code & 31 };
     if (code >= 0xe0) return { kind: "integer", value: code - 256 };
-    if (code === 0xc1) throw new Cut();
     if (code < 0xc4) return { kind: "other", size: 0 };
     if (code < 0xc7) return { kind: "other", size: this.unsigned(1 << (code - 0xc4)) };
     if (code < 0xca) return { kind: "other", size: this.unsigned(1 << (code - 0xc7)) + 1 };

@@ -110,9 +110,6 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the windows, needles, twins and generated text (default: 0)"
     )
-    quality.add_argument(
-        "--norm-rules", action="store_true", help="compare KL with and without norm_rule=norm, for every preset that it changes"
-    )
     quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg here")
     add_json(quality)
     quality.set_defaults(run=run_quality)
@@ -264,9 +261,6 @@ def _add_store(kinds: Any) -> None:
     store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     store.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
     store.add_argument("--location", metavar="STORE", help="fill a folder or a server with --entries small entries, and measure there")
-    store.add_argument(
-        "--delay", type=float, metavar="MS", help="with --location redis:// or s3://: time calls whose requests are MS milliseconds late"
-    )
     store.add_argument("--row", action="append", metavar="ROW", help="with --location: measure only this; may be repeated (default: all)")
     add_json(store)
     store.set_defaults(run=run_store)
@@ -274,11 +268,8 @@ def _add_store(kinds: Any) -> None:
 
 def run_store(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
-    from kvpack.bench import store, store_delay, store_scale, store_tables
+    from kvpack.bench import store, store_scale, store_tables
 
-    if arguments.delay is not None:
-        print_report(store_delay.run(arguments.location or "", arguments.delay), store_delay.show, arguments)
-        return 0
     if arguments.location is not None:
         (entries,) = arguments.entries or [store_scale.ENTRIES]
         rows = arguments.row or store_scale.ROWS
@@ -337,7 +328,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
 
     # Refuses with a message where transformers is missing: the next line imports it.
     transformers_library()
-    from kvpack.bench import norm_rules, quality, real_model
+    from kvpack.bench import quality, real_model
     from kvpack.formats.errors import InvalidParameter
 
     model = None if arguments.model == DEMO else arguments.model or real_model.folder()
@@ -352,14 +343,10 @@ def run_quality(arguments: argparse.Namespace) -> int:
         tuple(name for name in quality.OTHERS if name != arguments.calibrated_on),
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:
-        if arguments.norm_rules:
-            recipes = arguments.recipe or norm_rules.recipes()
-            report = norm_rules.run(model, arguments.text, recipes, settings, out=arguments.out, progress=callback)
-        else:
-            recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
-            given = (model, arguments.text, recipes, settings)
-            report = quality.run(*given, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
-    print_report(report, norm_rules.show if arguments.norm_rules else quality.show, arguments)
+        recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
+        given = (model, arguments.text, recipes, settings)
+        report = quality.run(*given, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
+    print_report(report, quality.show, arguments)
     return 0
 
 

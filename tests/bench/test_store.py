@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvpack import cli
-from kvpack.bench import store, store_delay, store_scale, store_tables
+from kvpack.bench import store, store_scale, store_tables
 from kvpack.formats.errors import InvalidParameter
-from support import redis_server, s3_server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,43 +79,3 @@ def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
         store_scale.run(str(tmp_path), 200, rows=["x"])
     with pytest.raises(InvalidParameter, match="--entries is 10"):
         store_scale.run(str(tmp_path), 10)
-
-
-@pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_calls_of_a_distant_server_are_compared(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(store_delay.PAGES, kind, 8)
-    with contextlib.ExitStack() as stack:
-        if kind == "redis":
-            pytest.importorskip("redis")
-            location = stack.enter_context(redis_server.running(tmp_path)).url
-        else:
-            pytest.importorskip("obstore")
-            server = stack.enter_context(s3_server.running())
-            location = server.url
-            for name, variable in s3_server.VARIABLES.items():
-                monkeypatch.setenv(variable, server.options[name])
-        assert cli.main(["bench", "store", "--location", location, "--delay", "20", "--json"]) == 0
-        report = json.loads(capsys.readouterr().out)
-        store_delay.show(report)
-    assert "PageStore: put what is there" in capsys.readouterr().out
-    assert report["pages"] == 8
-    assert set(report["ms"]["Store"]) == {"save", "match", "load", "save what is there"}
-    # An object store notes uses later.
-    calls = [value for calls in report["ms"].values() for what, value in calls.items() if what != "touch"]
-    assert all(value >= 20 for value in calls)
-
-
-@pytest.mark.parametrize(
-    ("location", "delay", "message"),
-    [
-        ("redis://127.0.0.1:1", 0, "--delay is 0"),
-        ("/tmp/store", 5, "goes with a location redis:// or s3://"),
-        ("s3://b/p", 5, "needs its http"),
-    ],
-)
-def test_what_has_no_distance_is_refused(location: str, delay: float, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(store_delay.ENDPOINT, raising=False)
-    with pytest.raises(InvalidParameter, match=message):
-        store_delay.run(location, delay)

@@ -1,4 +1,4 @@
-"""kvpack bench store --location --delay: a store and an engine's pages on a server with a given delay in milliseconds.
+"""A store and an engine's pages on a server with a given delay in milliseconds.
 
 A relay on this machine delays every request, so that a server nearby stands for one far away. It adds no time for bytes.
 """
@@ -35,17 +35,17 @@ LIKE = {"present": "match", "get_into": "load", "touch": "match", "put what is t
 """The ``Store`` call that each ``PageStore`` call is compared with; a page call may take twice the time."""
 
 
-def run(location: str, delay_ms: float, pages: int | None = None) -> dict[str, Any]:
+def run(location: str, delay_ms: float) -> dict[str, Any]:
     """Measure a store and pages at ``location`` (redis:// or s3://), every request ``delay_ms`` late; returns JSON values.
 
     Entries of the bench are removed before and after. Raises InvalidParameter for another kind of location and for an invalid delay.
     """
     if not 0 < delay_ms < 10_000:
-        raise InvalidParameter(f"--delay is {delay_ms}, expected milliseconds above 0 and below 10,000")
+        raise InvalidParameter(f"the delay is {delay_ms}, expected milliseconds above 0 and below 10,000")
     kind = urlsplit(location).scheme
     if kind not in PAGES:
-        raise InvalidParameter(f"--delay goes with a location redis:// or s3://, got {location!r:.80}")
-    count = PAGES[kind] if pages is None else pages
+        raise InvalidParameter(f"the location is {location!r:.80}, expected redis:// or s3://")
+    count = PAGES[kind]
     with _delayed(location, kind, delay_ms / 1000) as (place, options):
         rows = _measured(place, options, count)
     return {"location": location, "delay_ms": delay_ms, "pages": count, "ms": rows}

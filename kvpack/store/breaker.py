@@ -23,8 +23,7 @@ REST_SECONDS = 5.0
 class Breaker:
     """Counts consecutive failures. Safe to use from any thread."""
 
-    def __init__(self, failures: int = FAILURES, rest_seconds: float = REST_SECONDS) -> None:
-        self._failures, self._rest_seconds = failures, rest_seconds
+    def __init__(self) -> None:
         self._in_a_row = 0
         self._closed_until = 0.0
         self._lock = Lock()
@@ -32,12 +31,12 @@ class Breaker:
     def allows(self) -> bool:
         """Return True if to send a request now. After a pause one caller may, and the others wait for its result."""
         with self._lock:
-            if self._in_a_row < self._failures:
+            if self._in_a_row < FAILURES:
                 return True
             now = time.monotonic()
             if now < self._closed_until:
                 return False
-            self._closed_until = now + self._rest_seconds
+            self._closed_until = now + REST_SECONDS
             return True
 
     def succeeded(self) -> None:
@@ -49,7 +48,7 @@ class Breaker:
         """The server did not answer, or not in time."""
         with self._lock:
             self._in_a_row += 1
-            self._closed_until = time.monotonic() + self._rest_seconds
+            self._closed_until = time.monotonic() + REST_SECONDS
 
 
 class Guard:

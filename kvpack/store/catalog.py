@@ -283,14 +283,12 @@ def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *,
                 yield stored.key
 
 
-def descriptions_of(
-    backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
-) -> set[bytes]:
+def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
     """The descriptions of all rows of ``namespace``, one for each shape of pages; entries that cannot be read are left out."""
     found: set[bytes] = set()
-    for stored, front in fronts_of(backend, list(backend.list()), max_entry_bytes):
+    for stored, front in fronts_of(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_Gone, KvpackError, MemoryError):
-            row, where = memoryview(_clear(stored, front, cipher, max_entry_bytes)), f"entry {stored.key.hex()}"
+            row, where = memoryview(_clear(stored, front, cipher, MAX_ENTRY_BYTES)), f"entry {stored.key.hex()}"
             if begins_row(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, where)).namespace == namespace:
                 found.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
     return found

@@ -268,7 +268,7 @@ def _add_store(kinds: Any) -> None:
 
 def run_store(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
-    from kvpack.bench import store, store_scale, store_tables
+    from kvpack.bench import store, store_scale
 
     if arguments.location is not None:
         (entries,) = arguments.entries or [store_scale.ENTRIES]
@@ -287,7 +287,7 @@ def run_store(arguments: argparse.Namespace) -> int:
             folder=arguments.folder,
             progress=callback,
         )
-    print_report(report, store_tables.show, arguments)
+    print_report(report, store.show, arguments)
     return 0
 
 

@@ -62,7 +62,7 @@ class Opened:
         """
         from kvpack.coding.recipes import Recipe, basis_named
         from kvpack.store.bases import basis_in
-        from kvpack.store.basis_keys import basis_keys
+        from kvpack.store.keys import basis_keys
 
         digest = basis_named(Recipe.recorded(entry.recipe))
         keys = [] if digest is None else basis_keys(digest, self.cipher)

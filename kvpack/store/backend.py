@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from .lease import NoLease
 
-if TYPE_CHECKING:
-    from .lease import Lease
+class Lease(Protocol):
+    """A lease, which a backend grants to one holder at a time."""
+
+    def release(self) -> None:
+        """End the lease, if it has not ended by itself. Raises nothing."""
+
+
+class NoLease:
+    """The lease of a location that does not support leases: everybody has it."""
+
+    def release(self) -> None:
+        """Do nothing: there is no lease to release."""
+
 
 Data = bytes | bytearray | memoryview
 """The bytes of an entry: a mapped file if possible."""

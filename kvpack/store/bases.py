@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import DigestMismatch, MissingBasis
 
-from .basis_keys import basis_keys, check_basis
 from .encryption import in_clear
 from .entry_kind import check_size
+from .keys import basis_keys, check_basis
 from .loading import FAULTS, refuse
 
 if TYPE_CHECKING:

@@ -10,12 +10,10 @@ from kvpack.file.row import FRAME_BYTES, KEY_AT, begins_row, frame_of, namespace
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
-from .basis_keys import check_basis
 from .encryption import in_clear
 from .entries import Named, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
-from .keys import ID_BYTES, chunk_key
-from .page_keys import check_page
+from .keys import ID_BYTES, check_basis, check_page, chunk_key
 from .state_entries import NamedStates, is_states
 
 if TYPE_CHECKING:

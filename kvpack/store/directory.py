@@ -19,7 +19,7 @@ from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import map_file, may_map
 
 from .abouts import about_pieces
-from .backend import OneTier, Stored
+from .backend import NoLease, OneTier, Stored
 from .catalog import read_catalog, restored_times
 from .disk_usage import Usage
 from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
@@ -28,7 +28,6 @@ from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
 from .folder import Folder
 from .index import ENTRIES, Index
-from .lease import NoLease
 from .leases import take_file_lease
 from .pins import Pins
 from .reading import read_beginning, read_whole
@@ -38,11 +37,10 @@ from .trust import NotAnEntry, Trust, Untrusted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, Found, Hold, Pin
+    from .backend import Data, Found, Hold, Lease, Pin
     from .counters import Counters
     from .disk_usage import Count
     from .entry_kind import Form
-    from .lease import Lease
 
 
 _DESCRIBED_AT_ONCE = 2048

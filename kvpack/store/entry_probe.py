@@ -8,12 +8,11 @@ from kvpack.file import container
 from kvpack.file.row import begins_row
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
-from .basis_keys import check_basis
 from .encryption import in_clear
 from .entries import check_entry, open_entry
 from .entry_kind import FRONT_BYTES, Kind
 from .faults import is_damage
-from .page_keys import check_page
+from .keys import check_basis, check_page
 from .state_entries import NamedStates, is_states
 
 if TYPE_CHECKING:

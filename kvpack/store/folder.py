@@ -16,9 +16,8 @@ import stat
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvpack.file.atomic import TEMPORARY_PREFIX
+from kvpack.file.atomic import TEMPORARY_PREFIX, is_on_one_host
 
-from . import disk
 from .reading import regular_files
 from .trust import Trust
 
@@ -26,6 +25,37 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .counters import Counters
+
+
+BLOCK = 4096
+"""The block of nearly every file system, and the least that a file of a byte is counted as."""
+_LARGEST_BLOCK = 65_536
+"""Network mounts call their requests' size a block."""
+
+
+def block_bytes(path: str) -> int:
+    """Return the block size of the disk of a file below ``path``, which need not exist yet.
+
+    Machines that share a folder over a network count alike, whatever each of them mounts.
+    """
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    try:
+        return min(max(os.statvfs(path).f_frsize, BLOCK), _LARGEST_BLOCK) if is_on_one_host(path) else BLOCK
+    except OSError:
+        return BLOCK
+
+
+def taken_by(*paths: str) -> int:
+    """Return the disk space of these files and folders; missing ones need none."""
+    total = 0
+    for path in paths:
+        try:
+            total += 512 * os.lstat(path).st_blocks
+        except OSError:
+            continue
+    return total
+
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
@@ -53,7 +83,7 @@ class Folder:
     @cached_property
     def block(self) -> int:
         """Block size to which file sizes are rounded up."""
-        return disk.block_bytes(self.root)
+        return block_bytes(self.root)
 
     def cost(self, size: int) -> int:
         """Return the disk space of a file of ``size`` bytes."""
@@ -63,7 +93,7 @@ class Folder:
         """Return the disk space of the folders, and of files other than entries."""
         firsts = [f"{self.root}/{first:x}" for first in range(16)]
         beside = [f"{self.root}/{name}" for name in BESIDE]
-        return disk.taken_by(self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *firsts, *self.leaves, *beside)
+        return taken_by(self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *firsts, *self.leaves, *beside)
 
     @cached_property
     def leaves(self) -> list[str]:
@@ -79,7 +109,7 @@ class Folder:
         above = self.root
         while not os.path.isdir(above):
             above = os.path.dirname(above)
-        return missing * min(disk.taken_by(above), self.block)
+        return missing * min(taken_by(above), self.block)
 
     def path(self, key: bytes) -> str:
         """The path of the entry ``key``."""

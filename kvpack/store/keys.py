@@ -1,4 +1,6 @@
-"""The names of chunks: SHA-256 over length-prefixed fields, chained by the parent's name (spec/store.md, Keys)."""
+"""The names of entries: of chunks, SHA-256 over length-prefixed fields, chained by the parent's name (spec/store.md, Keys); of pages, of
+their namespace, the engine's key and their description (spec/row.md, Entries); of bases, the SHA-256 of their file (spec/store.md, Bases).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,20 @@ import hashlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kvpack.file.row import FRAME_BYTES, check_row
 from kvpack.formats.arguments import items
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParameter
 from kvpack.formats.lazy import numpy
 from kvpack.identity.identity import length_prefixed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from .backend import Data
+    from .encryption import Cipher
+
+BASIS_DOMAIN = b"kvpack-basis 1"
+PAGE_DOMAIN = b"kvpack-page 2"
 
 KEY_BYTES = 32
 ID_BYTES = 4
@@ -108,3 +117,41 @@ def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
     """The key of one chunk."""
     fields = length_prefixed(parent) + length_prefixed(ids)
     return hashlib.sha256(fields + length_prefixed(inputs) if inputs else fields).digest()
+
+
+def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
+    """The keys of the entries that may contain the basis with SHA-256 ``digest``, the one to write first."""
+    if cipher is None:
+        return [digest]
+    # One entry for each encryption key: one that is no longer at hand must not take the place of a readable one.
+    return [hashlib.sha256(b"".join(map(length_prefixed, (BASIS_DOMAIN, digest, name, cipher.tenant)))).digest() for name in cipher.ids]
+
+
+def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
+    """Return the SHA-256 of a basis that is the whole decrypted entry ``key``. Raises DigestMismatch if the key belongs to another
+    basis.
+    """
+    digest = hashlib.sha256(data).digest()
+    if key not in basis_keys(digest, cipher):
+        raise DigestMismatch(f"entry {key.hex()}: damaged: holds a basis with the SHA-256 {digest.hex()}, which has another key")
+    return digest
+
+
+def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
+    """The name of the entry with the row of ``namespace`` and ``key``, 32 bytes each: pages of other shapes have other names."""
+    return hashlib.sha256(b"".join(map(length_prefixed, (PAGE_DOMAIN, namespace, key, description)))).digest()
+
+
+def check_page(name: bytes, data: Data) -> None:
+    """Check a row that is the whole entry ``name``.
+
+    Raises NotKvpack, UnsupportedVersion, Truncated, DigestMismatch and InvalidHeader.
+    """
+    where = f"entry {name.hex()}"
+    row = memoryview(data)
+    frame = check_row(row, where)
+    if frame.length != len(data):
+        raise InvalidHeader(f"{where}: has {len(data)} bytes, its row {frame.length}")
+    description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
+    if (found := page_key(frame.namespace, frame.key, description)) != name:
+        raise InvalidHeader(f"{where}: holds the page {found.hex()}")

@@ -17,17 +17,16 @@ from kvpack.formats.arguments import shown
 from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.locks import Lock
 
-from .lease import NoLease
+from .backend import NoLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvpack.cache.cache import Cache
 
-    from .backend import Backend
+    from .backend import Backend, Lease
     from .counters import Counters
     from .folder import Folder
-    from .lease import Lease
 
 _PAUSES = (0.005, 0.1)
 """The first and the longest pause between two tries to take a lease, in seconds."""

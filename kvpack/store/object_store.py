@@ -21,24 +21,22 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import in_parallel
 
-from .backend import Found, OneTier, Stored
+from .backend import Found, NoLease, OneTier, Stored
 from .breaker import Breaker, Guard
 from .entry_kind import PLAIN, Kind
 from .expiry import MAX_TTL, pass_seconds
 from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, Uses, eviction_order, merged, order_of, record_name
-from .lease import NoLease
 from .objects import SCHEMES, Objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Hold, Pin
+    from .backend import Data, Hold, Lease, Pin
     from .counters import Counters
     from .entry_kind import Form
     from .last_used import Use
-    from .lease import Lease
 
 REQUESTS = 16
 """The most concurrent requests."""

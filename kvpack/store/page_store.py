@@ -23,10 +23,10 @@ from .catalog import rows_of
 from .counters import Counters, with_labels
 from .encryption import in_clear
 from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
+from .keys import page_key
 from .loading import FAULTS, refuse
 from .open_store import check_identity, opened
 from .options import StoreOptions, check_count
-from .page_keys import page_key
 from .tiers import Tiers, told
 
 if TYPE_CHECKING:

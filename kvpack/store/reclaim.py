@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
-from .basis_keys import check_basis
 from .catalog import fronts_of
 from .directory import Directory
 from .encryption import in_clear
 from .entries import FEATURE, is_old, open_entry
 from .entry_kind import check_size
 from .faults import is_damage
+from .keys import check_basis
 from .summary import describe_new
 
 if TYPE_CHECKING:

@@ -23,11 +23,10 @@ from kvpack.file.front import front_bytes
 from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
-from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, OneTier, Stored
+from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, NoLease, OneTier, Stored
 from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
 from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
-from .lease import NoLease
 from .redis_answers import data, data_list, integer, scanned, score, stored, taken
 from .redis_client import Client
 from .redis_count import MAX_PAGES, NAMES_AT_ONCE, Count
@@ -36,10 +35,9 @@ from .redis_scripts import ENTRY, HOLDS, LEASE, PINS, USED
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Hold, Pin
+    from .backend import Data, Hold, Lease, Pin
     from .counters import Counters
     from .entry_kind import Form
-    from .lease import Lease
     from .redis_client import Command
 
 SCHEMES = ("redis://", "rediss://", "unix://")

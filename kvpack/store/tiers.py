@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from .backend import Backend, Data, Hold, Pin
+    from .backend import Backend, Data, Hold, Lease, Pin
     from .counters import Counters
-    from .lease import Lease
 
 TierStats = list[dict[str, Any]]
 

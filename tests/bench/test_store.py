@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvpack import cli
-from kvpack.bench import store, store_scale, store_tables
+from kvpack.bench import store, store_scale
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [(row["processes"], row["failed"]) for row in report["operations"]] == [(1, 0), (2, 0)]
     assert [row["entries"] for row in report["entries"]] == [5, 20]
     assert list(tmp_path.iterdir()) == []
-    store_tables.show(report)
+    store.show(report)
     text = capsys.readouterr().out
     assert "at most 5 ms" in text
     assert "at least 0.8 x" in text
     report["match"]["ms"] = 50.0
-    store_tables.show(report)
+    store.show(report)
     assert "missed" in capsys.readouterr().out
 
 

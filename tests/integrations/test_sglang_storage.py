@@ -202,7 +202,6 @@ def test_every_call_leaves_the_hosts_settings(storage: Any, tmp_path: Path, monk
 
 def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's collector takes its own class alone, and sets an attribute of it."""
-    from kvpack.integrations.sglang import metrics
 
     shown: dict[str, Metric] = {}
 
@@ -214,7 +213,7 @@ def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypat
     client = types.ModuleType("prometheus_client")
     vars(client).update(Counter=made, Gauge=made, Histogram=made)
     monkeypatch.setitem(sys.modules, "prometheus_client", client)
-    metrics._metrics.cache_clear()
+    storage._metrics.cache_clear()
     backends = [opened(storage, pool("page_first", 1), tmp_path, recipe="octopus-4") for _ in range(2)]
     backends[0].batch_set_v1(["a", "b"], indices(4, 0))
     backends[0].register_mem_host_pool_v2(pool("page_first", 2), "swa")
@@ -242,11 +241,11 @@ def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypat
         backend.close()
     # Without it there are SGLang's own numbers alone.
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    metrics._metrics.cache_clear()
+    storage._metrics.cache_clear()
     backend = opened(storage, pool("page_first", 1), tmp_path)
     assert backend.get_stats() == StorageMetrics()
     backend.close()
-    metrics._metrics.cache_clear()
+    storage._metrics.cache_clear()
 
 
 def test_the_entry_point_names_the_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
-from kvpack.store.page_keys import page_key
+from kvpack.store.keys import page_key
 from spec.decoder.row import MULTIPLIER
 from spec.generate.expected import sides_of, values_of
 from spec.generate.page_vectors import (

@@ -16,8 +16,8 @@ from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
 from kvpack.file import container
 from kvpack.store.bases import StoredBasis
-from kvpack.store.basis_keys import basis_keys
 from kvpack.store.encryption import Cipher
+from kvpack.store.keys import basis_keys
 from support import redis_server, s3_server, warm_python
 from support.basis_caches import BASIS, IDENTITY, RECIPE, basis_of, cache, held, save, with_basis, without_basis
 from support.caches import random_pairs

@@ -15,7 +15,7 @@ import torch
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store.lease import NoLease
+from kvpack.store.backend import NoLease
 from support.redis_server import running as redis_running
 from support.s3_server import running as s3_running
 from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save

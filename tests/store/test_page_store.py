@@ -21,7 +21,7 @@ from kvpack.coding.recipes import Recipe
 from kvpack.errors import InvalidParameter, MissingBasis, MissingFile, WriteFailed
 from kvpack.pages import PageBuffer, PageGeometry
 from kvpack.pages.codec import key_digest
-from kvpack.store.page_keys import page_key
+from kvpack.store.keys import page_key
 from support.klt_bases import random_basis
 from support.redis_server import running
 

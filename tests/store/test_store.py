@@ -24,9 +24,9 @@ from kvpack.formats.errors import InvalidParameter, MissingPackage
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.runtime import mapping
 from kvpack.store import entries as entries_module
-from kvpack.store.basis_keys import basis_keys
 from kvpack.store.counters import NAMES, Latency
 from kvpack.store.encryption import Cipher
+from kvpack.store.keys import basis_keys
 from kvpack.store.metrics import register_metrics
 from support.caches import dense, random_pairs
 from support.engine_stubs import parsed

@@ -22,7 +22,7 @@ from kvpack.coding.presets import ADDITIONS, PUBLISHED
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.models import BOS, demo_text, load_model, model_folder
 from kvpack.pages.codec import key_digest
-from kvpack.store.page_keys import page_key
+from kvpack.store.keys import page_key
 from support.klt_bases import random_basis, random_tables
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
-from threading import Lock
+from itertools import count, islice
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 from lmcache.lmcache_native import Bitmap
@@ -21,21 +21,67 @@ from kvpack.pages.geometry import DTYPES
 from kvpack.store.catalog import descriptions_of
 from kvpack.store.counters import Counters
 from kvpack.store.key_files import read_key_file
+from kvpack.store.keys import page_key
 from kvpack.store.metrics import shared_collector
 from kvpack.store.open_store import opened
 from kvpack.store.options import StoreOptions
-from kvpack.store.page_keys import page_key
 from kvpack.store.page_store import PageStore
 
-from .accounts import LOOKED_AT, Accounts
 from .layouts import bytes_of, check_model, geometry_of, is_fused, key_bytes, others_of, pages_of, recipe_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
     from kvpack.pages.buffer import PageBuffer
+
+
+LOOKED_AT = 4
+"""Objects that are looked up with each stored one; LMCache then overestimates the stored objects by at most about a seventh."""
+
+
+class Accounts:
+    """Reports stored and deleted objects to the listeners of ``adapter``, each once, with the same size.
+
+    ``there`` says of each object whether it is stored, and yes where it cannot tell. Safe to use from any thread.
+    """
+
+    def __init__(self, adapter: Any, there: Callable[[list[Any]], list[bool]]) -> None:
+        self._adapter, self._there = adapter, there
+        self._told: dict[Any, int] = {}
+        # A listener may delete what it is told of.
+        self._lock = RLock()
+
+    def stored(self, sizes: Mapping[Any, int]) -> None:
+        """Report objects that were not there before; an object that was already reported changes nothing."""
+        with self._lock:
+            new = {key: size for key, size in sizes.items() if key not in self._told}
+            self._told |= new
+            if new:
+                self._adapter._notify_keys_stored([*new], [*new.values()])
+
+    def deleted(self, keys: Iterable[Any]) -> None:
+        """Report the ``keys`` that are gone, including those that another process stored."""
+        with self._lock:
+            asked = [*keys]
+            gone = [key for key, there in zip(asked, self._there(asked), strict=True) if not there]
+            if gone:
+                self._adapter._notify_keys_deleted(gone, [self._told.pop(key, 0) for key in gone])
+
+    def missed(self, keys: Iterable[Any]) -> None:
+        """Report those of ``keys`` that were reported as stored and are gone."""
+        with self._lock:
+            self.deleted([key for key in keys if key in self._told])
+
+    def look(self, count: int) -> None:
+        """Look up ``count`` of the reported objects, in turn, and report those that are gone."""
+        with self._lock:
+            chosen = list(islice(self._told, count))
+            for key in chosen:
+                self._told[key] = self._told.pop(key)
+            self.deleted(chosen)
+
 
 log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}

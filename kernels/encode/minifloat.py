@@ -94,8 +94,8 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
     )  # fmt: skip
     stored = [streams["block_scales" if in_blocks else "scale"], *([streams["global_scale"]] if kind.value == NESTED.value else [])]
     return encode_rows(
-        codec, x, output, Quantizer(_quantize, constants), _terms, stored, tables, symbols=symbols, tokens=TILE_VALUES // symbols,
-        rotated=False, fusion=False,
+        codec, x, output, Quantizer(_quantize, constants, _scale_of_run if codec.run_scale else None), _terms, stored, tables,
+        symbols=symbols, tokens=TILE_VALUES // symbols, rotated=False, fusion=False,
     )  # fmt: skip
 
 
@@ -155,8 +155,9 @@ def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl
 
 
 @triton.jit
-def _scale_of_run(scales: tl.tensor, block: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the scale of a run among ``scales``, float32 ``[1, 1]``; where scales are chosen here, its first program stores it."""
+def _scale_of_run(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """Return the scale of a run, float32 ``[1, 1]``; where scales are chosen here, its first program stores it."""
+    scales = block.stored[1 if CONSTANTS.kind == NESTED else 0]
     at = tl.zeros((1, 1), tl.int32)
     place = scales + block.batch
     first = block.first == 0
@@ -173,7 +174,7 @@ def _scale_of_run(scales: tl.tensor, block: tl.tuple, CONSTANTS: tl.constexpr) -
         tl.store(place + at, scale, (at == 0) & first)
     else:
         scale = tl.load(place + at)
-    return scale.to(tl.float32)
+    return (scale.to(tl.float32),)
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def _quantize(
     value = values[0]
     flag_unless(tl.abs(value) < float("inf"), block.flag)
     if KIND == PER_RUN:
-        scaled = _quotient(value, _scale_of_run(block.stored[0], block, CONSTANTS))
+        scaled = _quotient(value, state[0])
     elif KIND == PER_TOKEN:
         largest = tl.minimum(tl.max(tl.abs(value), 1), 3.4e38)[:, None]
         stored = _scale_for(largest, block.flag, LARGEST, CONSTANTS.half)
@@ -209,7 +210,7 @@ def _quantize(
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
             scaled = tl.reshape(grouped * inverse[:, :, None], (TOKENS, SYMBOLS))
         else:
-            factor = _scale_of_run(block.stored[1], block, CONSTANTS)
+            factor = state[0]
             code = _elements(_quotient(tl.div_rn(largest, LARGEST), factor), E4M3)
             scale = e4m3_as_f16(code).to(tl.float32) * factor
             scaled = tl.reshape(_quotient(grouped, scale[:, :, None]), (TOKENS, SYMBOLS))

@@ -4,16 +4,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
-from . import rows
-from .digits import code_streams, load_digit
-from .rows import as_float32, load_block, load_per_token, rows_from
-from .stored import load_signs, original, signs_of, store_tile
+from .digits import CodeStream, code_streams, load_digit
+from .kernel import Decoder, prepare_rows
+from .rows import as_float32, load_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,39 +22,38 @@ if TYPE_CHECKING:
     from .rows import Packed, Pages, Prepared
 
 
-def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Return the launch that decodes ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense
-    channels.
+class GroupConstants(NamedTuple):
+    """The packing of codes of ``bits``, groups of ``size`` tokens (``along_tokens``) or channels, and the numbers of the other streams.
 
-    ``rotated``: into the original frame, else in the coded one. In float32 the values are those of ``Group.decode_frame``, bit for bit;
-    narrower ones may differ from them, rounded, where they are about halfway between two. Raises InvalidParameter if a stream is not as
-    ``codec.layout`` says.
+    These are -1 for a stream that there is not.
     """
-    rows.check(codec, packed, *out.shape[:2])
+
+    code: CodeStream
+    bits: int
+    size: int
+    along_tokens: bool
+    scales: int
+    ranged: int
+    token_scale: int
+
+
+def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
+    """Return what ``prepare_rows`` does, for group.
+
+    In float32 the values are those of ``Group.decode_frame``, bit for bit; narrower ones may differ from them, rounded, where they are
+    about halfway between two.
+    """
     names = list(codec.row_layouts)
-    channels = rows.channels_of(codec.dim, rotated)
     along_tokens = codec.axis == "token"
-    tile = rows.tile_tokens(channels, rotated)
-    if along_tokens and not rotated:
+    constants = GroupConstants(
+        code_streams(codec)[0], codec.bits, codec.size, along_tokens,
+        *(names.index(name) if name in names else -1 for name in ("scales", "scale_range", "token_scale")),
+    )  # fmt: skip
+    return prepare_rows(
+        codec, packed, out, rotated, pages, Decoder(_values, constants),
         # A tile then is within one group of tokens and loads one row of scales.
-        tile = min(tile, codec.size)
-    per_row = [rows.ONE_ROW if name == "scale_range" else codec.size if name == "scales" and along_tokens else 1 for name in names]
-    scales = [_as_pairs(part.streams["scales"]) for part in packed]
-    streams = [
-        ([pairs if name == "scales" else part.streams[name] for name in names], part.tokens, part.first)
-        for part, pairs in zip(packed, scales, strict=True)
-    ]
-    in_place = all(pairs.data_ptr() == part.streams["scales"].data_ptr() for part, pairs in zip(packed, scales, strict=True))
-    batch, heads = out.shape[:2]
-    # Blocks begin at a group of tokens.
-    work = rows.work_of(streams, per_row, batch * heads, max(tile, codec.token_group), out.device, pages)
-    matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
-    return rows.prepared(
-        _decode, work, out, matrix,
-        CODE=code_streams(codec)[0], SCALES=names.index("scales"), RANGE=names.index("scale_range") if "scale_range" in names else -1,
-        TOKEN_SCALE=len(names) - 1 if "token_scale" in names else -1,
-        SIZE=codec.size, MEMBERS=min(codec.size, channels), ALONG_TOKENS=along_tokens, BITS=codec.bits,
-        ROTATED=rotated, DIM=codec.dim, TILE=tile, CHANNELS=channels, lasting=in_place,
+        most_tokens=codec.size if along_tokens and not rotated else None,
+        as_read=lambda name, stream: _as_pairs(stream) if name == "scales" else stream,
     )  # fmt: skip
 
 
@@ -90,62 +88,42 @@ def _scaled(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.const
     return value
 
 
-@triton.jit(do_not_specialize=["blocks", "heads", "block_tokens"])
-def _decode(
-    out: tl.tensor,
+@triton.jit
+def _values(
+    streams: tl.tuple,
     table: tl.tensor,
-    status: tl.tensor,
-    matrix: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    token_stride: tl.tensor,
-    blocks: tl.tensor,
-    heads: tl.tensor,
-    block_tokens: tl.tensor,
-    STREAMS: tl.constexpr,
-    INTEGERS: tl.constexpr,
-    PAGED: tl.constexpr,
-    OUT_ALIGNED: tl.constexpr,
-    CODE: tl.constexpr,
-    SCALES: tl.constexpr,
-    RANGE: tl.constexpr,
-    TOKEN_SCALE: tl.constexpr,
-    SIZE: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    ALONG_TOKENS: tl.constexpr,
-    BITS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-) -> None:
-    """Decode the block of one program, tile by tile: ``[token, channel]`` of codes, and scales that are broadcast to it."""
-    block = load_block(out, table, status, batch_stride, head_stride, token_stride, blocks, heads, STREAMS, INTEGERS, PAGED, OUT_ALIGNED)
-    if ROTATED:
-        signs = load_signs(matrix, CHANNELS)
-    token = tl.arange(0, TILE)[:, None]
-    channel = tl.arange(0, CHANNELS)[None, :]
-    for begin in range(0, block_tokens, TILE):
-        count = block.count - begin
-        streams = rows_from(block.streams, begin, STREAMS)
-        mask = (token < count) & (channel < DIM)
-        code = load_digit(streams, token, channel, mask, CODE, 0).to(tl.float32) - ((1 << BITS) - 1) / 2
-        scales = streams[SCALES]
-        if ALONG_TOKENS and TILE <= SIZE:
-            pair = tl.load(scales + channel, channel < tl.where(count > 0, DIM, 0), 0)
-            value = _scaled(code, pair, streams, RANGE)
-        elif ALONG_TOKENS:
-            pair = tl.load(scales + (token // SIZE * DIM + channel), mask, 0)
-            value = _scaled(code, pair, streams, RANGE)
-        else:
-            GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
-            PARTS: tl.constexpr = CHANNELS // MEMBERS
-            group = tl.arange(0, PARTS)[None, :]
-            pair = tl.load(scales + (token * GROUPS + group), (token < count) & (group < GROUPS), 0)[:, :, None]
-            grouped = tl.reshape(code, (TILE, PARTS, MEMBERS))
-            value = tl.reshape(_scaled(grouped, pair, streams, RANGE), (TILE, CHANNELS))
-        if TOKEN_SCALE >= 0:
-            value = value * load_per_token(streams[TOKEN_SCALE], count, TILE, 1, 0)
-        if ROTATED:
-            value = original(value, signs, DIM)
-        store_tile(block.out + begin * token_stride, token_stride, token, channel, count, value, DIM)
+    norm_table: tl.tensor,
+    token: tl.tensor,
+    channel: tl.tensor,
+    count: tl.tensor,
+    CONSTANTS: tl.constexpr,
+    SHAPE: tl.constexpr,
+) -> tl.tensor:
+    """Codes times their scales, which are broadcast to them."""
+    CODE: tl.constexpr = CONSTANTS.code
+    SIZE: tl.constexpr = CONSTANTS.size
+    RANGE: tl.constexpr = CONSTANTS.ranged
+    MIDDLE: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
+    DIM: tl.constexpr = SHAPE.dim
+    TOKENS: tl.constexpr = SHAPE.tokens
+    CHANNELS: tl.constexpr = SHAPE.channels
+    mask = (token < count) & (channel < DIM)
+    code = load_digit(streams, token, channel, mask, CODE, 0).to(tl.float32) - MIDDLE
+    scales = streams[CONSTANTS.scales]
+    if CONSTANTS.along_tokens and TOKENS <= SIZE:
+        pair = tl.load(scales + channel, channel < tl.where(count > 0, DIM, 0), 0)
+        value = _scaled(code, pair, streams, RANGE)
+    elif CONSTANTS.along_tokens:
+        pair = tl.load(scales + (token // SIZE * DIM + channel), mask, 0)
+        value = _scaled(code, pair, streams, RANGE)
+    else:
+        GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
+        MEMBERS: tl.constexpr = SIZE if SIZE < CHANNELS else CHANNELS
+        PARTS: tl.constexpr = CHANNELS // MEMBERS
+        group = tl.arange(0, PARTS)[None, :]
+        pair = tl.load(scales + (token * GROUPS + group), (token < count) & (group < GROUPS), 0)[:, :, None]
+        grouped = tl.reshape(code, (TOKENS, PARTS, MEMBERS))
+        value = tl.reshape(_scaled(grouped, pair, streams, RANGE), (TOKENS, CHANNELS))
+    if CONSTANTS.token_scale >= 0:
+        value = value * load_per_token(streams[CONSTANTS.token_scale], count, TOKENS, 1, 0)
+    return value

@@ -40,3 +40,12 @@ def test_a_quantizer_is_named_by_the_source_of_its_functions() -> None:
             assert quantize.cache_key in quantizer.cache_key
             names |= {quantizer.cache_key, quantizer._replace(constants=(2,)).cache_key}
     assert len(names) == 12
+
+
+def test_a_decoder_is_named_by_the_source_of_its_function() -> None:
+    from kvpack.kernels.decode import group, table
+    from kvpack.kernels.decode.kernel import Decoder
+
+    decoders = [Decoder(values, (number,)) for values in (group._values, table._values) for number in (1, 2)]
+    assert all(decoder.values.cache_key in decoder.cache_key for decoder in decoders)
+    assert len({decoder.cache_key for decoder in decoders}) == 4

@@ -22,17 +22,13 @@ from kvpack.formats.basis import RUN_COLUMNS, not_given
 from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_of
 from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.bitpack.row_registers import (
-    Place,
     Register,
     Row,
     RowLoad,
-    Words,
     load_parities,
     load_registers,
-    of_upper_half,
     permuted,
     read_register,
-    selectors,
 )
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
@@ -40,6 +36,7 @@ from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
 
 from . import klt_heads
+from .klt_plan import COLUMNS, LOOKED_UP, PAIRS, SELECTED, TWO_BY_TWO, Plan, Tile
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -47,50 +44,11 @@ if TYPE_CHECKING:
     from kvpack.formats.klt import Klt
     from kvpack.kernels.tables.shared_tables import SharedTable
 
-COLUMNS = tl.constexpr(16)
-"""Columns of a tile: the step of the matrix units."""
-
 LARGEST = 2.0**15
 """The largest entry of a table, and the longest row of the matrix in its unit, that binary16 is trusted with."""
 
 LARGEST_POWER = 8
 """Tables are multiplied by a power of two of at most this size, and queries divided by it."""
-
-MAX_TOKENS = tl.constexpr(64)
-"""Tokens of a warp's tile, at most."""
-
-
-LOOKED_UP, SELECTED, PAIRS, TWO_BY_TWO = (tl.constexpr(number) for number in range(4))
-"""Kinds of decoding: each column looks up its entry, or selects one of two, or two columns at once look up a pair of entries, or one entry
-each. Only neighboring columns of keys share a register; a register of values has two tokens.
-"""
-
-WIDEST_PAIR = 3
-"""Bits of codes up to which there is a table of pairs of entries."""
-
-
-class Tile(NamedTuple):
-    """One tile: its ``kind``, the numbers of the ``registers`` that hold its codes of ``bits``, and those of constants of its columns.
-
-    The code of a column begins at bit ``position`` of a register, or where ``selectors`` make one of several, of its lowest byte. The table
-    of a column begins at ``first_entry``, or at the constant ``own_entry`` where that is not -1. Of codes that select one of two entries,
-    ``entries`` are the constants of entry 0 and of what turns it into entry 1. Constants are those of every second column where two are
-    decoded at once.
-
-    Of values, one register may be halves of 16 bits of each token. It is then left as words, with the half of another token next to it:
-    number ``parity`` of ``load_parities`` is not -1, and ``odd_selectors`` are those for tokens whose half is the upper one.
-    """
-
-    kind: int
-    registers: tuple[int, ...]
-    bits: int
-    position: int
-    selectors: tuple[int, ...] = ()
-    odd_selectors: tuple[int, ...] = ()
-    parity: int = -1
-    first_entry: int = 0
-    own_entry: int = -1
-    entries: tuple[int, ...] = ()
 
 
 class KltConstants(NamedTuple):
@@ -136,7 +94,7 @@ def tiles(codec: Klt) -> Tiles | None:
 def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
     """The loader of keys, or of values, with ``tables`` ``[head, code]`` by run."""
     row = Row()
-    plan = _Plan(tables, keys, row.registers)
+    plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_of(codec.widths, codec.dim).values(), strict=True):
         plan.add(row.add(name, packing), columns)
     plan.place_tables()
@@ -176,114 +134,6 @@ def _kept(codec: Klt) -> list[int]:
         return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
     runs = {run for part in codec.runs for run in part.runs}
     return [column for column in range(codec.dim) if column // HEAD_RUN_COLUMNS in runs]
-
-
-class _Plan:
-    """The tiles of a codec, the tables of all heads, and the constants of columns behind these, as they are found."""
-
-    def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
-        """``tables`` ``[head, code]`` by run; two columns of ``keys`` are decoded at once where they can be. ``registers`` may grow."""
-        self.tiles: list[Tile] = []
-        self.channels: list[tuple[int, ...]] = []
-        self.constants: list[torch.Tensor] = []
-        self.count = 0
-        self._keys = keys
-        self._registers = registers
-        self._bits = {run: _bits(table) for run, table in tables.items()}
-        self._used: dict[tuple[int, bool], int] = {}
-        """The first entry of each table in use, by run and whether it is of pairs."""
-        self._runs: list[tuple[int, ...]] = []
-        self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def add(self, words: Words, columns: list[int]) -> None:
-        """The tiles of a code stream, whose symbols are codes of ``columns`` of the coded frame."""
-        packing, bits = words.packing, words.packing.bases[0].bit_length() - 1
-        symbols = sorted((symbol % packing.width, symbol // packing.width) for symbol in range(packing.symbols))
-        for first in range(0, len(symbols), COLUMNS.value):
-            own = symbols[first : first + COLUMNS.value]
-            channels = [columns[field * packing.width + word] for word, field in own]
-            spare = COLUMNS.value - len(own)
-            self.channels.append((*channels, *[-1] * spare))
-            # Columns without a channel decode that of the first, and nothing is made of them.
-            own += own[:1] * spare
-            self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
-
-    def _add_tile(self, words: Words, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
-        """The tile of ``symbols``, (word, field) each, of columns of ``runs``."""
-        firsts, seconds = symbols[::2], symbols[1::2]
-        neighbours = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
-        kind, length = LOOKED_UP.value, bits
-        if self._keys and neighbours and runs[::2] == runs[1::2]:
-            kind, length = (PAIRS if bits <= WIDEST_PAIR else TWO_BY_TWO).value, 2 * bits
-            symbols, runs = firsts, runs[::2]
-        places = [_places(words, word, field * bits, length) for word, field in symbols]
-        registers = tuple(sorted({place.register for own in places for place in own}))
-        steps = selectors(places, registers)
-        at = [field * bits % 8 + (0 if steps else 8 * own[0].byte) for own, (_, field) in zip(places, symbols, strict=True)]
-        numbers = tuple(self._number(_row(step)) for step in steps)
-        position = self._number(_row(at))
-        odd, parity = numbers, -1
-        halves = [number for number, register in enumerate(registers) if self._registers[register].parity >= 0]
-        if not self._keys and len(halves) == 1:
-            parity = self._registers[registers[halves[0]]].parity
-            odd = tuple(self._number(_row(of_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
-        entries: tuple[int, ...] = ()
-        if not self._keys and bits == 1 and not steps:
-            kind = SELECTED.value
-            zero, one = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
-            entries = self._number(zero), self._number(zero ^ one)
-        self.tiles.append(Tile(kind, registers, bits, position, numbers, odd, parity, entries=entries))
-        self._runs.append(() if entries else tuple(runs))
-        for run in {*self._runs[-1]}:
-            self._used[run, kind == PAIRS.value] = 0
-
-    def place_tables(self) -> None:
-        """Assign each table its place, and each tile the first entries of its columns."""
-        tables = {}
-        for run, pairs in self._used:
-            own = self._bits[run]
-            # The first column's code is in the low bits.
-            tables[run, pairs] = (own[:, None, :] | own[:, :, None] << 16).flatten(1) if pairs else own | own << 16
-        # Large tables first: each then begins at a multiple of its size.
-        for key, table in sorted(tables.items(), key=lambda item: -item[1].shape[1]):
-            self._used[key], self.count = self.count, self.count + table.shape[1]
-        self._tables = torch.cat([tables[key] for key in sorted(self._used, key=self._used.__getitem__)], 1) if tables else self._tables
-        for number, (tile, runs) in enumerate(zip(self.tiles, self._runs, strict=True)):
-            if runs:
-                first = [self._used[run, tile.kind == PAIRS.value] for run in runs]
-                same = len({*first}) == 1
-                self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._number(_row(first)))
-
-    def _number(self, values: torch.Tensor) -> int:
-        """The number of a constant, int32 ``[head or 1, column]``; those of every second column are each there twice."""
-        values = values.repeat(1, COLUMNS.value // values.shape[1])
-        for number, known in enumerate(self.constants):
-            if torch.equal(known, values):
-                return number
-        self.constants.append(values)
-        return len(self.constants) - 1
-
-    def table(self) -> torch.Tensor:
-        """binary16 ``[head, entry, 2]``: the entries of a head, and the constants of columns as integers of 32 bits."""
-        heads = next(iter(self._bits.values())).shape[0]
-        entries = [self._tables] if self.count else []
-        constants = [values.expand(heads, COLUMNS.value) for values in self.constants]
-        halves = torch.tensor([0, 16] * (MAX_TOKENS.value // 2 + 1), dtype=torch.int32, device="cpu").expand(heads, -1)
-        return torch.cat([*entries, *constants, halves], 1).contiguous().view(torch.float16).view(heads, -1, 2)
-
-
-def _places(words: Words, word: int, first: int, bits: int) -> list[Place]:
-    """The bytes of ``bits`` bits of a column from bit ``first`` up."""
-    return [words.place(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits of values rounded to binary16, int32."""
-    return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
-
-
-def _row(values: list[int]) -> torch.Tensor:
-    return torch.tensor([values], dtype=torch.int32, device="cpu")
 
 
 @triton.jit

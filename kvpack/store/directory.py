@@ -12,7 +12,8 @@ import errno
 import mmap
 import os
 import stat
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
@@ -26,12 +27,11 @@ from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
 from .entry_probe import kind_of
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
-from .folder import Folder
+from .folder import ENTRY_FOLDERS, Folder
 from .index import ENTRIES, Index
 from .leases import take_file_lease
 from .pins import Pins
 from .reading import read_beginning, read_whole
-from .sizes import Sizes
 from .trust import NotAnEntry, Trust, Untrusted
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from .disk_usage import Count
     from .entry_kind import Form
 
+
+SETTLED_NS = 3 * 10**9
+"""A folder that changed less than this before it was listed may change again within one tick of its clock, at worst 2 s."""
 
 _DESCRIBED_AT_ONCE = 2048
 """Entries whose rows one transaction of the index changes."""
@@ -55,7 +58,6 @@ class Directory(OneTier):
     Files of this user are mapped; files of another user, or with a ``trusted_group``, are copied and not ``private``. Raises
     InvalidParameter when users who are not trusted may write to the folder, or when the path cannot be a folder.
     """
-
 
     def __init__(
         self,
@@ -374,3 +376,42 @@ class Directory(OneTier):
         except OSError as error:
             self._counters.fault("count", error)
             return None
+
+
+class _Listed(NamedTuple):
+    """A folder's time of modification before it was listed, its entries and their bytes."""
+
+    changed_ns: int
+    entries: int
+    size: int
+
+
+class Sizes:
+    """Counts the entries of ``folder``. An entry is made and removed by changing its folder, and is never written again."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._listed: dict[str, _Listed] = {}
+
+    def total(self) -> tuple[int, int]:
+        """Entries and their bytes."""
+        listed = [self._of(folder) for folder in ENTRY_FOLDERS]
+        return sum(one.entries for one in listed), sum(one.size for one in listed)
+
+    def _of(self, folder: str) -> _Listed:
+        now, path = time.time_ns(), os.path.join(self._folder.root, folder)
+        try:
+            changed = os.stat(path).st_mtime_ns
+        except FileNotFoundError:
+            return _Listed(now, 0, 0)
+        except OSError:
+            # Listing it counts the fault.
+            changed = now
+        known = self._listed.get(path)
+        if known is not None and known.changed_ns == changed:
+            return known
+        sizes = [status.st_size for _, status in self._folder.entries(folder)]
+        found = _Listed(changed, len(sizes), sum(sizes))
+        if changed < now - SETTLED_NS:
+            self._listed[path] = found
+        return found

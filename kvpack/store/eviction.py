@@ -6,6 +6,7 @@ Times also order a chain: an ancestor's last use is never earlier than its desce
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import time
 from itertools import islice
@@ -14,17 +15,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpack.file.atomic import lock_now, sweep
 from kvpack.formats.errors import KvpackError
 
-from .index import ENTRIES
-from .oldest import least_recently_used
+from .index import ENTRIES, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from .counters import Counters
     from .disk_usage import Count, Usage
     from .folder import Folder
-    from .index import Index
+    from .index import Index, Row
     from .pins import Pins
+
 
 WAIT_SECONDS = 1.0
 """Seconds that a writer waits for others that evict or write before it gives up its entry."""
@@ -51,6 +52,9 @@ _MAX_AT_ONCE = 384
 """Maximum number of entries per round, so that a round takes about ten milliseconds."""
 _PAGE = 64
 """Entries that are removed before others may change the index."""
+_ROWS_READ = 256
+"""Rows of the index that are read at once."""
+_FIRST, _LAST = -(2**63), 2**63 - 1
 _LOST = 32
 """If more than this share of a budget is counted but missing, the usage of dead writers is counted again."""
 
@@ -318,3 +322,41 @@ class Evictor:
                 # Another user's that is not the group's yet has only just been made.
                 if self.folder.trust.trusted is None or not isinstance(error, PermissionError):
                     self._counters.fault("sweep", error)
+
+
+def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
+    """The keys and sizes of the entries, the least recently used first, and before all those whose last use is after ``latest_ns``.
+
+    Uses only make a time later, so an entry whose file has the time of its row is older than what follows. Later times are noted.
+    """
+    latest_ns = min(latest_ns, _LAST)
+    heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []
+    uses: list[tuple[int, int]] = []
+    try:
+        for number, rest, size, noted in _rows(index, latest_ns):
+            place = (noted <= latest_ns, noted, number)
+            while heap and heap[0][:3] < place:
+                yield heapq.heappop(heap)[3]
+            key = key_of(number, rest)
+            try:
+                used = os.stat(folder.path(key), follow_symlinks=False).st_mtime_ns
+            except OSError:
+                # It is gone: whoever removes it corrects the row.
+                used = noted
+            if used == noted:
+                yield key, size
+                continue
+            uses.append((used, number))
+            heapq.heappush(heap, (used <= latest_ns, used, number, (key, size)))
+        while heap:
+            yield heapq.heappop(heap)[3]
+    finally:
+        if uses:
+            index.note_uses(uses)
+
+
+def _rows(index: Index, latest_ns: int) -> Iterator[Row]:
+    for after, before in (((latest_ns, _LAST), _LAST), ((_FIRST, _FIRST), latest_ns)):
+        while rows := index.oldest(_ROWS_READ, after, before):
+            yield from rows
+            after = rows[-1][3], rows[-1][0]

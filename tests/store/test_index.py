@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvpack
-from kvpack.store import directory, disk_usage, eviction, index, oldest
+from kvpack.store import directory, disk_usage, eviction, index
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.encryption import Cipher
@@ -195,7 +195,7 @@ def test_entries_come_by_their_last_use_although_rows_are_older(tmp_path: Path) 
     latest = 10**18
     expected = [name for used, name in sorted(files.items(), key=lambda item: (item[0] <= latest, item[0]))]
     assert len(expected) == 30
-    assert [name.hex() for name, _ in oldest.least_recently_used(backend._index, backend._folder, latest)] == expected
+    assert [name.hex() for name, _ in eviction.least_recently_used(backend._index, backend._folder, latest)] == expected
     # What was looked at is noted, so that it costs nothing the next time.
     times = sorted(path.stat().st_mtime_ns for path in tmp_path.glob("?/?/*"))
     assert [row[3] for row in backend._index.oldest(99, (-1, -1), 2**62)] == times

@@ -346,7 +346,7 @@ def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server, monkeyp
     ids = prompt(3)
     whole = save(at(server), ids)
     store = at(server, timeout=0.3)
-    monkeypatch.setattr(store._backend._breaker, "_rest_seconds", 3600)
+    monkeypatch.setattr(breaker, "REST_SECONDS", 3600)
     os.kill(server.number, signal.SIGSTOP)
     try:
         for _ in range(50):

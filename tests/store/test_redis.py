@@ -14,7 +14,7 @@ import torch
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
-from kvpack.store import breaker, redis_limits
+from kvpack.store import breaker, redis_client
 from kvpack.store import redis as redis_backend
 from support.redis_server import Server, running
 from support.state_caches import STATEFUL, ends, same_states, stateful
@@ -201,14 +201,14 @@ def test_what_is_no_entry_is_not_fetched(server: Server, monkeypatch: pytest.Mon
     name = b"{kvpack}:entry:" + store.keys(ids)[1]
     client(server).set(name, bytes(30 * 2**20))
     taken = [0]
-    recv = redis_limits._Exchange.recv
+    recv = redis_client._Exchange.recv
 
     def counted(exchange: Any, *arguments: Any) -> bytes:
         data: bytes = recv(exchange, *arguments)
         taken[0] += len(data)
         return data
 
-    monkeypatch.setattr(redis_limits._Exchange, "recv", counted)
+    monkeypatch.setattr(redis_client._Exchange, "recv", counted)
     assert store.load(ids)[0] == CHUNK
     assert store.counters()["damaged_entries"] == 1
     assert taken[0] < 2**20
@@ -226,14 +226,14 @@ def test_a_page_fetches_no_more_than_a_row(server: Server, monkeypatch: pytest.M
         assert store.put(keys, pages, range(4)) == [True] * 4
         client(server).append(b"{kvpack}:entry:" + store._names(keys)[2], bytes(30 * 2**20))
         taken = [0]
-        recv = redis_limits._Exchange.recv
+        recv = redis_client._Exchange.recv
 
         def counted(exchange: Any, *arguments: Any) -> bytes:
             data: bytes = recv(exchange, *arguments)
             taken[0] += len(data)
             return data
 
-        monkeypatch.setattr(redis_limits._Exchange, "recv", counted)
+        monkeypatch.setattr(redis_client._Exchange, "recv", counted)
         assert store.get_into(keys, pages, range(4)) == [True, True, False, True]
         assert taken[0] < 2**20
         assert store.counters()["damaged_entries"] == 1
@@ -289,7 +289,7 @@ def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkey
     ids = prompt(3)
     whole = save(open_store(server), ids)
     store = open_store(server, timeout=0.2)
-    monkeypatch.setattr(store._backend._client.breaker, "_rest_seconds", 3600)
+    monkeypatch.setattr(breaker, "REST_SECONDS", 3600)
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
         for _ in range(50):

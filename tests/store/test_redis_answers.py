@@ -12,7 +12,7 @@ import pytest
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import redis as redis_backend
-from kvpack.store import redis_limits
+from kvpack.store import redis_client
 from kvpack.store.keys import KEY_BYTES
 from kvpack.store.redis_answers import (
     NotRedis,
@@ -254,7 +254,7 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
             time.sleep(0.02)
             return bytes(count)
 
-    found = redis_limits._Exchange(Slow(), 0.05, 2**30)
+    found = redis_client._Exchange(Slow(), 0.05, 2**30)
     for _ in range(20):
         assert len(found.recv(2**19)) == 2**19
     found.begin()

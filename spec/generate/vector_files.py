@@ -14,6 +14,7 @@ from spec.generate import (
     codec_vectors,
     container_vectors,
     core_reader,
+    edge_vectors,
     frame_vectors,
     input_vectors,
     log_norm_vectors,
@@ -44,6 +45,7 @@ MODULES = (
     balanced_vectors,
     log_norm_vectors,
     input_vectors,
+    edge_vectors,
 )
 for module in MODULES:
     module.add_all()

@@ -170,12 +170,13 @@ def random_page(
 
 def _random_raw(raw: RawPositions, batch: int, heads: int, tokens: int, source: random.Random) -> dict[str, torch.Tensor]:
     """The streams of raw tokens at any positions, some of which are not finite."""
-    words = [[token + 1, 0, 0, sequence] for token in range(tokens) for sequence in range(batch) if source.random() < 0.4]
+    entries = [(token + 1, sequence) for token in range(tokens) for sequence in range(batch) if source.random() < 0.4]
+    words = [[position % 2**16, position >> 16, 0, sequence] for position, sequence in entries]
     values = torch.tensor([source.gauss(0, 1) for _ in range(len(words) * heads * raw.dim)], dtype=torch.float32)
     if source.random() < 0.2:
         values[::7] = float(source.choice(("nan", "inf", "-inf", "-0.0")))
     return {
-        POSITIONS: torch.tensor(words, dtype=torch.int16).view(1, 1, len(words), 4).view(torch.uint16),
+        POSITIONS: torch.tensor(words, dtype=torch.int32).view(1, 1, len(words), 4).to(torch.uint16),
         VALUES: values.view(1, 1, len(words), heads, raw.dim).to(RAW_DTYPES[raw.dtype]),
     }
 

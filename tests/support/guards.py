@@ -102,9 +102,9 @@ class Guard:
     def code(self) -> CodeType:
         """The code of the function without the guard."""
         names = self.where.split(".")
-        tree = copy.deepcopy(next(one for one in _tree(self.path).body if getattr(one, "name", None) == names[0]))
-        node = list(ast.walk(tree))[self.place]
-        changed = _Replace(node, self.change(copy.deepcopy(node))).visit(tree)
+        top = copy.deepcopy(next(one for one in tree(self.path).body if getattr(one, "name", None) == names[0]))
+        node = list(ast.walk(top))[self.place]
+        changed = _Replace(node, self.change(copy.deepcopy(node))).visit(top)
         module = ast.fix_missing_locations(ast.Module([changed], []))
         code = compile(module, str(self.path), "exec", __future__.annotations.compiler_flag, dont_inherit=True)
         for name in names:
@@ -121,7 +121,7 @@ class _Replace(ast.NodeTransformer):
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
+def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -129,7 +129,7 @@ def _tree(path: Path) -> ast.Module:
 def guards_of(path: Path) -> list[Guard]:
     """Every guard of the functions of ``path`` that a reader calls, in the order of the text."""
     found = []
-    for where, top, function in _functions(_tree(path)):
+    for where, top, function in functions(tree(path)):
         places = {node: number for number, node in enumerate(ast.walk(top))}
         for statement, node, text, change in _in_function(function):
             lines = range(statement.lineno, (statement.end_lineno or 0) + 1)
@@ -137,9 +137,9 @@ def guards_of(path: Path) -> list[Guard]:
     return sorted(found, key=lambda guard: guard.lines[0])
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDef]]:
+def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDef]]:
     """(qualified name, enclosing statement, node) of functions and methods; a nested function belongs to its outer one."""
-    for node in tree.body:
+    for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name not in OTHER_FUNCTIONS:
             yield node.name, node, node
         elif isinstance(node, ast.ClassDef) and node.name not in OTHER_CLASSES:

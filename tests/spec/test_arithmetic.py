@@ -1,0 +1,28 @@
+"""Every step of arithmetic of the second decoder is shown by a vector. The whole is ``python -m support.arithmetic_changes``."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+
+from support.arithmetic_changes import ARITHMETIC, all_changes, caught_by, listed, readings
+from support.second_decoder import FOLDER
+
+SHARE = 24
+"""One change in so many is made by the tests."""
+
+
+def test_changes_are_found_in_every_module_that_computes() -> None:
+    changes = all_changes()
+    assert {change.path.relative_to(FOLDER).with_suffix("").parts[0] for change in changes} == set(ARITHMETIC)
+    assert len(changes) > 1500
+    assert set(listed()) <= {change.name for change in changes}, "a change that is no more is in the list"
+
+
+@pytest.mark.scenario
+def test_a_share_of_the_changes_is_caught_by_a_vector_or_listed_with_a_reason() -> None:
+    chosen = [change for change in all_changes() if zlib.crc32(change.name.encode()) % SHARE == 0 and change.name not in listed()]
+    survivors = [change.name for change in chosen if caught_by(change) is None]
+    assert not survivors
+    assert all(reading.agrees() for reading in readings()[:50]), "a change stays after it was tried"

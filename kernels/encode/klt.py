@@ -27,6 +27,8 @@ from .columns import WARPS
 from .rows import LARGEST_SQUARE, all_moved, block_tokens, flag_unless, input_of, load_rows, moved, origin_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvpack.formats.basis import BasisRows
     from kvpack.formats.klt import Klt
 
@@ -44,7 +46,7 @@ PARTS_OF = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 _PACKING_WARPS = 4
 
-_OF_RUN = tl.constexpr(3)
+_OF_RUN, _WIDEST = tl.constexpr(3), tl.constexpr(8)
 
 
 class OnDevice(NamedTuple):
@@ -53,16 +55,19 @@ class OnDevice(NamedTuple):
     ``matrix``, bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, is what channels add to columns, of runs that have a width; the
     sum of its parts is float32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and the squares of weights.
     ``tables``, float32 ``[kv_head, entry]``, has for each run its entries, the bounds between these, and a value. ``runs``, int32
-    ``[run, _OF_RUN]``, are their widths, their first entries and their first columns in the order of streams.
+    ``[run, _OF_RUN]``, are their widths, their first entries and their first columns in the order of streams. Where heads have widths of
+    their own, it is ``[kv_head, run, 2, RUN_COLUMNS]``, of each column the width and the first entry, and ``places`` are those that
+    ``klt_heads`` packs by.
     """
 
     matrix: torch.Tensor
     columns: torch.Tensor
     tables: torch.Tensor
     runs: torch.Tensor
+    places: torch.Tensor | None = None
 
 
-_KEPT: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int, str], OnDevice | None]] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, str], OnDevice | None]] = WeakKeyDictionary()
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
@@ -74,28 +79,18 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     if codec.rows != "basis":
         return False
     source = codec.source_for(x.shape[1])
-    streams, planes, flag, origins = output
-    arguments, constants = input_of(x, origins)
-    there = _on_device(source, codec.widths, constants["PADDED_DIM"], x.device)
+    there = kept_rows(codec, source, x, _made)
     if there is None:
         return False
-    del constants["PARTS"]
     batch, heads, tokens, _ = x.shape
-    columns = RUN_COLUMNS * len(there.runs)
-    levels = torch.empty(batch, heads, tokens, columns, dtype=torch.uint8, device=x.device)
-    block = block_tokens(x, BLOCK_TOKENS)
-    launch(
-        _encode, batch * heads * -(-tokens // block), x.device,
-        *arguments, *there, levels, streams.get("gain"), flag, len(there.runs), there.tables.shape[1],
-        **constants, PARTS_OF_ROWS=PARTS_OF[x.dtype], LARGEST=LARGEST_SQUARE, LARGEST_GAIN=LARGEST_GAIN, BLOCK_TOKENS=block,
-        warps=WARPS, fusion=True,
-    )  # fmt: skip
+    levels, origins = levels_of(x, output, there), output.origins
+    columns = levels.shape[3]
     first_plane = first_column = 0
     for width, packing in zip(used_widths(codec.widths), codec.packings().values(), strict=True):
         places = packing.width + packing.width % 2
         launch(
             _pack, batch * -(-heads * tokens * places // BLOCK_WORDS), x.device,
-            levels, planes[first_plane : first_plane + len(packing.planes)], None if origins is None else origins.table,
+            levels, output.planes[first_plane : first_plane + len(packing.planes)], None if origins is None else origins.table,
             heads * tokens, columns, first_column, packing.symbols, width, packing.width, BLOCK_WORDS=BLOCK_WORDS, warps=_PACKING_WARPS,
         )  # fmt: skip
         first_plane += len(packing.planes)
@@ -103,21 +98,50 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     return True
 
 
-def _on_device(source: BasisRows, widths: bytes, padded_dim: int, device: torch.device) -> OnDevice | None:
-    """Return the device copies, which live as long as ``source``; None if the level of a value is not its code in every table."""
+def levels_of(x: torch.Tensor, output: Output, there: OnDevice) -> torch.Tensor:
+    """Launch the kernel that fills the gains of ``output`` and the levels, uint8 ``[batch, kv_head, token, column]``, in order of runs."""
+    arguments, constants = input_of(x, output.origins)
+    del constants["PARTS"]
+    batch, heads, tokens, _ = x.shape
+    runs, block = there.matrix.shape[1], block_tokens(x, BLOCK_TOKENS)
+    levels = torch.empty(batch, heads, tokens, RUN_COLUMNS * runs, dtype=torch.uint8, device=x.device)
+    launch(
+        _encode, batch * heads * -(-tokens // block), x.device,
+        *arguments, there.matrix, there.columns, there.tables, there.runs, levels, output.streams.get("gain"), output.flag, runs,
+        there.tables.shape[1], **constants, PARTS_OF_ROWS=PARTS_OF[x.dtype], LARGEST=LARGEST_SQUARE, LARGEST_GAIN=LARGEST_GAIN,
+        OWN_WIDTHS=there.runs.dim() > 2, BLOCK_TOKENS=block, warps=WARPS, fusion=True,
+    )  # fmt: skip
+    return levels
+
+
+def kept_rows(codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], OnDevice | None]) -> OnDevice | None:
+    """Return what ``make`` makes of ``source`` for the padded dim of ``x``, on its device; the copy lives as long as ``source``."""
     kept = _KEPT.setdefault(source, {})
-    key = widths, padded_dim, str(device)
+    padded_dim = int(input_of(x).constants["PADDED_DIM"])
+    key = codec.widths, codec.fixed_heads, padded_dim, str(x.device)
     if key not in kept:
         # Tensors made in inference mode could not be used with autograd later; the caller's default device may be another.
         with torch.inference_mode(False), torch.device("cpu"):
-            made = _made(source, widths, padded_dim)
-            kept[key] = made and OnDevice(*(part.to(device) for part in made))
+            made = make(codec, source, padded_dim)
+            kept[key] = made and made._replace(**{name: part.to(x.device) for name, part in made._asdict().items() if part is not None})
     return kept[key]
 
 
-def _made(source: BasisRows, widths: bytes, padded_dim: int) -> OnDevice | None:
+def in_parts(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
+    """float32 ``[kv_head, run, dim, RUN_COLUMNS]`` as ``OnDevice.matrix``."""
+    rest = torch.nn.functional.pad(matrix, (0, 0, 0, padded_dim - matrix.shape[2]))
+    parts = []
+    for _ in range(PARTS.value):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].to(torch.float32)
+    return torch.stack(parts, 2).contiguous()
+
+
+def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
+    """None if the level of a value is not its code in every table."""
     if len(source.rows) != 1:
         return None
+    widths = codec.widths
     tables, runs = [], []
     first_entry = 0
     for run, width in enumerate(widths):
@@ -129,15 +153,9 @@ def _made(source: BasisRows, widths: bytes, padded_dim: int) -> OnDevice | None:
             runs.append([width, first_entry, RUN_COLUMNS * narrower])
             tables += [table, (table[:, 1:] + table[:, :-1]) / 2, table[:, :1]]
             first_entry += 2 << width
-    rest = _coded(source.inverse[0].cpu(), widths)
-    rest = torch.nn.functional.pad(rest, (0, 0, 0, padded_dim - rest.shape[2]))
-    parts = []
-    for _ in range(PARTS.value):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].to(torch.float32)
     columns = torch.cat([source.mean[0], source.weights[0].square()], 1).cpu()
     return OnDevice(
-        torch.stack(parts, 2).contiguous(),
+        in_parts(_coded(source.inverse[0].cpu(), widths), padded_dim),
         _coded(columns, widths).contiguous(),
         torch.cat(tables, 1),
         torch.tensor(runs, dtype=torch.int32, device="cpu"),
@@ -176,6 +194,7 @@ def _encode(
     OPERAND: tl.constexpr,
     LARGEST: tl.constexpr,
     LARGEST_GAIN: tl.constexpr,
+    OWN_WIDTHS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -203,6 +222,8 @@ def _encode(
     matrix += head * run_count * (PARTS * PADDED_DIM * COLUMNS) + tl.arange(0, PADDED_DIM)[:, None] * COLUMNS + column
     columns += head * run_count * (2 * COLUMNS) + column
     tables += head * table_values
+    if OWN_WIDTHS:
+        runs += head * run_count * (2 * COLUMNS) + column
     own = tl.zeros(token.shape, tl.float32)
     common = tl.zeros(token.shape, tl.float32)
     decoded = tl.zeros(token.shape, tl.float32)
@@ -216,19 +237,30 @@ def _encode(
                     value = tl.dot(parts[number].to(OPERAND), factor, value, input_precision="ieee")
         value -= tl.load(columns + run * (2 * COLUMNS))
         square = tl.load(columns + (run * 2 + 1) * COLUMNS)
-        width = tl.load(runs + run * _OF_RUN)
-        entries = tables + tl.load(runs + (run * _OF_RUN + 1))
         # The level of a value is the number of bounds below it.
         level = tl.zeros((BLOCK_TOKENS, COLUMNS), tl.int32)
-        for step in range(width):
-            half = 1 << (width - 1 - step)
-            bound = tl.load(entries + ((1 << width) + half - 1) + level)
-            level += tl.where(value > bound, half, 0)
+        if OWN_WIDTHS:
+            width = tl.load(runs + run * (2 * COLUMNS))
+            entries = tables + tl.load(runs + (run * 2 + 1) * COLUMNS)
+            for step in range(_WIDEST):
+                left = width - 1 - step
+                half = tl.where(left >= 0, 1 << tl.maximum(left, 0), 0)
+                bound = tl.load(entries + (tl.where(half > 0, (1 << width) + half - 1, 0) + level))
+                level += tl.where(value > bound, half, 0)
+            place = run * COLUMNS
+        else:
+            width = tl.load(runs + run * _OF_RUN)
+            entries = tables + tl.load(runs + (run * _OF_RUN + 1))
+            for step in range(width):
+                half = 1 << (width - 1 - step)
+                bound = tl.load(entries + ((1 << width) + half - 1) + level)
+                level += tl.where(value > bound, half, 0)
+            place = tl.load(runs + (run * _OF_RUN + 2))
         entry = tl.load(entries + level)
         own += tl.sum(value * value * square, 1)[:, None]
         common += tl.sum(value * entry * square, 1)[:, None]
         decoded += tl.sum(entry * entry * square, 1)[:, None]
-        tl.store(levels + tl.load(runs + (run * _OF_RUN + 2)) + column, level.to(tl.uint8), valid)
+        tl.store(levels + place + column, level.to(tl.uint8), valid)
     flag_unless(own < LARGEST, flag)
     if gains is not None:
         gain = gain_of(own, common, decoded, LARGEST_GAIN).to(gains.dtype.element_ty)

@@ -196,9 +196,10 @@ async function verify() {
     const missing = result.missing
       ? ` ${counted(result.missing, "side")} not decoded for lack of a basis.`
       : "";
+    const large = result.large ? ` ${counted(result.large, "side")} not decoded for lack of memory.` : "";
     byId("verify-status").textContent = result.refused
       ? `The file is damaged or invalid: ${number.format(result.refused)} of ${counted(result.checked, "check")} failed.`
-      : `${counted(result.checked, "tensor")} checked: the file is intact.${missing}`;
+      : `${counted(result.checked, "tensor")} checked: the file is intact.${missing}${large}`;
     byId("verify-status").className = result.refused ? "bad" : "good";
   } catch (error) {
     byId("verify-status").textContent = visible(error.message);
@@ -330,14 +331,16 @@ function showStatistics() {
 
 async function showCell() {
   const [token, head, channel] = ["token", "head", "channel"].map((id) => Number(byId(id).value));
+  byId("value").textContent = "";
   const value = await ask("value", { token, head, channel });
-  const text = tokenTexts?.(summary.ids.slice(Math.max(0, token - 8), token + 1)).at(-1);
-  const shownText =
-    picture && picture.start === summary.start && text !== undefined
-      ? `, token ${JSON.stringify(visible(text))}`
-      : "";
-  byId("value").textContent =
-    value === null ? "no such value" : `value ${Number(value.toPrecision(8))}${shownText}`;
+  const { ids } = summary;
+  // Ids count from the start of the file; the tokens before may hold the first bytes of a character.
+  const named = tokenTexts && picture.start === summary.start && token < ids.length;
+  const text = named
+    ? ` (${JSON.stringify(visible(tokenTexts(ids.slice(Math.max(0, token - 8), token + 1)).at(-1)))})`
+    : "";
+  const found = value === null ? "no value" : Number(value.toPrecision(8));
+  byId("value").textContent = `Token ${token}${text}, head ${head}, channel ${channel}: ${found}`;
 }
 
 // A point of the picture chooses the value below it.

@@ -7,7 +7,7 @@ const MAX_ROWS = 512;
 const MAX_COLUMNS = 2048;
 const BINS = 101;
 const MAX_LISTED = 4096;
-const MAX_VALUES = 2 ** 28;
+const MAX_VALUES = 2 ** 27;
 
 let file = null;
 let bases = new Map();
@@ -86,7 +86,7 @@ async function addBases({ blobs }) {
 // Tensors one by one, then what the codecs say of them. Lists at most MAX_LISTED tensors, but all that are refused.
 async function verifyFile(message, progress) {
   const total = file.header.tensors.reduce((sum, tensor) => sum + Number(tensor.stored), 0) || 1;
-  const result = { tensors: [], checked: 0, refused: 0, missing: 0 };
+  const result = { tensors: [], checked: 0, refused: 0, missing: 0, large: 0 };
   let done = 0;
   const list = (name, bytes, problem) => {
     result.checked++;
@@ -111,7 +111,9 @@ async function verifyFile(message, progress) {
       try {
         await eachPart(layer, which, null, () => {});
       } catch (error) {
+        // What this browser has no memory for is not wrong.
         if (error.kind === "MissingBasis") result.missing++;
+        else if (error.kind === "LimitExceeded" || error instanceof RangeError) result.large++;
         else list(`${layer}.${which}`, 0, refusal(error));
       }
       done += sides[which].streams.reduce((sum, stream) => sum + Number(stream.stored), 0);
@@ -120,27 +122,33 @@ async function verifyFile(message, progress) {
   return result;
 }
 
-// Decode a side in parts of at most MAX_VALUES values: visit(values, batch, heads, tokens).
+// Decode a side in parts of at most MAX_VALUES values: visit(values, heads, tokens). Returns the number of parts.
 async function eachPart(layer, which, sequence, visit) {
   const side = file.layers[layer][which];
   const streams = await file.streams(layer, which);
   const { heads, length, dim } = side;
-  const batches = sequence === null ? [0, side.batch] : [sequence, sequence + 1];
-  if (length === 0)
-    return void (await file.decode(layer, which, { bases, streams, batch: [0, 1], heads: [0, 1] }));
-  const perStep = Math.max(1, Math.min(heads, Math.floor(MAX_VALUES / (length * dim))));
-  const tokens = Math.max(1, Math.min(length, Math.floor(MAX_VALUES / dim)));
-  for (let b = batches[0]; b < batches[1]; b++)
-    for (let h = 0; h < heads; h += perStep)
-      for (let t = 0; t < length; t += tokens) {
+  const [first, last] = sequence === null ? [0, side.batch] : [sequence, sequence + 1];
+  if (length === 0) {
+    await file.decode(layer, which, { bases, streams, batch: [0, 1], heads: [0, 1] });
+    return 0;
+  }
+  // As many sequences as fit, else as many heads of one, else as many tokens of one head.
+  const most = (count, size) => Math.max(1, Math.min(count, Math.floor(MAX_VALUES / size)));
+  const steps = [most(last - first, heads * length * dim), most(heads, length * dim), most(length, dim)];
+  let parts = 0;
+  for (let b = first; b < last; b += steps[0])
+    for (let h = 0; h < heads; h += steps[1])
+      for (let t = 0; t < length; t += steps[2]) {
         const range = {
-          batch: [b, b + 1],
-          heads: [h, Math.min(h + perStep, heads)],
-          tokens: [t, Math.min(t + tokens, length)],
+          batch: [b, Math.min(b + steps[0], last)],
+          heads: [h, Math.min(h + steps[1], heads)],
+          tokens: [t, Math.min(t + steps[2], length)],
         };
         const { values } = await file.decode(layer, which, { bases, streams, ...range });
         visit(values, range.heads, range.tokens);
+        parts++;
       }
+  return parts;
 }
 
 async function showSide({ layer, which, sequence }) {
@@ -154,17 +162,26 @@ async function showSide({ layer, which, sequence }) {
   const columns = Math.min(width, MAX_COLUMNS);
   const picture = new Float32Array(rows * columns);
   const stats = { count: 0, notFinite: 0, zeros: 0, min: Infinity, max: -Infinity, sum: 0, squares: 0 };
-  const parts = [];
-  await eachPart(layer, which, sequence, (values, [from, to], [first, last]) => {
+  let only = null;
+  const parts = await eachPart(layer, which, sequence, (values, [from, to], [first, last]) => {
     addPart(values, { from, to, first, last, dim, length, width }, { picture, rows, columns }, stats);
-    parts.push(values);
+    only = values;
   });
   const mean = stats.count ? stats.sum / stats.count : 0;
   const rms = stats.count ? Math.sqrt(stats.squares / stats.count) : 0;
   const reach = Math.min(Math.max(Math.abs(stats.min), Math.abs(stats.max), 1e-30), 6 * rms || 1);
-  const { bins, quantiles } = histogram(parts, reach, stats.count);
-  // One part has the values in the order [head, token, channel].
-  if (parts.length === 1) shown = { heads, length, dim, values: parts[0] };
+  const counts = { fine: new Float64Array(4096), bins: new Float64Array(BINS) };
+  if (parts === 1) {
+    count(only, reach, counts);
+    // One part has the values in the order [head, token, channel].
+    shown = { heads, length, dim, values: only };
+  } else if (parts > 1) {
+    // All values together may not fit in memory, so they are decoded again.
+    only = null;
+    await eachPart(layer, which, sequence, (values) => count(values, reach, counts));
+  }
+  const { bins } = counts;
+  const quantiles = quantilesOf(counts.fine, reach, stats.count);
   const start = file.header.starts[layer];
   return {
     layer,
@@ -213,25 +230,24 @@ function addPart(values, { from, to, first, last, dim, length, width }, { pictur
   }
 }
 
-// Counts in BINS equal steps from -reach to reach, values beyond them at the ends, and quantiles to a 4,096th of the range.
-function histogram(parts, reach, total) {
-  const fine = new Float64Array(4096);
-  const bins = new Float64Array(BINS);
-  for (const values of parts)
-    for (let i = 0; i < values.length; i++) {
-      const place = (values[i] / reach + 1) / 2;
-      if (place !== place || Math.abs(values[i]) === Infinity) continue;
-      const clamped = place < 0 ? 0 : place >= 1 ? 1 - 2 ** -20 : place;
-      fine[Math.floor(clamped * 4096)]++;
-      bins[Math.floor(clamped * BINS)]++;
-    }
-  const quantiles = [0.01, 0.5, 0.99].map((share) => {
+// Count values in equal steps from -reach to reach, those beyond them at the ends: 4,096 fine steps, and BINS steps.
+function count(values, reach, { fine, bins }) {
+  for (let i = 0; i < values.length; i++) {
+    if (!(Math.abs(values[i]) < Infinity)) continue;
+    const place = (values[i] / reach + 1) / 2;
+    const clamped = place < 0 ? 0 : place >= 1 ? 1 - 2 ** -20 : place;
+    fine[Math.floor(clamped * 4096)]++;
+    bins[Math.floor(clamped * BINS)]++;
+  }
+}
+
+function quantilesOf(fine, reach, total) {
+  return [0.01, 0.5, 0.99].map((share) => {
     let sum = 0;
     for (let i = 0; i < 4096; i++)
       if ((sum += fine[i]) >= share * total) return ((i + 0.5) / 2048 - 1) * reach;
     return 0;
   });
-  return { bins, quantiles };
 }
 
 function valueAt({ head, token, channel }) {

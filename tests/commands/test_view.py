@@ -269,8 +269,9 @@ def test_the_page_shows_verifies_and_draws(page: chromium.Page, viewer: Viewer, 
         page.wait(f"document.getElementById('values-status').innerText.startsWith('Layer 1, {kind}')")
         values = cache[1].sides[name].unpack(torch.float32)
         page.evaluate("(token.value = 39, head.value = 1, channel.value = 63, cell.dispatchEvent(new Event('input')))")
-        shown = page.wait("document.getElementById('value').innerText.startsWith('value') && document.getElementById('value').innerText")
-        assert float(shown.split()[1]) == pytest.approx(float(values[0, 1, 39, 63]), rel=1e-5)
+        cell = "Token 39, head 1, channel 63: "
+        page.wait(f"document.getElementById('value').innerText.startsWith('{cell}')")
+        assert float(text(page, "value").removeprefix(cell)) == pytest.approx(float(values[0, 1, 39, 63]), rel=1e-5)
         assert f"{values.numel():,}" in text(page, "statistics")
     page.evaluate("document.getElementById('verify').click()")
     page.wait("document.getElementById('verify-status').className === 'good'")

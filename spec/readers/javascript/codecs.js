@@ -336,16 +336,19 @@ function angle(data) {
   const numbers = data.finite(norm === "fp32" ? "norm" : "range");
   const directions = directionTable(codec.bins);
   const pairs = codec.dim / 2;
+  // The norm of each code that a token has; NaN for those not computed yet.
+  const table = new Float64Array(2 ** codec.norm_bits);
   return (b, h, t, row, u) => {
     const token = (b * side.heads + h) * side.packed + t;
     const digits = packings.flatMap((packing, i) => packing.unpack(planes[i], token));
     const codes = digits[digits.length - 1];
+    table.fill(NaN);
     for (let i = 0; i < pairs; i++) {
       const bin = low ? digits[1][i] * low + digits[0][i] : digits[0][i];
-      let r = numbers[token * pairs + i];
-      if (norm !== "fp32") {
+      let r = norm === "fp32" ? numbers[token * pairs + i] : table[codes[i]];
+      if (r !== r) {
         const e = f32(numbers[2 * token + 1] + numbers[2 * token] * codes[i]);
-        r = norm === "linear" ? e : f32(2 ** e);
+        table[codes[i]] = r = norm === "linear" ? e : f32(2 ** e);
       }
       u[2 * i] = f32(r * directions[2 * bin]);
       u[2 * i + 1] = f32(r * directions[2 * bin + 1]);

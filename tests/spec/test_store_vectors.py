@@ -1,0 +1,76 @@
+"""The vectors of store entries: none changed, none unlisted, and the library makes of each what the manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from kvpack.file import container
+from kvpack.formats.errors import KvpackError, Undecryptable, UnsupportedVersion
+from kvpack.store.encryption import Cipher, in_clear
+from kvpack.store.entries import check_entry, open_entry
+
+pytest.importorskip("cryptography")
+
+from spec.generate.store_vectors import FOLDER, MANIFEST, described, manifest, prefixed, vectors
+
+LINES = manifest()
+
+
+def test_no_vector_was_changed_added_or_lost() -> None:
+    assert {f"{name}.entry" for name in vectors()} == set(LINES)
+    assert {path.name for path in FOLDER.iterdir()} == {*LINES, MANIFEST.name}
+    for file, line in LINES.items():
+        assert hashlib.sha256((FOLDER / file).read_bytes()).hexdigest() == line["sha256"], file
+    for name, vector in vectors().items():
+        assert LINES[f"{name}.entry"].items() >= described(vector).items(), name
+
+
+def read(file: str, line: dict[str, Any]) -> bytes:
+    """The file that an entry is. Raises the library's errors."""
+    key, data = bytes.fromhex(line["key"]), (FOLDER / file).read_bytes()
+    keys = {name: bytes.fromhex(secret) for name, secret in line["encryption_keys"].items()}
+    clear = bytes(in_clear(key, data, Cipher(keys, line["tenant"]) if keys else None))
+    opened = open_entry(clear, key)
+    opened.verify()
+    named = check_entry(opened, line.get("start"), None, None)
+    if named.key != key:
+        raise KvpackError("another key")
+    if "file" in line:
+        check_chunk(opened, named, line)
+    return clear
+
+
+def check_chunk(opened: container.File, named: Any, line: dict[str, Any]) -> None:
+    names = {"model": "name"}
+    given = {names.get(name, name): text for name, text in line["identity"].items() if name not in ("recipe", "tenant")}
+    assert (dict(opened.header.model), opened.header.recipe) == (given, line["identity"]["recipe"])
+    ids = b"".join(number.to_bytes(4, "little") for number in line["chunk_ids"])
+    assert (named.ids, named.inputs) == (ids, b"")
+    if "parent" in line:
+        assert named.parent.hex() == line["parent"]
+    else:
+        assert named.parent == root(line["identity"])
+    assert hashlib.sha256(prefixed(named.parent) + prefixed(ids)).hexdigest() == line["key"]
+
+
+def root(identity: dict[str, str]) -> bytes:
+    """By store.md, Keys."""
+    fields = {"format": "1"} | {
+        name: identity.get(name, "") for name in ("model", "recipe", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra")
+    }
+    return hashlib.sha256(b"".join(prefixed(one.encode()) for pair in fields.items() for one in pair)).digest()
+
+
+@pytest.mark.parametrize("file", LINES)
+def test_the_library_reads_an_entry_or_takes_it_as_absent(file: str) -> None:
+    line = LINES[file]
+    if "file" in line:
+        assert read(file, line) == (FOLDER / line["file"]).read_bytes()
+        return
+    with pytest.raises(KvpackError) as refused:
+        read(file, line)
+    if "damaged" in line:
+        assert isinstance(refused.value, (Undecryptable, UnsupportedVersion)) != line["damaged"]

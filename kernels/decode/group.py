@@ -89,16 +89,7 @@ def _scaled(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.const
 
 
 @triton.jit
-def _values(
-    streams: tl.tuple,
-    table: tl.tensor,
-    norm_table: tl.tensor,
-    token: tl.tensor,
-    channel: tl.tensor,
-    count: tl.tensor,
-    CONSTANTS: tl.constexpr,
-    SHAPE: tl.constexpr,
-) -> tl.tensor:
+def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
     """Codes times their scales, which are broadcast to them."""
     CODE: tl.constexpr = CONSTANTS.code
     SIZE: tl.constexpr = CONSTANTS.size
@@ -107,23 +98,23 @@ def _values(
     DIM: tl.constexpr = SHAPE.dim
     TOKENS: tl.constexpr = SHAPE.tokens
     CHANNELS: tl.constexpr = SHAPE.channels
-    mask = (token < count) & (channel < DIM)
-    code = load_digit(streams, token, channel, mask, CODE, 0).to(tl.float32) - MIDDLE
-    scales = streams[CONSTANTS.scales]
+    mask = (tile.token < tile.count) & (tile.channel < DIM)
+    code = load_digit(tile.streams, tile.token, tile.channel, mask, CODE, 0).to(tl.float32) - MIDDLE
+    scales = tile.streams[CONSTANTS.scales]
     if CONSTANTS.along_tokens and TOKENS <= SIZE:
-        pair = tl.load(scales + channel, channel < tl.where(count > 0, DIM, 0), 0)
-        value = _scaled(code, pair, streams, RANGE)
+        pair = tl.load(scales + tile.channel, tile.channel < tl.where(tile.count > 0, DIM, 0), 0)
+        value = _scaled(code, pair, tile.streams, RANGE)
     elif CONSTANTS.along_tokens:
-        pair = tl.load(scales + (token // SIZE * DIM + channel), mask, 0)
-        value = _scaled(code, pair, streams, RANGE)
+        pair = tl.load(scales + (tile.token // SIZE * DIM + tile.channel), mask, 0)
+        value = _scaled(code, pair, tile.streams, RANGE)
     else:
         GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
         MEMBERS: tl.constexpr = SIZE if SIZE < CHANNELS else CHANNELS
         PARTS: tl.constexpr = CHANNELS // MEMBERS
         group = tl.arange(0, PARTS)[None, :]
-        pair = tl.load(scales + (token * GROUPS + group), (token < count) & (group < GROUPS), 0)[:, :, None]
+        pair = tl.load(scales + (tile.token * GROUPS + group), (tile.token < tile.count) & (group < GROUPS), 0)[:, :, None]
         grouped = tl.reshape(code, (TOKENS, PARTS, MEMBERS))
-        value = tl.reshape(_scaled(grouped, pair, streams, RANGE), (TOKENS, CHANNELS))
+        value = tl.reshape(_scaled(grouped, pair, tile.streams, RANGE), (TOKENS, CHANNELS))
     if CONSTANTS.token_scale >= 0:
-        value = value * load_per_token(streams[CONSTANTS.token_scale], count, TOKENS, 1, 0)
+        value = value * load_per_token(tile.streams[CONSTANTS.token_scale], tile.count, TOKENS, 1, 0)
     return value

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 class Decoder(NamedTuple):
     """The function of a codec, for which the kernel is compiled, and its ``constants``, a tuple of numbers.
 
-    ``values(streams, table, norm_table, token, channel, count, constants, shape)`` gives float32 ``[token, channel]`` of the first
-    ``count`` tokens; ``streams`` point at the row of token 0, and ``shape`` is a ``TileShape``.
+    ``values(tile, constants, shape)`` gives the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
     """
 
     values: Any
@@ -50,6 +49,20 @@ class TileShape(NamedTuple):
     dim: int
     tokens: int
     channels: int
+
+
+class RowTile(NamedTuple):
+    """Tokens of which the first ``count`` are in the block: pointers to the row of token 0 in each of the ``streams``, and the tables.
+
+    ``token`` is ``[token, 1]``, and ``channel`` ``[1, channel]``.
+    """
+
+    streams: Any
+    count: Any
+    token: Any
+    channel: Any
+    table: Any
+    norm_table: Any
 
 
 def prepare_rows(
@@ -125,8 +138,8 @@ def _decode(
     channel = tl.arange(0, CHANNELS)[None, :]
     for begin in range(0, block_tokens, TOKENS):
         count = block.count - begin
-        streams = rows_from(block.streams, begin, STREAMS)
-        value = DECODER.values(streams, table, norm_table, token, channel, count, CONSTANTS, SHAPE)
+        tile = RowTile(rows_from(block.streams, begin, STREAMS), count, token, channel, table, norm_table)
+        value = DECODER.values(tile, CONSTANTS, SHAPE)
         if ROTATED:
             value = original(value, signs, DIM)
         store_tile(block.out + begin * token_stride, token_stride, token, channel, count, value, DIM)

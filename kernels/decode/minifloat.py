@@ -59,37 +59,28 @@ def _power(exponent: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _values(
-    streams: tl.tuple,
-    table: tl.tensor,
-    norm_table: tl.tensor,
-    token: tl.tensor,
-    channel: tl.tensor,
-    count: tl.tensor,
-    CONSTANTS: tl.constexpr,
-    SHAPE: tl.constexpr,
-) -> tl.tensor:
+def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
     """Elements times their scales."""
     CODE: tl.constexpr = CONSTANTS.code
     ELEMENT: tl.constexpr = CONSTANTS.element
     SIZE: tl.constexpr = CONSTANTS.size
     DIM: tl.constexpr = SHAPE.dim
     TOKENS: tl.constexpr = SHAPE.tokens
-    mask = (token < count) & (channel < DIM)
-    code = load_digit(streams, token, channel, mask, CODE, 0)
+    mask = (tile.token < tile.count) & (tile.channel < DIM)
+    code = load_digit(tile.streams, tile.token, tile.channel, mask, CODE, 0)
     value = elements_as_f16(code, 0, ELEMENT, False).to(tl.float32)
     if ELEMENT == "e2m1":
         value = value * 2.0**E2M1_EXPONENT
     if SIZE == 0 and CONSTANTS.per_token:
-        value = value * load_per_token(streams[CONSTANTS.scale], count, TOKENS, 1, 0)
+        value = value * load_per_token(tile.streams[CONSTANTS.scale], tile.count, TOKENS, 1, 0)
     elif SIZE == 0:
-        value = value * as_float32(tl.load(streams[CONSTANTS.scale]))
+        value = value * as_float32(tl.load(tile.streams[CONSTANTS.scale]))
     else:
         BLOCKS: tl.constexpr = (DIM + SIZE - 1) // SIZE
-        scales = tl.load(streams[CONSTANTS.scale] + (token * BLOCKS + channel // SIZE), mask, 0).to(tl.int32) & 0xFF
+        scales = tl.load(tile.streams[CONSTANTS.scale] + (tile.token * BLOCKS + tile.channel // SIZE), mask, 0).to(tl.int32) & 0xFF
         if CONSTANTS.global_scale >= 0:
             # The product of both has at most six significant bits.
-            value = value * e4m3_as_f16(scales).to(tl.float32) * as_float32(tl.load(streams[CONSTANTS.global_scale]))
+            value = value * e4m3_as_f16(scales).to(tl.float32) * as_float32(tl.load(tile.streams[CONSTANTS.global_scale]))
         else:
             # Two normal numbers: the smallest of their products is subnormal, and would be none as a factor.
             half = scales >> 1

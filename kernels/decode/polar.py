@@ -71,24 +71,15 @@ def _levels(codec: Polar) -> tuple[LevelSymbols, ...] | None:
 
 
 @triton.jit
-def _values(
-    streams: tl.tuple,
-    table: tl.tensor,
-    norm_table: tl.tensor,
-    token: tl.tensor,
-    channel: tl.tensor,
-    count: tl.tensor,
-    CONSTANTS: tl.constexpr,
-    SHAPE: tl.constexpr,
-) -> tl.tensor:
+def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
     """Radii times their directions; ``table`` is ``[level, MAX_ANGLES, 2]``."""
     CODES: tl.constexpr = CONSTANTS.codes
     LEVELS: tl.constexpr = CONSTANTS.levels
-    mask = (token < count) & (channel < SHAPE.dim)
-    value = as_float32(tl.load(streams[CONSTANTS.stream] + (token * CONSTANTS.radii + (channel >> len(LEVELS))), mask, 0))
+    mask = (tile.token < tile.count) & (tile.channel < SHAPE.dim)
+    value = as_float32(tl.load(tile.streams[CONSTANTS.stream] + (tile.token * CONSTANTS.radii + (tile.channel >> len(LEVELS))), mask, 0))
     # From the radii down, as formats/ multiplies.
     for level in tl.static_range(len(LEVELS) - 1, -1, -1):
-        symbol = constant_at(LEVELS, level, 1) + (channel >> (level + 1))
-        code = load_digit(streams, token, symbol, mask, constant_at(CODES, constant_at(LEVELS, level, 0)), 0)
-        value = value * tl.load(table + ((level * _MOST + code) * 2 + (channel >> level & 1)), mask, 0.0)
+        symbol = constant_at(LEVELS, level, 1) + (tile.channel >> (level + 1))
+        code = load_digit(tile.streams, tile.token, symbol, mask, constant_at(CODES, constant_at(LEVELS, level, 0)), 0)
+        value = value * tl.load(tile.table + ((level * _MOST + code) * 2 + (tile.channel >> level & 1)), mask, 0.0)
     return value

@@ -82,17 +82,8 @@ def _digit(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tens
 
 
 @triton.jit
-def _values(
-    streams: tl.tuple,
-    table: tl.tensor,
-    norm_table: tl.tensor,
-    token: tl.tensor,
-    channel: tl.tensor,
-    count: tl.tensor,
-    CONSTANTS: tl.constexpr,
-    SHAPE: tl.constexpr,
-) -> tl.tensor:
-    """Entries of ``table``, ``[entry, value]``, times norms, of which octahedral's second ones are in ``norm_table``."""
+def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
+    """The entries of the tile's ``table``, ``[entry, value]``, times norms, of which octahedral's second ones are in ``norm_table``."""
     CODES: tl.constexpr = CONSTANTS.codes
     FORM: tl.constexpr = CONSTANTS.form
     JOINED: tl.constexpr = CONSTANTS.joined
@@ -110,36 +101,36 @@ def _values(
         symbol = lane // REPEATED
         # What an entry's signs are to be shifted by; the third value has none.
         sign_at = tl.where(lane % 3 < 2, FORM.signs_at + lane % 3, 31)
-    mask = (token < count) & (lane * JOINED < DIM)
-    scale = streams[CONSTANTS.scales]
-    entry = _digit(streams, token, symbol, mask, CODES, constant_at(DIGITS, 0))
+    mask = (tile.token < tile.count) & (lane * JOINED < DIM)
+    scale = tile.streams[CONSTANTS.scales]
+    entry = _digit(tile.streams, tile.token, symbol, mask, CODES, constant_at(DIGITS, 0))
     if KIND == "octahedral":
         whole = entry
         entry = entry & ((1 << FORM.index_bits) - 1)
     else:
         entry = tl.minimum(entry, CONSTANTS.entries - 1)
     if KIND == "angle fp32":
-        factor = as_float32(tl.load(scale + (token * (DIM // 2) + lane), mask, 0))
+        factor = as_float32(tl.load(scale + (tile.token * (DIM // 2) + lane), mask, 0))
     elif KIND == "angle linear" or KIND == "angle log":
-        step = load_per_token(scale, count, TOKENS, 2, 0)
-        least = load_per_token(scale, count, TOKENS, 2, 1)
-        factor = least + step * _digit(streams, token, symbol, mask, CODES, constant_at(DIGITS, 1)).to(tl.float32)
+        step = load_per_token(scale, tile.count, TOKENS, 2, 0)
+        least = load_per_token(scale, tile.count, TOKENS, 2, 1)
+        factor = least + step * _digit(tile.streams, tile.token, symbol, mask, CODES, constant_at(DIGITS, 1)).to(tl.float32)
         if KIND == "angle log":
             factor = tl.exp2(factor)
     else:
-        factor = load_per_token(scale, count, TOKENS, 1, 0)
+        factor = load_per_token(scale, tile.count, TOKENS, 1, 0)
         if KIND == "quaternion":
-            code = _digit(streams, token, symbol, mask, CODES, constant_at(DIGITS, 1)).to(tl.float32)
+            code = _digit(tile.streams, tile.token, symbol, mask, CODES, constant_at(DIGITS, 1)).to(tl.float32)
             factor = code * tl.div_rn(factor, tl.full(factor.shape, FORM.largest_radius, tl.float32))
     if KIND == "octahedral":
         # The table's first quarter, whose values have no signs, is in few lines of the cache.
-        unit = tl.load(table + (entry * VALUES + lane % 3), mask, 0.0).to(tl.int32, bitcast=True) ^ ((whole >> sign_at & 1) << 31)
-        norm = tl.load(norm_table + (whole >> FORM.norm_at & FORM.norm_mask))
+        unit = tl.load(tile.table + (entry * VALUES + lane % 3), mask, 0.0).to(tl.int32, bitcast=True) ^ ((whole >> sign_at & 1) << 31)
+        norm = tl.load(tile.norm_table + (whole >> FORM.norm_at & FORM.norm_mask))
         value = unit.to(tl.float32, bitcast=True) * norm * factor
     elif JOINED == 1:
-        value = tl.load(table + entry, mask, 0.0) * factor
+        value = tl.load(tile.table + entry, mask, 0.0) * factor
     else:
         # A thread loads all values of a symbol at once.
         at = (entry * VALUES)[:, :, None] + tl.arange(0, VALUES)[None, None, :]
-        value = tl.load(table + at, mask[:, :, None], 0.0) * factor[:, :, None]
+        value = tl.load(tile.table + at, mask[:, :, None], 0.0) * factor[:, :, None]
     return tl.reshape(value, (TOKENS, CHANNELS))

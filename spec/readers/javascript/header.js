@@ -3,7 +3,7 @@
 import { aboveLimit, badHeader, refuse } from "./errors.js";
 import { compareText, decodeUtf8, MAX_ENTRIES, MAX_STRING_BYTES, MAX_NAMES, parse, scan } from "./msgpack.js";
 import { DTYPES, readCodec } from "./parameters.js";
-import { WIDTHS, littleEndian } from "./numbers.js";
+import { WIDTHS, concat, littleEndian } from "./numbers.js";
 
 const MAX_CODECS = 4096;
 const MAX_LAYERS = 4096;
@@ -443,8 +443,8 @@ export function tokenIds(header) {
   const { ignorable } = header;
   const joined = (prefix) => {
     const parts = [];
-    for (let i = 0; ignorable.has(`${prefix}.${i}`); i++) parts.push(...ignorable.get(`${prefix}.${i}`));
-    return Uint8Array.from(parts);
+    for (let i = 0; ignorable.has(`${prefix}.${i}`); i++) parts.push(ignorable.get(`${prefix}.${i}`));
+    return concat(...parts);
   };
   const u32 = (bytes, at) => Number(littleEndian(bytes, at, 4));
   const ids = (bytes, at, count) => Array.from({ length: count }, (_, i) => u32(bytes, at + 4 * i));

@@ -151,8 +151,8 @@ export async function open(source, options = {}) {
   refuseNew(bytes, knownCodec);
   const header = readHeader(bytes, knownCodec);
   const end = BigInt(dataStart) + placeTensors(header, size);
-  const json = latin(await readExactly(source, 8, dataStart, "container-4"));
-  if (json !== jsonHeader(header, digest, size))
+  const json = await readExactly(source, 8, dataStart, "container-4");
+  if (!equalBytes(json, new TextEncoder().encode(jsonHeader(header, digest, size))))
     badHeader("container-5", "the JSON header is not the one of kvpack.header");
   if (end > MAX_FILE_BYTES) aboveLimit(`the file has ${end} bytes`);
   if (BigInt(source.size) !== end)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 TREES = {
     "formats": "formats",
     "kvpack/guides": "test_guides.py",
+    "spec/viewer": "commands/test_view.py",
     "spec": "spec",
     "fuzz": "fuzz",
     ".ci/backend": "test_packaging.py",

@@ -100,8 +100,7 @@ class ChannelScale(ValueMap):
             first, before = divmod(start, _SPAN)
             start += block.shape[2]
             spans = functional.pad(block, (0, 0, before, -start % _SPAN)).reshape(batch, heads, -1, _SPAN, dim)
-            norms = torch.linalg.vector_norm(spans, dim=3, dtype=torch.float64)
-            squares[:, :, first : first + norms.shape[2]] += norms.square()
+            squares[:, :, first : first + spans.shape[2]] += spans.to(torch.float64).square_().sum(3)
         squares[:, :, -1] *= _SPAN / ((tokens - 1) % _SPAN + 1)
         if self.queries is not None:
             return {STREAM: _balanced(squares.mean(2, keepdim=True) / _SPAN, self.queries).to(torch.float16)}

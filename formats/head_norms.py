@@ -8,7 +8,8 @@ from .lazy import functional, torch
 from .value_blocks import BLOCK_VALUES, caches_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
+    from typing import Any
 
 PAGE = 128
 """Tokens of a run, counted from its first, whose median norm is the usual norm of each. Last tokens that fill no page use the same number
@@ -23,6 +24,9 @@ SHARED_RATIO = 1.5
 
 GROUP_RATIO = 2.0
 """A token costs the others of its group precision if its norm in a head is more than this many times the usual one."""
+
+OWN_RATIO = 1.75
+"""A token loses precision itself if what is encoded of a head is more than this many times the usual, and the head's own norm is not."""
 
 FEW = 4
 """Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""
@@ -39,11 +43,11 @@ def over_heads(norms: torch.Tensor) -> torch.Tensor:
     return norms.square().sum(1).sqrt()
 
 
-def usual(norms: torch.Tensor) -> torch.Tensor:
-    """The median of the page of each token, for ``norms`` ``[..., token]``."""
+def usual(norms: torch.Tensor, median_of: Callable[..., Any] | None = None) -> torch.Tensor:
+    """The median of the page of each token, for ``norms`` ``[..., token]``; by ``median_of``, ``torch.median`` unless given."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
-        median = pages.median(-1).values
+        median = (median_of or torch.median)(pages, -1).values
         medians.append(median.repeat_interleave(PAGE, -1) if count == PAGE else median.expand(*norms.shape[:-1], count))
     return torch.cat([norms[..., tokens:], *medians], -1)
 
@@ -59,13 +63,17 @@ def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
     return ((norms > ratio * medians) & (medians > 0)).any(1)
 
 
-def misfit(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return the misfit of each token with the scales that it shares, float32 ``[batch, token]``; above 1, it is too large.
+def misfit(
+    norms: torch.Tensor, shared: Collection[str], given: torch.Tensor | None = None, kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the misfit of each token with what it is encoded by, float32 ``[batch, token]``; above 1, it is too large.
 
     ``norms`` ``[batch, kv_head, token]`` are those of the values that scales are measured from, and ``shared`` says what shares a scale:
-    ``HEADS``, ``TOKENS`` or both.
+    ``HEADS``, ``TOKENS`` or both. ``given`` and ``kept`` are those of ``own_excess``, for codecs that change norms.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else excess(norms) / SHARED_RATIO
+    if given is not None:
+        result = torch.maximum(result, own_excess(norms, given, kept) / OWN_RATIO)
     return result if TOKENS not in shared else torch.maximum(result, widening(norms, shared) / GROUP_RATIO)
 
 
@@ -84,6 +92,23 @@ def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
         scale = over_heads(norms)
         largest = torch.where(scale > 0, largest / (scale / usual(scale)), 0.0)
     return torch.where(largest > GROUP_RATIO, largest, none)
+
+
+def own_excess(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the factor by which each token's own error exceeds the usual one, in its largest head: float32 ``[batch, token]``.
+
+    ``given`` ``[batch, kv_head, token]`` are the norms of the values, and ``coded`` those of what the codec encodes in their place, with an
+    error in proportion: maps and means that are far from a token leave more of it to encode than of others. The factor is that of the coded
+    norm, or that of its share of the token's norm if that is smaller: neither tokens that are large as a whole nor small ones count.
+    ``kept`` tokens, bool ``[batch, token]``, and zeros have none: 0.
+    """
+    if coded.shape[2] < 3:
+        # One of two tokens is not an outlier.
+        return torch.zeros_like(coded[:, 0])
+    left_out = given <= 0 if kept is None else (given <= 0) | kept[:, None]
+    sizes = (size.masked_fill(left_out, torch.nan) for size in (coded, coded / given))
+    # Where the usual size is 0, all that is left of most tokens is rounding.
+    return torch.minimum(*(size / usual(size, torch.nanmedian) for size in sizes)).nan_to_num(0.0, posinf=0.0).amax(1)
 
 
 def excess(norms: torch.Tensor) -> torch.Tensor:

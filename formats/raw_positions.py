@@ -2,7 +2,8 @@
 
 Attention sinks have keys of low norm and values near zero, wherever they stand: a codec that is good on average is at its worst on
 them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose for both sides; a
-side whose heads or tokens share scales adds the tokens that make them too large for the others. Sources: StreamingLLM
+side whose heads or tokens share scales adds the tokens that make them too large for the others, and a side with maps or means those that
+leave more to encode of than of others. Sources: StreamingLLM
 (arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
@@ -43,7 +44,7 @@ class RawPositions(KeptTokens):
 
     That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 stands for no such bound. With ``high_norm``, tokens are
     also kept if the norm in one head is above ``high_norm`` times the median of that head, and on a side whose heads or tokens share
-    scales, if they make these too large for the others (``head_norms.misfit``): both if a page has few of them.
+    scales or that has maps or means, if they do not fit them (``head_norms.misfit``): both if a page has few of them.
 
     The norms are those of a token's keys, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
     """
@@ -98,17 +99,20 @@ class RawPositions(KeptTokens):
             norms = torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
 
         chosen = self.choose(norms, run.position, before is not None)
-        if codec.shared_scales and self.high_norm:
+        if (codec.shared_scales or codec.changes_norms) and self.high_norm:
             rest = _without(run, chosen, codec.token_group) if codec.changes_norms else run
-            chosen = with_misfits(chosen, misfit(codec.coded_norms(rest, before), codec.shared_scales))
+            coded, given = codec.coded_norms(rest, before), None
+            if codec.changes_norms:
+                given = torch.cat([coded[:, :, :0], *(norms_of(block) for block in run.blocks())], 2)
+            chosen = with_misfits(chosen, misfit(coded, codec.shared_scales, given, chosen))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
         """Return the tokens of a run to keep raw, bool ``[batch, token]``, by the norms of their keys, ``norms`` ``[batch, kv_head,
         token]``.
 
-        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence. Those that make
-        shared scales too large are not among them (``with_misfits``).
+        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence. Those that do not
+        fit the codec are not among them (``with_misfits``).
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -200,7 +204,7 @@ class RawPositions(KeptTokens):
 
 
 def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
-    """``chosen`` tokens, bool ``[batch, token]``, and those of pages with few that make shared scales too large (``head_norms.misfit``)."""
+    """``chosen`` tokens, bool ``[batch, token]``, and those of pages with few that do not fit (``head_norms.misfit``)."""
     return chosen | few((misfits > 1) & ~chosen)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
     Kernel = Callable[[Codec, torch.Tensor], dict[str, torch.Tensor] | None]
+    Watch = Callable[[torch.Tensor, int], None]
 
 _LARGE = 2.0**100
 """Below this bound no step of a side-car turns a codec's decoded value into an infinity."""
@@ -193,15 +194,17 @@ class WithSideCars(Codec):
         encoder = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter([x])), None)
         return {**encoder.streams, **encoder.encode(x, 0)}
 
-    def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None) -> RunEncoder:
+    def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None, watch: Watch | None = None) -> RunEncoder:
         """As ``Codec.begin``; ``kernel(codec, block)`` returns the streams of the codec, or None if the codec must encode the block
-        itself.
+        itself, and ``watch(block, start)`` is called with what the codec encodes from token ``start`` on.
         """
         steps, own = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
             block, taken = steps.encode(x, start)
+            if watch:
+                watch(block, start)
             # What was found for the whole run is known to the codec's own encoder alone.
             found = kernel(self.codec, block) if kernel and not inner.streams else None
             streams = inner.encode(block, start) if found is None else found

@@ -91,14 +91,20 @@ def _is_supported(codec: Codec) -> bool:
 
 
 def encode(
-    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, threads: int | None = None, level: int = 0
+    codec: Codec,
+    x: torch.Tensor,
+    before: Mapping[str, torch.Tensor] | None = None,
+    threads: int | None = None,
+    level: int = 0,
+    coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """The streams of ``x``, which ``supports`` takes; None for values that ``formats/`` is to encode, or to refuse by name.
 
-    ``before`` contains the streams of the run that it continues; ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    ``before`` contains the streams of the run that it continues; ``level`` is a place in ``library.levels()``. ``coded``, float32 and
+    contiguous, ``[batch, kv_head, token]``, gets ``codec.coded_norms`` of a codec that changes norms. Raises MemoryError.
     """
     if isinstance(codec, WithSideCars):
-        return _encode_less_means(codec, x, threads, level)
+        return _encode_less_means(codec, x, threads, level, coded)
     given: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
         scale = _run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level)
@@ -120,6 +126,7 @@ def _encode(
     means: tuple[torch.Tensor, int] | None,
     threads: int | None,
     level: int,
+    coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of this many tokens."""
     batch, heads, tokens, _ = x.shape
@@ -133,6 +140,8 @@ def _encode(
     call.streams = (library.Stream * len(names))(*map(library.Stream.of, map(read.__getitem__, names)))
     if means is not None:
         call.means, call.mean_tokens = library.Stream.of(means[0]), means[1]
+    if coded is not None:
+        call.norms = coded.data_ptr()
     return streams if run(call) else None
 
 
@@ -170,7 +179,9 @@ def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, thr
     return scale if torch.isfinite(scale).all() else None
 
 
-def _encode_less_means(codec: WithSideCars, x: torch.Tensor, threads: int | None, level: int) -> dict[str, torch.Tensor] | None:
+def _encode_less_means(
+    codec: WithSideCars, x: torch.Tensor, threads: int | None, level: int, coded: torch.Tensor | None
+) -> dict[str, torch.Tensor] | None:
     """The streams of keys whose only side-car is ``KeyMean``, as ``KeyMean.begin`` and the codec make them."""
     (key_mean,) = codec.side_cars
     assert isinstance(key_mean, KeyMean)
@@ -179,7 +190,7 @@ def _encode_less_means(codec: WithSideCars, x: torch.Tensor, threads: int | None
         return None
     own = key_mean.stored(codec.rotation.forward(mean))
     vectors = codec.rotation.inverse(key_mean.vectors(own)).contiguous()
-    streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level)
+    streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level, coded)
     return None if streams is None else {name: (streams | own)[name] for name in codec.row_layouts}
 
 

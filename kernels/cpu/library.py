@@ -129,6 +129,7 @@ class Encode(Structure):
         *((name, c_int64) for name in ("unbiased", "candidates")),
         ("bounds", Table * MAX_BOUNDS),
         ("means", Stream),
+        ("norms", c_void_p),
         *((name, c_int64) for name in ("mean_tokens", "threads", "level")),
     )
 

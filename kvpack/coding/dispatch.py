@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvpack.file import row
 from kvpack.formats import rans
+from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.formats.head_norms import norms_of
 from kvpack.formats.lossless import Lossless
@@ -43,11 +44,14 @@ ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 _SHORTFALL = "the C kernels: they were not built, or from other sources, when kvpack was installed (install it again with a C compiler)"
 
 
-def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
+def encode(
+    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, coded: torch.Tensor | None = None
+) -> dict[str, torch.Tensor] | None:
     """Return the streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel; None if the codec itself must encode it.
 
-    ``before`` contains the streams of the run that it continues. The codec itself encodes where no kernels run, what they do not take, and
-    values that it may refuse. Raises what ``uses_triton`` and ``uses_c`` raise.
+    ``before`` contains the streams of the run that it continues, and ``coded``, contiguous float32 ``[batch, kv_head, token]``, gets
+    ``codec.coded_norms`` of a codec that changes norms, if there are streams. The codec itself encodes where no kernels run, what they do
+    not take, and values that it may refuse. Raises what ``uses_triton`` and ``uses_c`` raise.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -55,12 +59,15 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
 
         if isinstance(codec, Lossless) and lossless.supports_encoding(codec, x):
             return lossless.encode(codec, x, before)
-        return c_encode.encode(codec, x, before) if c_encode.supports(codec, x) else None
+        return c_encode.encode(codec, x, before, coded=coded) if c_encode.supports(codec, x) else None
     if not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode
 
-    return encode.encode(codec, x, before)
+    streams = encode.encode(codec, x, before)
+    if coded is not None and streams is not None:
+        coded.copy_(codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([x.float()])), before))
+    return streams
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,19 @@ from kvpack.errors import KvpackWarning, RoundedWarning
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.group import PER_HEAD
-from kvpack.formats.head_norms import GROUP_RATIO, HEADS, SHARED_RATIO, TOKENS, excess, few, have_large_head, misfit, relative, widening
+from kvpack.formats.head_norms import (
+    GROUP_RATIO,
+    HEADS,
+    SHARED_RATIO,
+    TOKENS,
+    excess,
+    few,
+    have_large_head,
+    misfit,
+    own_excess,
+    relative,
+    widening,
+)
 from kvpack.formats.raw import HOLDS
 from kvpack.formats.raw_positions import VALUES, RawPositions, replaced, with_misfits
 from kvpack.formats.side_cars import WithSideCars
@@ -56,12 +68,19 @@ MANY_RATIO = 4.0
 """Tokens of a page that has many are only warned of if they are more than this many times as large as usual in a head."""
 
 
+OWN_WARNING_RATIO = 2.0
+"""A token is warned of if its own error is more than this many times the usual one; it is raw from ``head_norms.OWN_RATIO`` on."""
+
+_OWN = "own"
+"""The kind of misfit of tokens that share no scale, and lose precision themselves."""
+
+
 @dataclass(frozen=True)
 class Misfit:
-    """The tokens of one encoded run that make a scale that ``shared`` names too large: ``count`` of ``tokens``.
+    """The tokens of one encoded run that make a scale that ``shared`` names too large, or their own errors: ``count`` of ``tokens``.
 
-    In the worst one, ``token`` of ``sequence``, ``head`` makes the scale ``factor`` times too large. ``rare``: few enough that raw tokens
-    avoid them.
+    In the worst one, ``token`` of ``sequence``, ``head`` makes it ``factor`` times too large. ``rare``: few enough that raw tokens avoid
+    them.
     """
 
     where: str
@@ -78,8 +97,14 @@ class Misfit:
 _EFFECTS = {
     HEADS: ("other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
     TOKENS: ("other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
+    _OWN: ("its own values, which channel scales and means do not fit", "is {:.3g} times as large as usual once these are applied"),
 }
 """Tokens that lose precision, and the sentence about the worst token, by the kind of sharing."""
+
+_REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
+    _OWN: "leave mean=, channel_scale= and frame= out of the recipe"
+}
+"""What to do about it, whether tokens can be raw or not."""
 
 _misfits: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None)
 
@@ -105,15 +130,19 @@ def encode(
     Raises InvalidParameter for NaN or infinity (raw and lossless keep them),
     and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter if ``uses_triton`` does.
     Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it, and a KvpackWarning that names the tokens
-    in which a scale that heads or tokens share costs some of them precision.
+    in which a scale that heads or tokens share costs some of them precision, or what maps and means leave of a token costs itself.
     """
     raw = codec.side_car(RawPositions)
     if raw is not None:
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
-    if codec.summary.shared_scales:
-        with float32_no_grad(x.device):
-            _report(_misfit_of(_coded_norms(codec, x, where, before), codec.summary.shared_scales, where))
-    return encode_all(codec, x, where, before, position)
+    shared, changes = codec.summary.shared_scales, codec.changes_norms
+    with float32_no_grad(x.device):
+        norms = dispatch.norms(x) if shared or changes else None
+        coded = torch.empty_like(norms) if changes and norms is not None else norms
+        streams = encode_all(codec, x, where, before, position, coded if changes else None)
+        if coded is not None:
+            _report(_misfit_of(coded, shared, where, given=norms if changes else None))
+    return streams
 
 
 def misfits_of(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
@@ -131,13 +160,21 @@ def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str,
 
 
 def encode_all(
-    codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None = None, position: int | None = None
+    codec: Codec,
+    x: torch.Tensor,
+    where: str,
+    before: Mapping[str, torch.Tensor] | None = None,
+    position: int | None = None,
+    coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """``encode`` for a codec that keeps no tokens raw by their positions; nothing is measured, and scales are not warned of."""
+    """``encode`` for a codec that keeps no tokens raw by their positions; no token is warned of.
+
+    ``coded``, contiguous float32 ``[batch, kv_head, token]``, gets ``codec.coded_norms`` of a codec that changes norms.
+    """
     with float32_no_grad(x.device):
-        streams = dispatch.encode(codec, x, before)
+        streams = dispatch.encode(codec, x, before, coded)
     if streams is None:
-        streams = _encode_in_blocks(codec, x, where, before, position)
+        streams = _encode_in_blocks(codec, x, where, before, position, coded)
     kept = codec.summary.exact_dtype
     if kept is not None and RAW_NAMES[x.dtype] not in HOLDS[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
         names = f"{RAW_NAMES[x.dtype]} values as {kept}"
@@ -156,27 +193,31 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, kernels included, gets a whole run."""
     with float32_no_grad(x.device):
-        plain, shared = codec.without_raw, codec.summary.shared_scales
-        coded = dispatch.norms(x) if shared and not plain.changes_norms else None
-        if norms is None:
-            norms = dispatch.norms(x) if coded is None else coded
-        chosen = raw.choose(norms.to(x.device), position, before is not None)
-        if shared:
-            if coded is None:
-                token, sequence = chosen.T.nonzero().unbind(1)
-                coded = _coded_norms(plain, replaced(x, token, sequence, chosen, codec.summary.token_group), where, before)
+        shared, changes = codec.summary.shared_scales, codec.without_raw.changes_norms
+        own = dispatch.norms(x) if shared or changes or norms is None else None
+        chosen = raw.choose(_either(norms, own).to(x.device), position, before is not None)
+        if shared and own is not None and not changes:
             if raw.high_norm:
-                chosen = with_misfits(chosen, misfit(coded, shared))
-            _report(_misfit_of(coded, shared, where, chosen, keeps_large=raw.high_norm > 0))
+                chosen = with_misfits(chosen, misfit(own, shared))
+            _report(_misfit_of(own, shared, where, chosen, keeps_large=raw.high_norm > 0))
+        coded = torch.empty_like(own) if changes and own is not None else None
         try:
-            return _encode_others(codec, raw, x, chosen, where, before, position)
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
         except OutOfRange:
             # The keys choose, and a token of large values is refused by a norm that cannot hold it.
             large = have_large_head(dispatch.norms(x), raw.high_norm) if raw.high_norm else None
             more = None if large is None else few(large & ~chosen)
             if more is None or not more.any():
                 raise
-        return _encode_others(codec, raw, x, chosen | more, where, before, position)
+            chosen = chosen | more
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
+        misfits = None if coded is None else misfit(coded, shared, own, chosen)
+        if coded is None or misfits is None or not (misfits > 1).any():
+            return streams
+        kept = with_misfits(chosen, misfits) if raw.high_norm else chosen
+        _report(_misfit_of(coded, shared, where, kept, raw.high_norm > 0, own))
+        # Few runs have such tokens: to measure all before they are encoded would take longer.
+        return streams if torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
 
 
 def _encode_others(
@@ -187,8 +228,12 @@ def _encode_others(
     where: str,
     before: Mapping[str, torch.Tensor] | None,
     position: int | None,
+    coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x``, whose ``chosen`` tokens, bool ``[batch, token]``, are raw. Raises the errors of ``encode``."""
+    """Encode ``x``, whose ``chosen`` tokens, bool ``[batch, token]``, are raw, and fill ``coded`` as ``encode_all`` does.
+
+    Raises the errors of ``encode``.
+    """
     with float32_no_grad(x.device):
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
@@ -200,11 +245,11 @@ def _encode_others(
         if not plain.summary.entries and not plain.summary.has_run_rows:
             # A copy of all values without the raw tokens would take longer than to encode them, and rows of tokens can be replaced.
             with contextlib.suppress(OutOfRange):
-                streams = encode_all(plain, x, where, before, position)
-                _encode_groups_again(plain, x, chosen, streams, where, before)
+                streams = encode_all(plain, x, where, before, position, coded)
+                _encode_groups_again(plain, x, chosen, streams, where, before, coded)
         if streams is None:
             rest = replaced(x, token, sequence, chosen, codec.summary.token_group)
-            streams = encode_all(plain, rest, where, before, position)
+            streams = encode_all(plain, rest, where, before, position, coded)
     streams |= own
     return {name: streams[name] for name in codec.row_layouts}
 
@@ -216,8 +261,9 @@ def _encode_groups_again(
     streams: dict[str, torch.Tensor],
     where: str,
     before: Mapping[str, torch.Tensor] | None,
+    coded: torch.Tensor | None,
 ) -> None:
-    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, to their rows of ``streams``."""
+    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, to their rows of ``streams`` and ``coded``."""
     group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
@@ -226,7 +272,10 @@ def _encode_groups_again(
     places = places[places < tokens]
     some = chosen[:, places]
     token, sequence = some.T.nonzero().unbind(1)
-    made = encode_all(codec, replaced(x[:, :, places], token, sequence, some, group), where, before)
+    norms = None if coded is None else torch.empty(*x.shape[:2], len(places), device=x.device)
+    made = encode_all(codec, replaced(x[:, :, places], token, sequence, some, group), where, before, coded=norms)
+    if coded is not None and norms is not None:
+        coded[:, :, places] = norms
     for name, entry in codec.row_layouts.items():
         rows = torch.unique(places // entry.tokens_per_row)
         # Not every version of PyTorch indexes uint16 on every device.
@@ -237,7 +286,12 @@ def _encode_groups_again(
 
 
 def _encode_in_blocks(
-    codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None, position: int | None
+    codec: Codec,
+    x: torch.Tensor,
+    where: str,
+    before: Mapping[str, torch.Tensor] | None,
+    position: int | None,
+    coded: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
@@ -253,9 +307,13 @@ def _encode_in_blocks(
                 streams[name][:, :, start // entry.tokens_per_row : -(-stop // entry.tokens_per_row)] = encoded[name]
         entries[start] = {name: encoded[name] for name, entry in layout.items() if entry.per == "entry"}
 
+    def measure(block: torch.Tensor, start: int) -> None:
+        if coded is not None:
+            coded[:, :, start : start + block.shape[2]] = dispatch.norms(block)
+
     with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
-        begin = partial(codec.begin, kernel=dispatch.encode) if isinstance(codec, WithSideCars) else codec.begin
+        begin = partial(codec.begin, kernel=dispatch.encode, watch=measure) if isinstance(codec, WithSideCars) else codec.begin
         with _placed(where):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
             run = begin(given, before)
@@ -266,6 +324,12 @@ def _encode_in_blocks(
                 streams[name] = torch.cat([none, *(entries[start][name] for start, _ in blocks)], 2)
     streams |= run.streams
     return {name: streams[name] for name in layout}
+
+
+def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
+    found = other if one is None else one
+    assert found is not None
+    return found
 
 
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
@@ -331,18 +395,26 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
 
 
 def _misfit_of(
-    norms: torch.Tensor, shared: Collection[str], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False
+    norms: torch.Tensor,
+    shared: Collection[str],
+    where: str,
+    kept: torch.Tensor | None = None,
+    keeps_large: bool = False,
+    given: torch.Tensor | None = None,
 ) -> Misfit | None:
     """Return the error that ``shared`` scales cause in tokens that are not ``kept``, bool ``[batch, token]``; None if they fit all others.
 
-    ``norms`` ``[batch, kv_head, token]`` are those of the coded values. ``keeps_large``: tokens of high norm are among the ``kept`` ones.
+    ``norms`` ``[batch, kv_head, token]`` are those of the coded values, and ``given`` those of the given ones if they differ.
+    ``keeps_large``: tokens of high norm are among the ``kept`` ones.
     A page with many large tokens in one head is not warned of before they are ``MANY_RATIO`` times as large as usual.
     """
     found = []
-    for name, measured, ratio in ((HEADS, excess, SHARED_RATIO), (TOKENS, partial(widening, shared=shared), GROUP_RATIO)):
-        if name not in shared:
-            continue
-        factors = measured(norms)
+    measured = [(HEADS, excess(norms), SHARED_RATIO)] if HEADS in shared else []
+    if TOKENS in shared:
+        measured.append((TOKENS, widening(norms, shared), GROUP_RATIO))
+    if given is not None:
+        measured.append((_OWN, own_excess(norms, given, kept), OWN_WARNING_RATIO))
+    for name, factors, ratio in measured:
         if kept is not None:
             factors = factors.masked_fill(kept, 0.0)
         lost = factors > ratio
@@ -385,7 +457,7 @@ def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
         return
     worst = max(found, key=lambda one: one.factor)
     others = f"; the same is true of tokens in {len(found) - 1} more of the keys and values of layers" if len(found) > 1 else ""
-    remedy = f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale"
+    remedy = _REMEDIES[worst.shared]
     which, effect = _EFFECTS[worst.shared]
     if all(one.rare for one in found):
         remedy += ", or add raw=4,0.6,4, which keeps such tokens raw"

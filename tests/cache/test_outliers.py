@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvpack
+from kvpack.coding import dispatch
 from kvpack.coding.presets import PUBLISHED
 from kvpack.errors import KvpackWarning
 from kvpack.formats.errors import OutOfRange
@@ -113,6 +114,74 @@ def test_scales_are_measured_where_they_are_chosen(recipe: str, ratio: float) ->
     assert torch.equal(decoded[0, :, 9], k[0, :, 9].to(torch.bfloat16).float())
     with pytest.warns(KvpackWarning, match=r"in 1 of 300 tokens.* token 9 of sequence 0, head 2 "):
         kvpack.pack([(k, k)], f"{raw};raw=0")
+
+
+def far_from_the_others(factor: float) -> torch.Tensor:
+    """Keys of one sequence with large channels and a mean; in token 137, head 1 has another channel, ``factor`` times its largest value."""
+    generator = torch.Generator().manual_seed(3)
+    k = torch.randn(1, HEADS, 300, 64, generator=generator)
+    k[..., [5, 37]] *= 12
+    k += torch.randn(1, HEADS, 1, 64, generator=generator)
+    k[0, 1, 137, 9] = factor * k[0, 1, :, 9].abs().max()
+    return k
+
+
+@pytest.mark.parametrize("factor", [12.0, 18.0])
+@pytest.mark.parametrize(
+    "recipe", ["kvpack-2", "kvpack-3", "kvpack-3-trellis", "k=group:b=3,axis=channel,mean=32,channel_scale=fp16;v=raw;raw=4,0.6,4"]
+)
+def test_a_token_that_maps_and_means_do_not_fit_is_raw_or_named(recipe: str, factor: float) -> None:
+    k = far_from_the_others(factor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = kvpack.pack([(k, k)], recipe)[0]
+        usual = kvpack.pack([(far_from_the_others(1.0),) * 2], f"{recipe};raw=4,0.6")[0].unpack(torch.float32)[0]
+    decoded, _ = layer.unpack(torch.float32)
+    assert decoded is not None
+    assert usual is not None
+    assert torch.equal(decoded[0, :, 137], k[0, :, 137].to(torch.bfloat16).float())
+    others = [token for token in range(300) if token != 137]
+    given = far_from_the_others(1.0)
+    assert relative(decoded[:, :, others], k[:, :, others]) < 1.05 * relative(usual[:, :, others], given[:, :, others])
+    with pytest.warns(KvpackWarning, match=r"token 137 of sequence 0, head 1 is .* times as large as usual once .* add raw=4,0.6,4"):
+        kvpack.pack([(k, k)], f"{recipe};raw=4,0.6")
+
+
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize("tokens", [128, 300])
+def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms of what is left come from C, or from the formats."""
+    monkeypatch.setenv(dispatch.VARIABLE, kernels)
+    k = 3 + torch.randn(2, HEADS, tokens, 64, generator=torch.Generator().manual_seed(0))
+    k[1, 2, 100, 9] = 30
+    side = kvpack.pack([(k, k)], "k=octahedral:b=3,mean=128;v=raw;raw=4,0.6,4")[0].k
+    assert side is not None
+    assert side.runs[0].streams["raw_positions"].to(torch.int64)[0, 0, :, [0, 3]].tolist()[8:] == [[101, 1]]
+
+
+def test_many_tokens_that_a_mean_does_not_fit_are_named_and_not_raw() -> None:
+    k = 3 + torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(0))
+    k[0, 1, 100:105, 9] = 30
+    with pytest.warns(KvpackWarning, match=r"in 5 of 300 tokens.* once these are applied. To avoid this, leave mean=.* out of the recipe$"):
+        cache = kvpack.pack([(k, k)], "k=scalar:b=3,mean=128;v=raw;raw=4,0.6,4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpack.pack([(k, k)], "k=scalar:b=3;v=raw;raw=4,0.6,4")
+    assert cache[0].k is not None
+    assert cache[0].k.runs[0].streams["raw_positions"].shape[2] == 4
+
+
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("recipe", ["kvpack-3", "k=scalar:b=3,mean=32;v=scalar:b=3"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 9, 40])
+def test_few_tokens_and_zeros_fit_maps_and_means(recipe: str, tokens: int) -> None:
+    x = torch.randn(2, 3, tokens, 64, generator=torch.Generator().manual_seed(0))
+    for k in (x, x * 0, torch.cat([x * 0, x], 2), x[:, :, :1].expand(-1, -1, tokens, -1).contiguous()):
+        side = kvpack.pack([(k, k)], recipe)[0].k
+        assert side is not None
+        raw = side.runs[0].streams.get("raw_positions")
+        assert raw is None or raw.shape[2] <= 2 * (4 + tokens)
 
 
 @pytest.mark.usefixtures("no_warnings")

@@ -382,7 +382,7 @@ def test_packed_caches_are_those_of_torch(recipe: str, monkeypatch: pytest.Monke
     pairs = [tuple(torch.randn(2, 3, 333, 128).to(torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2))]
     calls = []
     original = cpu_encode.encode
-    monkeypatch.setattr(cpu_encode, "encode", lambda *arguments: calls.append(arguments) or original(*arguments))
+    monkeypatch.setattr(cpu_encode, "encode", lambda *arguments, **options: calls.append(arguments) or original(*arguments, **options))
     found = kvpack.pack(pairs, recipe)
     assert calls
     monkeypatch.setenv(dispatch.VARIABLE, "torch")
@@ -398,7 +398,7 @@ def test_what_side_cars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch
     pairs = [(torch.randn(2, 3, 333, 64).to(torch.bfloat16), torch.randn(2, 3, 333, 64).to(torch.bfloat16))]
     calls = []
     original = cpu_encode.encode
-    monkeypatch.setattr(cpu_encode, "encode", lambda *arguments: calls.append(arguments) or original(*arguments))
+    monkeypatch.setattr(cpu_encode, "encode", lambda *arguments, **options: calls.append(arguments) or original(*arguments, **options))
     found = kvpack.pack(pairs, RECIPES[recipe])
     assert calls
     monkeypatch.setenv(dispatch.VARIABLE, "torch")

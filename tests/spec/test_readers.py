@@ -62,3 +62,14 @@ def test_a_reader_that_accepts_what_the_library_refuses_is_a_difference() -> Non
     damaged[len(container.open_bytes(data).front.text) + 200] ^= 1
     assert list(spec_readers.file_differences([refusing], bytes(damaged), [])) == []
     assert list(spec_readers.file_differences([accepting], bytes(damaged), [])) != []
+
+
+def test_a_reader_that_differs_in_a_packed_page_is_found() -> None:
+    folder = FOLDER.parent / "row-vectors"
+    values = numpy.fromfile(folder / "raw.f32", "<f4")
+    right = SimpleNamespace(name="x", read=lambda path: Answer("ok", "", values, {}))
+    wrong = SimpleNamespace(name="x", read=lambda path: Answer("ok", "", values + numpy.float32(1), {}))
+    refusing = SimpleNamespace(name="x", read=lambda path: Answer("DigestMismatch", "row-4", None, {}))
+    whole, damaged = ((folder / f"{name}.row").read_bytes() for name in ("raw", "damaged"))
+    assert [bool(list(spec_readers.row_differences([one], whole))) for one in (right, wrong, refusing)] == [False, True, True]
+    assert [bool(list(spec_readers.row_differences([one], damaged))) for one in (right, refusing)] == [True, False]

@@ -31,6 +31,7 @@ import kvpack
 from fuzz import seeds
 from fuzz.file_mutator import Vocabulary, mutated_file
 from fuzz.oracles import MAX_COMPARED_BYTES
+from fuzz.row_oracles import RowOracle
 from kvpack.coding.bases import Basis
 from kvpack.coding.basis_sources import bound
 from kvpack.file import container
@@ -174,6 +175,23 @@ def file_differences(readers: Sequence[Reader], data: bytes, bases: Sequence[Pat
                 yield from _value_differences(reader.name, answer.values, file)
 
 
+def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
+    """How the second decoder and ``readers`` differ in a packed page, without any basis."""
+    try:
+        file, rule = decoder.read_row(data).page, ""
+    except decoder.Refused as refused:
+        file, rule = None, str(refused)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.row")
+        path.write_bytes(data)
+        for reader in readers:
+            answer = reader.read(path)
+            if answer.accepted != (file is not None):
+                yield f"the second decoder {rule or 'accepts'}, and {reader.name}: {answer.rule or 'accepts'}"
+            elif answer.accepted:
+                yield from _value_differences(reader.name, answer.values, file)
+
+
 def _value_differences(name: str, found: Any, file: Any) -> Iterator[str]:
     sides = [side for layer in file.layers for side in layer.values() if side]
     values = numpy.array([value for side in sides for value in side.values], numpy.float64)
@@ -247,12 +265,17 @@ def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None
     print(f"{count - left} files that the library has just written")
 
 
-def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[bytes]:
-    """Mutations of ``found`` until the time is over."""
+def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Mutations of ``found``, and of packed pages, until the time is over, each with whether it is of a packed page."""
     source, vocabulary = random.Random(number), Vocabulary.of(found)
+    oracle = RowOracle()
+    rows = [*oracle.rows, *seeds.rows()]
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        yield mutated_file(source.choice(found), vocabulary, source, MAX_MUTATED_BYTES)
+        if source.random() < 0.15:
+            yield oracle.mutated(source.choice(rows), vocabulary, source, MAX_MUTATED_BYTES), True
+        else:
+            yield mutated_file(source.choice(found), vocabulary, source, MAX_MUTATED_BYTES), False
 
 
 def main(words: list[str] | None = None) -> int:
@@ -297,17 +320,19 @@ def main(words: list[str] | None = None) -> int:
             path.write_bytes(data)
         fresh: list[bytes] = []
 
-        def visit(data: bytes, given: Sequence[Path] = ()) -> None:
-            for problem in file_differences(readers, data, given):
+        def visit(data: bytes) -> None:
+            fresh.append(data)
+            for problem in file_differences(readers, data, []):
                 report(problem, data)
 
-        fresh_files(arguments.files, arguments.seed, lambda data: (fresh.append(data), visit(data))[0])
+        fresh_files(arguments.files, arguments.seed, visit)
         small = [data for data in fresh if len(data) <= MAX_MUTATED_BYTES]
         count = 0
-        for data in mutations(arguments.seconds, arguments.seed, [*seeds.kvpack_files(), *small]):
-            visit(data, bases)
+        for data, is_row in mutations(arguments.seconds, arguments.seed, [*seeds.kvpack_files(), *small]):
+            for problem in row_differences(readers, data) if is_row else file_differences(readers, data, bases):
+                report(problem, data)
             count += 1
-        print(f"{count} mutated files, {problems} differences")
+        print(f"{count} mutated files and packed pages, {problems} differences")
     return 1 if problems else 0
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpack.formats.klt import Klt
+from spec.generate.input_vectors import ids, with_features
 from spec.generate.side_car_vectors import with_positions
 from spec.generate.valid_vectors import add
 from support.file_parts import one_side
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from support.file_parts import Parts
+
+
+VALID = Path(__file__).resolve().parents[2] / "spec" / "vectors" / "valid"
 
 
 def zeros(*names: str, size: int | None = None) -> Callable[[Parts], None]:
@@ -71,6 +77,21 @@ def add_all() -> None:
         add(f"digest-of-{size}-bytes", shows, lambda n=size: one_side(bytes_of_norms, runs=(n,), tail=0, heads=1), "container-20")  # type: ignore[misc]
     wide = create("octahedral", 73, b="2", arrangement="direct", rotation="none")
     add("octahedral-direct-dim-73", "25 triplets in the space of 48", lambda: one_side(wide, heads=1), "octahedral-6")
+    heads = Klt.of_heads(11, bytes(32), 0, "k", b"\2\3", "fp16", "fp16")
+    add("klt-heads-of-nine-bits", "a short run of three columns, whose nine bits take two bytes", lambda: one_side(heads, heads=1), "klt-8")
+    for name, shows in (
+        ("layer-state-of-two-sequences", "ids of two sequences, which states have, too"),
+        ("layer-state-of-no-sides", "ids of a file without sides: its range is empty, and they are ignored"),
+    ):
+        data = (VALID / f"{name}.kvpack").read_bytes()
+        of = name.removeprefix("layer-state-of-")
+        add(
+            f"token-ids-beside-states-of-{of}",
+            shows,
+            lambda d=data: with_features(d, token_ids__0=ids(3, 4)),
+            "container-74",
+            "container-78",
+        )  # type: ignore[misc]
     add("side-car-raw-positions-above-65536", "raw tokens before and behind the 65,536th", positions, "side-cars-10")
 
 

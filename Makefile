@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 # Programs of tests/support, tests/benchmarks and fuzz.
 MODULE = PYTHONPATH=tests $(BIN)/python -m
 
-.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz readers roundtrip gpu-test gpu-compile gpu-sanitize damage guards sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size spec-words
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz readers roundtrip gpu-test gpu-compile gpu-sanitize damage guards arithmetic sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size spec-words
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -81,6 +81,10 @@ damage: $(INSTALLED)
 
 guards: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(MODULE) support.guard_removal
+
+# The second decoder with each of its steps of arithmetic changed: which changes no vector catches, in some minutes.
+arithmetic: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(MODULE) support.arithmetic_changes
 
 # Tiny models of all architectures of transformers over packed caches: writes what works, and what is refused.
 zoo: $(INSTALLED)

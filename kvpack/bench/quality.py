@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RECIPES", "Settings", "run", "show"]
 
-RECIPES = ("fp8", "kivi-4", "nvfp4", "octopus-3", "oscar-2-u8", "kivi-2")
-"""Recipes that engines use, and published configurations: as many as two cores can measure in 15 minutes, with CALIBRATED."""
+RECIPES = ("fp8", "nvfp4", "kvpack-4", "octopus-3", "kvpack-3", "kvpack-2")
+"""Recipes of engines, kvpack's own, and a paper's: as many as two cores can measure in 15 minutes, with CALIBRATED."""
 
 CALIBRATED = ("klt-2.5", "klt-1.75", "klt-1.25", "transform-1", "transform-0.6")
 """Recipes that are measured by default if a basis is given."""

@@ -80,7 +80,7 @@ def _add_quality(kinds: Any) -> None:
         "--text", metavar="FILE", help="the text that the model reads, not one that it was calibrated on (default: prose, code and a long "
         "text that come with kvpack, or the demo's)",
     )  # fmt: skip
-    quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: the papers')")
+    quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: several)")
     quality.add_argument(
         "--basis",
         metavar="FILE",

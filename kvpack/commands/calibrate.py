@@ -49,6 +49,12 @@ def add(commands: Any) -> None:
         help="also measure what each layer and side loses at 2 bits in N windows, for the widths of kvpack-2, kvpack-3 and kvpack-4 by "
         "this basis; each window is read once for every layer and side (default: 0)",
     )
+    parser.add_argument(
+        "--positions",
+        type=int,
+        metavar="N",
+        help="describe keys for the first N positions of a context (default: those of the model, at most 32768, and for klt 4096)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
     add_force(parser)
     add_json(parser)
@@ -73,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.scope,
         arguments.balanced_only,
         arguments.widths,
+        arguments.positions,
     )
     with progress("calibrate", arguments) as callback:
         found = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)

@@ -26,11 +26,10 @@ def balanced_of_all(
     """The balanced frames of every layer, and their means before RoPE where it is known how keys turn; ``progress`` counts the layers."""
     made = {}
     for layer, moments in enumerate(found):
-        keys, queries = moments.keys / moments.tokens, moments.queries / moments.rows
-        centered = keys - torch.einsum("hi,hj->hij", moments.mean, moments.mean)
+        queries = moments.queries / moments.rows
         made[layer] = BalancedKeys(
-            frames_of(keys, queries).to(torch.float32),
-            frames_of(centered, queries).to(torch.float32),
+            frames_of(moments.keys / moments.tokens, queries).to(torch.float32),
+            frames_of(moments.pages / moments.tokens, queries).to(torch.float32),
             queries.to(torch.float32),
             None if ropes is None else (moments.unturned / moments.tokens).to(torch.float32),
             None if ropes is None else ropes[layer],

@@ -31,6 +31,7 @@ from .basis_fit import rows_of_all
 from .frames_fit import frames_of_all
 from .place_losses import losses_of_places
 from .rope import ropes
+from .spread import places_of, spread_halves, spread_keys
 from .statistics import RAW, Framing, QueryMoments, Statistics
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 16
 BALANCED_TOKENS, BALANCED_WINDOWS = 2048, 2
 """Sizes for balanced frames only; 12 times as much text is no better."""
+POSITIONS = 1 << 15
+"""Maximum number of positions, of those of the model, that balanced frames are for by default."""
+ROWS_POSITIONS = 4096
+"""Maximum number of positions that the rows of klt are for by default: more cost short contexts too much."""
 WIDTHS_TOKENS = 1024
 """Tokens of the windows that are read with one layer and side packed, of which the last quarter is scored."""
 SAMPLES = 8192
@@ -68,6 +73,7 @@ class Settings:
     ``twin`` is the factor of the outlier-heavy twin, None for the model as it is. ``scope`` of frames is "head", "layer" or, for a
     basis without them, "none". ``balanced_only`` leaves out what klt and transform need: windows are read once, and nothing is predicted.
     ``widths`` windows are read again with one layer and side packed at a time, for the widths of kvpack's own presets.
+    ``positions`` are those of a context that keys are described for (``spread``), None for ``POSITIONS`` and ``ROWS_POSITIONS``.
     """
 
     tokens: int | None = None
@@ -78,6 +84,7 @@ class Settings:
     scope: str | None = None
     balanced_only: bool = False
     widths: int = 0
+    positions: int | None = None
 
 
 def run(
@@ -109,6 +116,11 @@ def run(
     turns = _ropes(network, words, tokens, longest)
     found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, turns, progress)
     halves = found.halves()
+    if turns is not None:
+        limit = min(positions(network) or POSITIONS, longest or POSITIONS)
+        halves = spread_halves(halves, turns, places_of(tokens - score, settings.positions or min(limit, POSITIONS)))
+        # All contexts have the first positions: they count twice.
+        found = spread_keys(found, turns, [0, *places_of(tokens - score, settings.positions or min(limit, ROWS_POSITIONS))])
     if only and halves is None:
         raise InvalidParameter(f"{words.name}: the model computes attention on its own, so that the queries of its keys are not known")
     # Layers that share those of others have none: a cache has them without sides.
@@ -135,6 +147,7 @@ def run(
         "model": identity,
         "text": words.name,
         **sizes,
+        "positions": settings.positions,
         "raw": _raw_share(found, windows * (tokens - score), halves),
         "raw_attention": sum(map(float, found.shares.values())) / (len(found.shares) * windows) if found.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits(raw=True)],
@@ -158,6 +171,9 @@ def _sizes(settings: Settings, words: Text, longest: int | None, most_positions:
     if not only:
         check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
+    if settings.positions is not None:
+        most_read = min(most_positions or settings.positions, longest or settings.positions)
+        check_size("positions", settings.positions, 1, most_read, "of the model")
     return tokens, score, windows
 
 

@@ -48,7 +48,10 @@ RoPE turns queries by their position, so that errors of a key in one channel cos
 SAMPLED_OF_FRAMES = 8
 """Of the tokens kept for the tables of a side, one in this many is kept for those of all frames together."""
 
-_FORMAT = "kvpack calibration with several beginnings"
+PAGE = 128
+"""Tokens whose mean is taken from keys, as in kvpack's own presets (``presets.own_codec``)."""
+
+_FORMAT = "kvpack calibration with pages"
 _SUMS = ("counts", "sums", "products", "costs", "shares", "moments")
 
 _MAX_HEADER_BYTES = 2**26
@@ -73,21 +76,16 @@ class Framing:
 class KeyMoments:
     """Sums over ``tokens`` keys of a layer and ``rows`` queries that meet them, float64, of each KV head.
 
-    ``keys`` ``[kv_head, dim, dim]`` are products of keys with themselves, ``queries`` those of queries. ``sums`` ``[kv_head, dim]`` are of
-    keys, ``unturned`` of keys before RoPE.
+    ``keys`` ``[kv_head, dim, dim]`` are products of keys with themselves, ``pages`` of keys less the mean of their page of ``PAGE``
+    tokens, ``queries`` of queries. ``unturned`` ``[kv_head, dim]`` are sums of keys before RoPE.
     """
 
     tokens: torch.Tensor
     rows: torch.Tensor
     keys: torch.Tensor
     queries: torch.Tensor
-    sums: torch.Tensor
+    pages: torch.Tensor
     unturned: torch.Tensor
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """The mean of the keys ``[kv_head, dim]``."""
-        return self.sums / self.tokens
 
     @classmethod
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
@@ -98,7 +96,7 @@ class KeyMoments:
         x = k[0].to(torch.float64)[:, counted]
         before = x if rope is None else rope.turned(k[0].to(torch.float32), 0, back=True).to(torch.float64)[:, counted]
         count = torch.tensor(float(rows), dtype=torch.float64, device="cpu")
-        return cls(counted.sum().to(torch.float64), count, x.transpose(1, 2) @ x, queries, x.sum(1), before.sum(1))
+        return cls(counted.sum().to(torch.float64), count, x.transpose(1, 2) @ x, queries, _products_in_pages(k, counted), before.sum(1))
 
     def __add__(self, other: KeyMoments) -> KeyMoments:
         return KeyMoments(*(getattr(self, name) + getattr(other, name) for name in MOMENTS))
@@ -275,6 +273,15 @@ def _counted(k: torch.Tensor) -> torch.Tensor:
     """Return a mask, bool ``[token]``, of the tokens of keys ``[1, kv_head, token, dim]`` that count: those that caches do not keep raw."""
     raw = RAW.choose(norms_of(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
+
+
+def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The sum of k kT over the ``counted`` tokens less the mean of their page, float64 ``[kv_head, dim, dim]``."""
+    values = k[0].to(torch.float64)
+    starts = range(0, len(counted), PAGE)
+    pages = [values[:, start : start + PAGE][:, counted[start : start + PAGE]] for start in starts]
+    x = torch.cat([page - page.mean(1, keepdim=True) for page in pages if page.shape[1]], 1)
+    return x.transpose(1, 2) @ x
 
 
 def _squares(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

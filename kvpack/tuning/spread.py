@@ -1,0 +1,73 @@
+"""Statistics of keys over all positions of a context, from windows that begin at position 0.
+
+RoPE turns keys and queries by their position. Its slow pairs of channels turn only a little within a window, so what windows say of them
+holds for their positions alone. Scores depend on differences of positions: at other positions, keys and queries are the same, turned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpack.formats.frames import Rope
+
+    from .statistics import KeyMoments, Statistics
+
+MOST = 16
+"""Maximum number of places where windows are counted."""
+
+_TURNED = ("keys", "queries", "pages")
+"""The moments of keys and queries after RoPE."""
+
+
+def places_of(tokens: int, positions: int) -> list[int]:
+    """The positions at which windows of ``tokens`` tokens begin to cover about ``positions``, ascending from 0."""
+    count = min(MOST, max(1, round(positions / tokens)))
+    return [0] if count == 1 else [round(number * (positions - tokens) / (count - 1)) for number in range(count)]
+
+
+def spread_halves(
+    halves: Sequence[tuple[KeyMoments, KeyMoments]] | None, ropes: Sequence[Rope | None], places: Sequence[int]
+) -> list[tuple[KeyMoments, KeyMoments]] | None:
+    """The moments of both halves of the windows, by layer, averaged over windows that begin at ``places``; None without any."""
+    if halves is None:
+        return None
+    return [(_spread(one, rope, places), _spread(other, rope, places)) for (one, other), rope in zip(halves, ropes, strict=True)]
+
+
+def _spread(found: KeyMoments, rope: Rope | None, places: Sequence[int]) -> KeyMoments:
+    if rope is None:
+        return found
+    turns = _turns(rope, found.keys.shape[-1], places)
+    return replace(found, **{name: _both(getattr(found, name), turns) for name in _TURNED})
+
+
+def spread_keys(found: Statistics, ropes: Sequence[Rope | None], places: Sequence[int]) -> Statistics:
+    """Statistics with those of keys averaged over windows that begin at ``places``; samples of a window are at one of them."""
+    sums, products, costs, samples = dict(found.sums), dict(found.products), dict(found.costs), dict(found.samples)
+    for layer, rope in enumerate(ropes):
+        name = f"{layer}.k"
+        if rope is None or name not in sums:
+            continue
+        turns = _turns(rope, sums[name].shape[-1], places)
+        sums[name] = sums[name] @ turns.mean(0)
+        products[name], costs[name] = _both(products[name], turns), _both(costs[name], turns)
+        samples[name] = [one @ turns[number % len(turns)].to(one.dtype) for number, one in enumerate(samples[name])]
+    return replace(found, sums=sums, products=products, costs=costs, samples=samples)
+
+
+def _turns(rope: Rope, dim: int, places: Sequence[int]) -> torch.Tensor:
+    """Matrices ``[place, dim, dim]``, float64, by which a row of channels is multiplied to be turned to the positions ``places``."""
+    # Tokens of one sequence are at consecutive positions: each unit vector is a sequence of its own.
+    units = torch.eye(dim, dtype=torch.float32, device="cpu")[:, None]
+    return torch.stack([rope.turned(units, place)[:, 0] for place in places]).to(torch.float64)
+
+
+def _both(moments: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Second moments ``[..., dim, dim]`` of rows that are multiplied by each of ``turns``, on average."""
+    return sum((turn.mT @ moments @ turn for turn in turns), torch.zeros_like(moments)) / len(turns)

@@ -1,4 +1,5 @@
-// The page: what a file holds, as text and pictures. Everything that comes from a file is set as text, never as HTML.
+// The page: what a file holds, as text and pictures. Everything that comes from a file is set as text, never
+// as HTML.
 
 import { readTokenizer } from "./tokens.js";
 
@@ -57,6 +58,7 @@ function bytes(count) {
   return power ? `${(count / 1000 ** power).toPrecision(4)} ${units[power]}` : `${count} bytes`;
 }
 
+const kindOf = (which) => (which === "k" ? "keys" : "values");
 const counted = (count, noun) => `${number.format(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 function fail(error) {
@@ -198,7 +200,7 @@ async function verify() {
       : "";
     const large = result.large ? ` ${counted(result.large, "side")} not decoded for lack of memory.` : "";
     byId("verify-status").textContent = result.refused
-      ? `The file is damaged or invalid: ${number.format(result.refused)} of ${counted(result.checked, "check")} failed.`
+      ? `Damaged or invalid: ${number.format(result.refused)} of ${counted(result.checked, "check")} failed.`
       : `${counted(result.checked, "tensor")} checked: the file is intact.${missing}${large}`;
     byId("verify-status").className = result.refused ? "bad" : "good";
   } catch (error) {
@@ -219,7 +221,8 @@ async function showValues() {
     picture = await ask("show", { layer, which, sequence });
     const { heads, length, dim } = picture;
     byId("values-status").textContent =
-      `Layer ${layer}, ${which === "k" ? "keys" : "values"}: ${counted(length, "token")}, ${counted(heads, "head")} of ${dim} channels.`;
+      `Layer ${layer}, ${kindOf(which)}: ${counted(length, "token")}, ` +
+      `${counted(heads, "head")} of ${dim} channels.`;
     byId("values").hidden = false;
     byId("token").max = Math.max(0, length - 1);
     byId("head").max = heads - 1;
@@ -325,7 +328,7 @@ function showStatistics() {
   const { layer, which, length, heads, dim } = picture;
   byId("picture").setAttribute(
     "aria-label",
-    `Heat map of the ${which === "k" ? "keys" : "values"} of layer ${layer}: ${length} tokens, ${heads * dim} channels`,
+    `Heat map of the ${kindOf(which)} of layer ${layer}: ${length} tokens, ${heads * dim} channels`,
   );
 }
 
@@ -362,7 +365,8 @@ function showTokens() {
   byId("tokens").hidden = ids.length === 0;
   tokensShown = 0;
   byId("tokens-status").textContent = ids.length
-    ? `${number.format(ids.length)} token ids.${tokenTexts ? "" : " Choose a tokenizer.json above to see them as text."}`
+    ? counted(ids.length, "token id") +
+      (tokenTexts ? "." : ". Choose a tokenizer.json above to see them as text.")
     : "The file has no token ids.";
   moreTokens();
 }

@@ -1,5 +1,5 @@
-// Reads, checks and decodes files off the page's thread. Each message { id, action, ... } is answered by { id, result } or
-// { id, error }; { id, done, total } may come before.
+// Reads, checks and decodes files off the page's thread. Each message { id, action, ... } is answered by {
+// id, result } or { id, error }; { id, done, total } may come before.
 
 import { KvpackError, fromBlob, fromUrl, loadBasis, open } from "../readers/javascript/kvpack.js";
 
@@ -83,7 +83,8 @@ async function addBases({ blobs }) {
   return file.basisDigests.filter((digest) => !bases.has(digest));
 }
 
-// Tensors one by one, then what the codecs say of them. Lists at most MAX_LISTED tensors, but all that are refused.
+// Tensors one by one, then what the codecs say of them. Lists at most MAX_LISTED tensors, but all that are
+// refused.
 async function verifyFile(message, progress) {
   const total = file.header.tensors.reduce((sum, tensor) => sum + Number(tensor.stored), 0) || 1;
   const result = { tensors: [], checked: 0, refused: 0, missing: 0, large: 0 };
@@ -122,7 +123,8 @@ async function verifyFile(message, progress) {
   return result;
 }
 
-// Decode a side in parts of at most MAX_VALUES values: visit(values, heads, tokens). Returns the number of parts.
+// Decode a side in parts of at most MAX_VALUES values: visit(values, heads, tokens). Returns the number of
+// parts.
 async function eachPart(layer, which, sequence, visit) {
   const side = file.layers[layer][which];
   const streams = await file.streams(layer, which);
@@ -230,7 +232,8 @@ function addPart(values, { from, to, first, last, dim, length, width }, { pictur
   }
 }
 
-// Count values in equal steps from -reach to reach, those beyond them at the ends: 4,096 fine steps, and BINS steps.
+// Count values in equal steps from -reach to reach, those beyond them at the ends: 4,096 fine steps, and BINS
+// steps.
 function count(values, reach, { fine, bins }) {
   for (let i = 0; i < values.length; i++) {
     if (!(Math.abs(values[i]) < Infinity)) continue;

@@ -1,5 +1,6 @@
-// Decoding of each codec to the coded frame (codecs/*.md). A decoder takes the streams of a side and returns a function
-// that puts the values of one token of one head: (batch, head, token, { run, inRun, group }, values).
+// Decoding of each codec to the coded frame (codecs/*.md). A decoder takes the streams of a side and returns
+// a function that puts the values of one token of one head: (batch, head, token, { run, inRun, group },
+// values).
 
 import { badPayload } from "./errors.js";
 import { HALF, floats, roundToHalf } from "./numbers.js";
@@ -129,7 +130,8 @@ function group(data) {
   return (b, h, t, row, u) => {
     const head = b * side.heads + h;
     const [codes] = packing.unpack(planes, head * side.packed + t);
-    // With axis token the group is a row of scales; key_mean, which changes the rows of groups, needs axis channel.
+    // With axis token the group is a row of scales; key_mean, which changes the rows of groups, needs axis
+    // channel.
     const at = ofTokens ? (head * side.groups + row.group) * dim * 2 : (head * side.packed + t) * groups * 2;
     const table = small?.(head * side.runs.length + row.run);
     const factor = tokenScales ? tokenScales[(perHead ? head : b) * side.packed + t] : 0;
@@ -195,8 +197,8 @@ function minifloat(data) {
 
 function scalar(data) {
   const { side, codec } = data;
-  const { dim, packings } = codec;
-  const planes = packings.map((packing) => data.planes(packing));
+  const { dim } = codec;
+  const unpack = data.unpacker();
   const norms = data.norms("norm");
   const coordinates = [codec.magnitude_table, codec.high_magnitude_table].map((bytes) => {
     const magnitudes = floats(bytes, "F32");
@@ -204,7 +206,7 @@ function scalar(data) {
   });
   return (b, h, t, row, u) => {
     const token = (b * side.heads + h) * side.packed + t;
-    const digits = packings.map((packing, i) => packing.unpack(planes[i], token)[0]);
+    const digits = unpack(token);
     const norm = norms[token];
     const next = [0, 0];
     for (let c = 0; c < dim; c++) {
@@ -217,7 +219,7 @@ function scalar(data) {
 function octahedral(data) {
   const { side, codec } = data;
   const { dim, packings, triplets, b_dir: bits } = codec;
-  const planes = packings.map((packing) => data.planes(packing));
+  const unpack = data.unpacker();
   const norms = data.norms("norm");
   const lengths = floats(codec.norm_table, "F32");
   const count = 2 ** (bits - 1);
@@ -227,7 +229,7 @@ function octahedral(data) {
   const area = count * count;
   return (b, h, t, row, u) => {
     const token = (b * side.heads + h) * side.packed + t;
-    const digits = packings.flatMap((packing, i) => packing.unpack(planes[i], token));
+    const digits = unpack(token);
     const joined = direct && !codec.twoDigits;
     for (let i = triplets; direct && i < packings[0].n; i++)
       if (digits.some((digit) => digit[i])) badPayload("octahedral-5", `the padding triplet ${i} is not 0`);
@@ -290,14 +292,14 @@ function codewords(seed, secondary) {
 
 function quaternion(data) {
   const { side, codec } = data;
-  const { dim, packings, chunks, low } = codec;
-  const planes = packings.map((packing) => data.planes(packing));
+  const { dim, chunks, low } = codec;
+  const unpack = data.unpacker();
   const scales = data.finite("scale");
   const table = codewords(codec.seed, codec.secondary);
   const steps = 2 ** codec.radius_bits - 1;
   return (b, h, t, row, u) => {
     const token = (b * side.heads + h) * side.packed + t;
-    const digits = packings.flatMap((packing, i) => packing.unpack(planes[i], token));
+    const digits = unpack(token);
     const radii = digits[digits.length - 1];
     const unit = f32(scales[token] / steps);
     for (let i = 0; i < chunks; i++) {
@@ -331,8 +333,8 @@ function directionTable(bins) {
 
 function angle(data) {
   const { side, codec } = data;
-  const { packings, low, norm } = codec;
-  const planes = packings.map((packing) => data.planes(packing));
+  const { low, norm } = codec;
+  const unpack = data.unpacker();
   const numbers = data.finite(norm === "fp32" ? "norm" : "range");
   const directions = directionTable(codec.bins);
   const pairs = codec.dim / 2;
@@ -340,7 +342,7 @@ function angle(data) {
   const table = new Float64Array(2 ** codec.norm_bits);
   return (b, h, t, row, u) => {
     const token = (b * side.heads + h) * side.packed + t;
-    const digits = packings.flatMap((packing, i) => packing.unpack(planes[i], token));
+    const digits = unpack(token);
     const codes = digits[digits.length - 1];
     table.fill(NaN);
     for (let i = 0; i < pairs; i++) {
@@ -358,8 +360,8 @@ function angle(data) {
 
 function polar(data) {
   const { side, codec } = data;
-  const { dim, packings, levels, radii: count } = codec;
-  const planes = packings.map((packing) => data.planes(packing));
+  const { dim, levels, radii: count } = codec;
+  const unpack = data.unpacker();
   const radii = data.finite("radius");
   const angles = floats(codec.angle_table, "F32");
   const above = Float32Array.from([...angles].flatMap((psi) => [Math.cos(psi), Math.sin(psi)]));
@@ -375,7 +377,7 @@ function polar(data) {
   });
   return (b, h, t, row, u) => {
     const token = (b * side.heads + h) * side.packed + t;
-    const digits = packings.map((packing, i) => packing.unpack(planes[i], token)[0]);
+    const digits = unpack(token);
     for (let i = 0; i < count; i++) values[i] = radii[token * count + i];
     for (let l = levels.length - 1; l >= 0; l--) {
       const { pairs, equal, odd, table, unequalTable } = levels[l];
@@ -415,14 +417,14 @@ function trellis(data) {
 
 function klt(data) {
   const { side, codec } = data;
-  const { dim, packings } = codec;
+  const { dim } = codec;
   const gains = codec.gain === "fp16" ? data.finite("gain") : null;
   const stored = codec.rows === "basis" ? null : data.finite("rows");
   const basis = stored ? null : data.basis(codec.basis, "klt-5");
   const rows = stored ?? basis?.rowsFor(codec.layer, codec.side, dim, side.heads) ?? null;
   const size = codec.rowCount * dim;
   const columns = codec.ofHeads ? null : kltColumns(codec);
-  const planes = packings.map((packing) => data.planes(packing));
+  const unpack = data.unpacker();
   const codes = codec.ofHeads ? data.u8("codes") : null;
   const readers = codec.ofHeads ? Array.from({ length: side.heads }, (_, h) => shortRuns(codec, h)) : null;
   if (codes && side.heads > 0) checkShortRuns(codec, codes);
@@ -442,7 +444,7 @@ function klt(data) {
   };
   return (b, h, t, row, u) => {
     const token = (b * side.heads + h) * side.packed + t;
-    const digits = packings.map((packing, i) => packing.unpack(planes[i], token)[0]);
+    const digits = unpack(token);
     if (!rows) return;
     const index = stored ? (b * side.heads + h) * side.runs.length + row.run : h;
     const at = index * (stored ? size : rows.length / side.heads);

@@ -27,6 +27,13 @@ export class SideData {
     return columns.planes.map((_, plane) => this.u16(`${columns.name}.${plane}`));
   }
 
+  // A function from the number of a row of the code streams to its digits, stream after stream.
+  unpacker() {
+    const { packings } = this.codec;
+    const planes = packings.map((columns) => this.planes(columns));
+    return (row) => packings.flatMap((columns, i) => columns.unpack(planes[i], row));
+  }
+
   finite(name) {
     return finite(this.bytes.get(name), this.dtypes.get(name), name);
   }
@@ -49,8 +56,8 @@ export class SideData {
   }
 }
 
-// Decode the packed tokens and the tail. `range`: { batch: [from, to], heads, tokens }, the latter of packed ones and
-// the tail together. Returns binary32 values [batch, head, token, channel] of the range.
+// Decode the packed tokens and the tail. `range`: { batch: [from, to], heads, tokens }, the latter of packed
+// ones and the tail together. Returns binary32 values [batch, head, token, channel] of the range.
 export function decodeSide(side, bytes, bases, range) {
   const data = new SideData(side, bytes, bases);
   const { codec, dim } = side;

@@ -1,7 +1,8 @@
 // What a reader refuses a file by: README.md, Refusals.
 
 export class KvpackError extends Error {
-  // kind: a class of README.md, such as "InvalidHeader"; rule: the number of the broken rule, such as "group-2".
+  // kind: a class of README.md, such as "InvalidHeader"; rule: the number of the broken rule, such as
+  // "group-2".
   constructor(kind, rule, message) {
     super(`${message} [${rule}]`);
     this.name = "KvpackError";

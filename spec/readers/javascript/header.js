@@ -77,7 +77,8 @@ function ascending(names, rule, what) {
   });
 }
 
-// Parse and check the bytes of a header. `codecs(id)`: whether the reader knows a codec; `ofRow`: a row's description.
+// Parse and check the bytes of a header. `codecs(id)`: whether the reader knows a codec; `ofRow`: a row's
+// description.
 export function readHeader(bytes, codecs, ofRow = false) {
   const map = parse(bytes);
   checkKeys(
@@ -429,7 +430,7 @@ function readTensors(header) {
     if (name !== tensor.name || dtype !== tensor.dtype || shape.join() !== tensor.shape.join())
       badHeader(
         "container-16",
-        `tensor ${i} is ${quoted(name)} ${quoted(dtype)} [${shape}], not ${tensor.name} ${tensor.dtype} [${tensor.shape}]`,
+        `tensor ${i} is ${quoted(name)} ${quoted(dtype)} [${shape}], not that of ${tensor.name}`,
       );
     const size = byteSize(tensor);
     if (filter === "none" && BigInt(stored) !== size)
@@ -438,7 +439,8 @@ function readTensors(header) {
   });
 }
 
-// The token ids that a header has: { shared, rows }; `rows` are those of each sequence after the shared ones, or null.
+// The token ids that a header has: { shared, rows }; `rows` are those of each sequence after the shared ones,
+// or null.
 export function tokenIds(header) {
   const { ignorable } = header;
   const joined = (prefix) => {

@@ -113,7 +113,8 @@ function placeTensors(header, headerBytes) {
 
 function jsonHeader(header, digest, headerBytes) {
   const parts = [
-    `${START}1 ${digest}"},"kvpack.header":{"dtype":"U8","shape":[${headerBytes}],"data_offsets":[0,${headerBytes}]}`,
+    `${START}1 ${digest}"},"kvpack.header":`,
+    `{"dtype":"U8","shape":[${headerBytes}],"data_offsets":[0,${headerBytes}]}`,
   ];
   let pads = 0;
   for (const { name, dtype, shape, filter, stored, offset, pad } of header.tensors) {
@@ -124,7 +125,8 @@ function jsonHeader(header, digest, headerBytes) {
       );
     const [type, sizes] = filter === "zstd" ? ["U8", [stored]] : [dtype, shape];
     parts.push(
-      `,"${name}":{"dtype":"${type}","shape":[${sizes.join()}],"data_offsets":[${offset},${offset + stored}]}`,
+      `,"${name}":{"dtype":"${type}","shape":[${sizes.join()}],`,
+      `"data_offsets":[${offset},${offset + stored}]}`,
     );
   }
   const text = `${parts.join("")}}`;
@@ -212,7 +214,8 @@ export class KvpackFile {
     return tensor.filter === "zstd" ? decompress(bytes, Number(tensor.size), this.checked) : bytes;
   }
 
-  // Check the pad and the digest of a tensor by slices; `progress(bytes)` after each. Frames are undone by tensor().
+  // Check the pad and the digest of a tensor by slices; `progress(bytes)` after each. Frames are undone by
+  // tensor().
   async checkTensor(tensor, progress = () => {}) {
     await this.#checkPad(tensor);
     const at = this.#place(tensor);
@@ -244,8 +247,8 @@ export class KvpackFile {
     return result;
   }
 
-  // The values of a side, binary32 [batch, head, token, channel]: { shape, values }.
-  // options: bases (Map from a digest in hexadecimal to a Basis), streams, batch, heads and tokens: [from, to] of each.
+  // The values of a side, binary32 [batch, head, token, channel]: { shape, values }. options: bases (Map from
+  // a digest in hexadecimal to a Basis), streams, batch, heads and tokens: [from, to] of each.
   async decode(layer, which, options = {}) {
     const side = this.layers[layer][which];
     const range = {

@@ -215,7 +215,8 @@ class Scanner {
   }
 }
 
-// What names something new: { format, required, codecs }, the last two lists of names as bytes read as Latin-1.
+// What names something new: { format, required, codecs }, the last two lists of names as bytes read as
+// Latin-1.
 export function scan(bytes) {
   const found = { format: null, required: [], codecs: [] };
   const scanner = new Scanner(bytes);

@@ -44,7 +44,8 @@ export class Columns {
       badHeader("front-5", `fields of the stream ${name} is ${fields}, beyond the limits of packing`);
     this.columns = Math.ceil(n / fields);
     this.half = Math.ceil(this.columns / 2);
-    // The words of a row in each plane; the last plane holds the last bytes of columns of an odd number of them.
+    // The words of a row in each plane; the last plane holds the last bytes of columns of an odd number of
+    // them.
     this.planes = new Array(this.bytes >> 1).fill(this.columns);
     if (this.bytes & 1) this.planes.push(this.half);
     this.powers = bases.every(isPower);

@@ -21,6 +21,35 @@ const norms = oneOf("fp16", "fp32", "log8");
 const digest = (value) => isBytes(value) && value.length === 32;
 const halfOrFull = oneOf("fp16", "fp32");
 
+const TYPES = {
+  dim: dimension,
+  even: evenDimension,
+  map: isMap,
+  bytes: isBytes,
+  half: halfOrFull,
+  levels: (value) => typeof value === "string" && /^[1-8](\.[1-8])*$/.test(value),
+  seed,
+  rotation,
+  norms,
+  digest,
+};
+
+// The parameters of a codec, from words such as dim:dim, bits:1..8, axis:token|channel and chunk:16|32.
+function table(text) {
+  return text
+    .trim()
+    .split(/\s+/)
+    .map((word) => {
+      const [name, type] = word.split(":");
+      const [least, most] = type.split("..").map(Number);
+      if (Object.hasOwn(TYPES, type)) return [name, TYPES[type]];
+      if (type.includes("..")) return [name, integer(least, most)];
+      const texts = type.split("|");
+      const numbers = texts.map(Number);
+      return [name, oneOf(...(numbers.some(Number.isNaN) ? texts : numbers))];
+    });
+}
+
 export const DTYPES = { bf16: "BF16", fp16: "F16", fp32: "F32", log8: "U8", u8: "U8", u16: "U16" };
 const powerAbove = (x) => 2 ** Math.ceil(Math.log2(x));
 
@@ -63,25 +92,17 @@ function polarLevels(p) {
   return { levels, radii, entries: offset };
 }
 
-// Each codec has: parameters; check(p), for what the tables leave; codeStreams(p): [name, n, bases, alphabets];
-// group(p), its token group; streams(p): [name, dtype, heads, rows, ...sizes] after its code streams. `heads` is
-// "all", "one" or "entry"; `rows` is "token", "group", "run" or "entry".
+// Each codec has: parameters; check(p), for what the tables leave; codeStreams(p): [name, n, bases,
+// alphabets]; group(p), its token group; streams(p): [name, dtype, heads, rows, ...sizes] after its code
+// streams. `heads` is "all", "one" or "entry"; `rows` is "token", "group", "run" or "entry".
 export const CODECS = {
   raw: {
-    parameters: [
-      ["dim", dimension],
-      ["dtype", oneOf("bf16", "fp16", "fp32")],
-    ],
+    parameters: table("dim:dim dtype:bf16|fp16|fp32"),
     streams: (p) => [["values", DTYPES[p.dtype], "all", "token", p.dim]],
   },
 
   lossless: {
-    parameters: [
-      ["dim", dimension],
-      ["dtype", oneOf("bf16", "fp16")],
-      ["chunk", oneOf(16, 32, 64, 128, 256)],
-      ["fields", isMap],
-    ],
+    parameters: table("dim:dim dtype:bf16|fp16 chunk:16|32|64|128|256 fields:map"),
     check(p) {
       p.fraction = p.dtype === "bf16" ? 7 : 10;
       if (p.chunk * p.dim > 65536) badHeader("lossless-4", `chunk · dim is ${p.chunk * p.dim}, above 65536`);
@@ -97,16 +118,9 @@ export const CODECS = {
   },
 
   group: {
-    parameters: [
-      ["dim", dimension],
-      ["bits", integer(1, 8)],
-      ["axis", oneOf("token", "channel")],
-      ["size", oneOf(4, 8, 16, 32, 64, 128)],
-      ["rotation_kind", rotation],
-      ["seed", seed],
-      ["token_scale", oneOf("none", "fp16", "fp32", "fp16-per-head", "fp32-per-head")],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:dim bits:1..8 axis:token|channel size:4|8|16|32|64|128 rotation_kind:rotation
+      seed:seed token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head fields:map`),
     optional: ["scale_dtype", oneOf("u8"), "group-4"],
     codeStreams: (p) => [["codes", p.dim, [2 ** p.bits]]],
     group: (p) => (p.axis === "token" ? p.size : 1),
@@ -127,13 +141,9 @@ export const CODECS = {
   },
 
   minifloat: {
-    parameters: [
-      ["dim", dimension],
-      ["element", oneOf("e4m3", "e5m2", "e2m1")],
-      ["granularity", oneOf("tensor", "head", "token", "block")],
-      ["scale_dtype", oneOf("fp32", "fp16", "e8m0", "e4m3")],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:dim element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block
+      scale_dtype:fp32|fp16|e8m0|e4m3 fields:map`),
     check(p) {
       if ((p.granularity === "block") !== ["e8m0", "e4m3"].includes(p.scale_dtype))
         badHeader("minifloat-2", `scale_dtype ${p.scale_dtype} is not one of granularity ${p.granularity}`);
@@ -154,18 +164,10 @@ export const CODECS = {
   },
 
   scalar: {
-    parameters: [
-      ["dim", integer(2, 1024)],
-      ["bits", integer(1, 8)],
-      ["bits_high", integer(0, 8)],
-      ["high_channels", isBytes],
-      ["norm", norms],
-      ["rotation_kind", rotation],
-      ["seed", seed],
-      ["magnitude_table", isBytes],
-      ["high_magnitude_table", isBytes],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:2..1024 bits:1..8 bits_high:0..8 high_channels:bytes norm:norms
+      rotation_kind:rotation seed:seed magnitude_table:bytes high_magnitude_table:bytes
+      fields:map`),
     check(p) {
       const high = p.bits_high;
       if (high && high <= p.bits) badHeader("scalar-2", `bits_high is ${high}, not above bits, ${p.bits}`);
@@ -196,18 +198,9 @@ export const CODECS = {
   },
 
   octahedral: {
-    parameters: [
-      ["dim", integer(4, 1024)],
-      ["b_dir", integer(1, 8)],
-      ["b_norm", integer(0, 8)],
-      ["arrangement", oneOf("dense", "direct")],
-      ["norm", norms],
-      ["rotation_kind", rotation],
-      ["seed", seed],
-      ["direction_table", isBytes],
-      ["norm_table", isBytes],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:4..1024 b_dir:1..8 b_norm:0..8 arrangement:dense|direct norm:norms
+      rotation_kind:rotation seed:seed direction_table:bytes norm_table:bytes fields:map`),
     check(p) {
       for (const [bytes, bits] of [
         [p.direction_table, p.b_dir - 1],
@@ -235,17 +228,9 @@ export const CODECS = {
   },
 
   quaternion: {
-    parameters: [
-      ["dim", dimension],
-      ["secondary", integer(1, 4096)],
-      ["radius_bits", integer(1, 8)],
-      ["arrangement", oneOf("dense", "direct")],
-      ["norm", halfOrFull],
-      ["rotation_kind", rotation],
-      ["seed", seed],
-      ["rotation_seed", seed],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:dim secondary:1..4096 radius_bits:1..8 arrangement:dense|direct norm:half
+      rotation_kind:rotation seed:seed rotation_seed:seed fields:map`),
     check(p) {
       if (p.arrangement === "direct" && p.secondary > 2730)
         badHeader("quaternion-2", `secondary is ${p.secondary}, above 2730 of the arrangement direct`);
@@ -275,17 +260,9 @@ export const CODECS = {
   },
 
   angle: {
-    parameters: [
-      ["dim", evenDimension],
-      ["bins", integer(2, 65536)],
-      ["norm", oneOf("fp32", "linear", "log")],
-      ["norm_bits", integer(0, 8)],
-      ["arrangement", oneOf("dense", "direct")],
-      ["range", halfOrFull],
-      ["rotation_kind", rotation],
-      ["seed", seed],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:even bins:2..65536 norm:fp32|linear|log norm_bits:0..8
+      arrangement:dense|direct range:half rotation_kind:rotation seed:seed fields:map`),
     check(p) {
       const plain = p.norm === "fp32";
       if (plain !== (p.norm_bits === 0))
@@ -321,15 +298,9 @@ export const CODECS = {
   },
 
   polar: {
-    parameters: [
-      ["dim", evenDimension],
-      ["bits", (value) => typeof value === "string" && /^[1-8](\.[1-8])*$/.test(value)],
-      ["norm", halfOrFull],
-      ["rotation_kind", rotation],
-      ["seed", seed],
-      ["angle_table", isBytes],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:even bits:levels norm:half rotation_kind:rotation seed:seed angle_table:bytes
+      fields:map`),
     check(p) {
       const count = (p.bits.length + 1) / 2;
       if (count > Math.ceil(Math.log2(p.dim)))
@@ -355,15 +326,9 @@ export const CODECS = {
   },
 
   trellis: {
-    parameters: [
-      ["dim", dimension],
-      ["bits", integer(1, 4)],
-      ["state_bits", oneOf(8, 10)],
-      ["norm", norms],
-      ["rotation_kind", rotation],
-      ["seed", seed],
-      ["table", isBytes],
-    ],
+    parameters: table(`
+      dim:dim bits:1..4 state_bits:8|10 norm:norms rotation_kind:rotation seed:seed
+      table:bytes`),
     check(p) {
       if ((p.dim * p.bits) % 16)
         badHeader("trellis-3", `dim · bits is ${p.dim * p.bits}, not a multiple of 16`);
@@ -380,16 +345,9 @@ export const CODECS = {
   },
 
   klt: {
-    parameters: [
-      ["dim", dimension],
-      ["basis", digest],
-      ["layer", integer(0, 4095)],
-      ["side", oneOf("k", "v")],
-      ["rows", oneOf("basis", "fp16", "fp32")],
-      ["widths", isBytes],
-      ["gain", oneOf("none", "fp16")],
-      ["fields", isMap],
-    ],
+    parameters: table(`
+      dim:dim basis:digest layer:0..4095 side:k|v rows:basis|fp16|fp32 widths:bytes
+      gain:none|fp16 fields:map`),
     check(p) {
       p.ofHeads = p.fields.size === 1 && p.fields.has("codes");
       const runs = Math.ceil(p.dim / (p.ofHeads ? 8 : 16));
@@ -430,15 +388,9 @@ export const CODECS = {
   },
 
   transform: {
-    parameters: [
-      ["dim", dimension],
-      ["basis", digest],
-      ["layer", integer(0, 4095)],
-      ["side", oneOf("k", "v")],
-      ["scope", oneOf("head", "layer")],
-      ["step", integer(0, 255)],
-      ["chunk", oneOf(16, 32, 64, 128, 256)],
-    ],
+    parameters: table(`
+      dim:dim basis:digest layer:0..4095 side:k|v scope:head|layer step:0..255
+      chunk:16|32|64|128|256`),
     check(p) {
       if (p.chunk * p.dim > 65536) badHeader("transform-3", `chunk · dim is ${p.chunk * p.dim}, above 65536`);
     },
@@ -459,7 +411,7 @@ export const CODECS = {
   // Of rows only (row.md).
   opaque: {
     rule: "row-8",
-    parameters: [["dim", dimension]],
+    parameters: table("dim:dim"),
     streams: (p) => [["bytes", "U8", "all", "token", p.dim]],
   },
 };

@@ -68,8 +68,8 @@ function readDescription(bytes) {
   return { header, sides };
 }
 
-// Read a row from memory that begins with it: { header, namespace, key, description, sides }, every check made. Values come
-// from decodeRow(). What follows the row in the same memory is no part of it.
+// Read a row from memory that begins with it: { header, namespace, key, description, sides }, every check
+// made. Values come from decodeRow(). What follows the row in the same memory is no part of it.
 export function readRow(memory) {
   checkBeginning(memory);
   const size = Number(littleEndian(memory, 16, 8));

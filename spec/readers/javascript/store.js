@@ -1,5 +1,5 @@
-// Keys and entries of prefix stores (store.md). Where the text says that an entry is as if it were absent, functions
-// return null; damaged ones are refused.
+// Keys and entries of prefix stores (store.md). Where the text says that an entry is as if it were absent,
+// functions return null; damaged ones are refused.
 
 import { KvpackError, badHeader, refuse } from "./errors.js";
 import { fromBytes, open } from "./kvpack.js";

@@ -1,5 +1,5 @@
-// XXH3-128 (container.md, Digests) and XXH64 (the checksum of zstd frames), both with seed 0.
-// Long inputs are hashed in 32-bit halves; BigInt is for inputs of at most 240 bytes and for what is done once.
+// XXH3-128 (container.md, Digests) and XXH64 (the checksum of zstd frames), both with seed 0. Long inputs are
+// hashed in 32-bit halves; BigInt is for inputs of at most 240 bytes and for what is done once.
 
 import { view } from "./numbers.js";
 
@@ -102,7 +102,8 @@ function middleHash(length, u64) {
   return [-avalanche(upper) & M, avalanche((low + high) & M)];
 }
 
-// The 64-bit accumulators of long inputs, low and high halves alternating, and the words of the secret in halves.
+// The 64-bit accumulators of long inputs, low and high halves alternating, and the words of the secret in
+// halves.
 const INITIAL = [P32[3], P64[1], P64[2], P64[3], P64[4], P32[2], P64[5], P32[1]];
 const KEYS = new Int32Array(SECRET.buffer);
 const LAST_KEYS = new Int32Array(SECRET.slice(121, 185).buffer);
@@ -226,7 +227,8 @@ export function xxh3(bytes) {
   return new Digest().update(bytes).finish();
 }
 
-// Products of 64 bits modulo 2^64 by a prime, of numbers in 32-bit halves: the result is left in `low` and `high`.
+// Products of 64 bits modulo 2^64 by a prime, of numbers in 32-bit halves: the result is left in `low` and
+// `high`.
 let low = 0;
 let high = 0;
 
@@ -287,7 +289,8 @@ function xxh64Rest(bytes, at, h) {
   return avalanche64(h);
 }
 
-// The checksum of a row (row.md): its words as the digits of a number to the base X, modulo 2^64; words 6 and 7 count as 0.
+// The checksum of a row (row.md): its words as the digits of a number to the base X, modulo 2^64; words 6 and
+// 7 count as 0.
 export function rowChecksum(bytes) {
   const words = view(bytes, Int32Array);
   let [l, h] = [0, 0];

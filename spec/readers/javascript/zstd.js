@@ -141,7 +141,8 @@ const KINDS = [
   { maxLog: 9, maxSymbol: 52, usual: buildTable([1, 4, 3, ...ones(6, 2), ...ones(37), ...ones(7, -1)], 6) },
 ];
 
-// The table of Huffman codes from byte `at` on: look-ups of `log` bits give a symbol and the length of its code.
+// The table of Huffman codes from byte `at` on: look-ups of `log` bits give a symbol and the length of its
+// code.
 function readTree(bytes, at, end) {
   if (at >= end) malformed("literals without a Huffman tree");
   const head = bytes[at++];

@@ -140,6 +140,7 @@ class CodecSummary(NamedTuple):
     keys_only: bool
     exact_dtype: str | None
     shared_scales: frozenset[str]
+    changes_norms: bool
 
 
 class Codec(ABC):
@@ -165,9 +166,7 @@ class Codec(ABC):
 
     @property
     def shared_scales(self) -> frozenset[str]:
-        """Kinds of scales proportional to norms that several heads or tokens share, so that the largest decides (``head_norms.HEADS``,
-        ``TOKENS``).
-        """
+        """Kinds of scales proportional to norms (``head_norms.HEADS``, ``TOKENS``) that heads or tokens share: the largest norm decides."""
         return frozenset()
 
     @property
@@ -351,6 +350,7 @@ class Codec(ABC):
             self.keys_only,
             self.exact_dtype,
             self.shared_scales,
+            self.changes_norms,
         )
 
     @cached_property

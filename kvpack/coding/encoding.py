@@ -193,14 +193,14 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, kernels included, gets a whole run."""
     with float32_no_grad(x.device):
-        shared, changes = codec.summary.shared_scales, codec.without_raw.changes_norms
-        own = dispatch.norms(x) if shared or changes or norms is None else None
-        chosen = raw.choose(_either(norms, own).to(x.device), position, before is not None)
-        if shared and own is not None and not changes:
+        shared, changes = codec.summary.shared_scales, codec.without_raw.summary.changes_norms
+        own = dispatch.norms(x) if shared or changes or norms is None else norms
+        chosen = raw.choose((own if norms is None else norms).to(x.device), position, before is not None)
+        if shared and not changes:
             if raw.high_norm:
                 chosen = with_misfits(chosen, misfit(own, shared))
             _report(_misfit_of(own, shared, where, chosen, keeps_large=raw.high_norm > 0))
-        coded = torch.empty_like(own) if changes and own is not None else None
+        coded = torch.empty_like(own) if changes else None
         try:
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
         except OutOfRange:
@@ -324,12 +324,6 @@ def _encode_in_blocks(
                 streams[name] = torch.cat([none, *(entries[start][name] for start, _ in blocks)], 2)
     streams |= run.streams
     return {name: streams[name] for name in layout}
-
-
-def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
-    found = other if one is None else one
-    assert found is not None
-    return found
 
 
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:

@@ -73,3 +73,11 @@ def test_a_reader_that_differs_in_a_packed_page_is_found() -> None:
     whole, damaged = ((folder / f"{name}.row").read_bytes() for name in ("raw", "damaged"))
     assert [bool(list(spec_readers.row_differences([one], whole))) for one in (right, wrong, refusing)] == [False, True, True]
     assert [bool(list(spec_readers.row_differences([one], damaged))) for one in (right, refusing)] == [True, False]
+
+
+def test_lines_fit_their_columns() -> None:
+    sources = [path for folder in ("readers", "viewer") for path in (spec_readers.ROOT / "spec" / folder).rglob("*.js")]
+    assert len(sources) > 10
+    for path in sources:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= 110, f"{path}:{number}"

@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 # Programs of tests/support, tests/benchmarks and fuzz.
 MODULE = PYTHONPATH=tests $(BIN)/python -m
 
-.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz readers roundtrip gpu-test gpu-compile gpu-sanitize damage guards arithmetic sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size spec-words
+.PHONY: real-model demo test check lint types unit scenarios unit-and-scenarios one-process docs fuzz readers viewer-axe roundtrip gpu-test gpu-compile gpu-sanitize damage guards arithmetic sanitized sanitized-tests cpu-sanitize store-matrix store-stress versions versions-part without-c zoo engines code-size spec-words
 
 demo: $(INSTALLED)
 	$(BIN)/kvpack demo
@@ -74,6 +74,10 @@ fuzz: $(INSTALLED)
 readers: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(MODULE) support.spec_readers --seconds $(or $(SECONDS),$(if $(MINUTES),$(shell echo $$((60 * $(MINUTES)))),60)) \
 		--files $(or $(FILES),500) $(OPTIONS)
+
+# axe-core over the page of `kvpack view` in headless Chromium (tests/support/viewer_axe.py); AXE is its axe.min.js, of the npm package axe-core.
+viewer-axe: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(MODULE) support.viewer_axe $(AXE)
 
 # All damage to the golden files, and the readers without each of their guards: some minutes each (fuzz/README.md).
 damage: $(INSTALLED)

@@ -221,7 +221,7 @@ def cpu_attention(q: torch.Tensor, layer: Layer) -> Prepared | None:
 def _sides(layer: Any) -> tuple[Side, Side]:
     if not isinstance(layer, Layer):
         hint = "" if hasattr(layer, "recipe") else ": kvpack.pack makes a cache of keys and values, and cache[0] is its first layer"
-        raise InvalidType(f"attention is over one layer, such as cache[0]; found a {type(layer).__name__}{hint}")
+        raise InvalidType(f"attention takes one layer, such as cache[0]; got a {type(layer).__name__}{hint}")
     if layer.k is None or layer.v is None:
         raise InvalidParameter(f"attention needs keys and values; the layer holds only {', '.join(layer.sides) or 'nothing'}")
     return layer.k, layer.v
@@ -234,16 +234,16 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     if q.dim() != 4:
         raise InvalidParameter(f"q: rank {q.dim()}, shape {list(q.shape)}; expected [batch, q_head, q_len, dim]")
     if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
-        raise InvalidType(f"q: dtype {q.dtype}; queries are floating point, of 16 bits or more")
+        raise InvalidType(f"q: dtype {q.dtype}; expected a floating-point dtype of at least 16 bits")
     if q.layout != torch.strided:
-        raise InvalidType(f"q: layout {q.layout}; queries are dense: give q.to_dense()")
+        raise InvalidType(f"q: layout {q.layout}; expected a dense tensor: pass q.to_dense()")
     if not q.shape[2]:
         raise InvalidParameter(f"q: shape {list(q.shape)}; expected at least one query")
     check_flag(causal, "causal")
     if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
         raise InvalidParameter(
             f"q: shape {list(q.shape)} does not fit keys [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
-            "batch and dim agree, q_head is a multiple of kv_head"
+            "batch and dim must match, and q_head must be a multiple of kv_head"
         )
     if not q.device == k.device == v.device:
         places = f"{k.device} (keys) and {v.device} (values)"
@@ -268,10 +268,10 @@ def _check_held(queries: int, layer: Layer, sliding_window: int | None, lengths:
         return
     held = f"the layer holds tokens {layer.skipped} to {layer.seen} of its cache, not those before"
     if lengths is not None:
-        raise InvalidParameter(f"{held}; lengths count tokens from the first of the cache, so that all are needed")
+        raise InvalidParameter(f"{held}; lengths= counts from the cache's first token: leave lengths= out")
     first = layer.seen - queries
     if sliding_window is None or first - sliding_window + 1 < layer.skipped:
-        seen = "all before it: give sliding_window" if sliding_window is None else f"a window of {sliding_window} tokens"
+        seen = "all tokens before it: pass sliding_window=" if sliding_window is None else f"a window of {sliding_window} tokens"
         raise InvalidParameter(f"{held}; the query of token {first} sees {seen}")
 
 
@@ -279,16 +279,12 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
     if sink_logits is None:
         return
     if not isinstance(sink_logits, torch.Tensor) or not sink_logits.dtype.is_floating_point:
-        raise InvalidType(
-            f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}; logits of attention sinks are floating point"
-        )
+        raise InvalidType(f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}; expected floating-point logits")
     if list(sink_logits.shape) != [q.shape[1]]:
-        raise InvalidParameter(f"sink_logits: shape {list(sink_logits.shape)}; expected one for each query head, [{q.shape[1]}]")
+        raise InvalidParameter(f"sink_logits: shape {list(sink_logits.shape)}; expected one logit per query head, [{q.shape[1]}]")
 
 
-def checked_tokens(
-    name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int
-) -> torch.Tensor | None:
+def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
     """``lengths`` or ``starts`` as a tensor of numbers within the ``tokens`` that a layer holds; one on a device is clamped there.
 
     Those of a layer that ``skipped`` tokens count these.
@@ -321,4 +317,4 @@ def checked_tokens(
 
 def _check_token(name: str, number: int, token: int, tokens: int) -> None:
     if not 0 <= token <= tokens:
-        raise OutOfBounds(f"{name}[{number}] is {token}, expected 0 to {tokens}, the tokens of the layer")
+        raise OutOfBounds(f"{name}[{number}] is {token}, expected 0 to {tokens}, the number of tokens in the layer")

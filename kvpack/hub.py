@@ -68,8 +68,8 @@ def _downloaded(name: str, weights: bool, revision: str | None) -> Path:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     command = f"hf download {name}{'' if weights else ' config.json'}{'' if revision is None else f' --revision {revision}'}"
     raise MissingFile(
-        f"{name}: is not a folder with a config.json, nor whole in huggingface_hub's cache, and it cannot be downloaded ({reason}); where "
-        f"the hub can be reached, get it with: {command}; or give the folder of a model",
+        f"{name}: is not a folder with a config.json, and not complete in huggingface_hub's cache, and it cannot be downloaded "
+        f"({reason}); where the hub can be reached, get it with: {command}; or give the folder of a model",
         filename=name,
     )
 

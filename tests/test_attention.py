@@ -140,7 +140,7 @@ def test_bad_queries_are_refused(name: str) -> None:
 
 
 def test_attention_over_a_whole_cache_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"such as cache\[0\]; found a Cache"):
+    with pytest.raises(InvalidParameter, match=r"such as cache\[0\]; got a Cache"):
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 8), "kivi-2"))
 
 
@@ -246,7 +246,7 @@ def test_lengths_of_all_tokens_change_nothing() -> None:
     ("options", "error", "message"),
     [
         pytest.param(
-            {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits: shape \[3\]; .* each query head, \[4\]", id="too few logits"
+            {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits: shape \[3\]; .* per query head, \[4\]", id="too few logits"
         ),
         pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidType, "sink_logits: torch.int64", id="integer logits"),
         pytest.param({"sink_logits": [0.0] * 4}, InvalidType, "sink_logits: list", id="a list of logits"),

@@ -123,7 +123,9 @@ def evaluate(
         raise InvalidParameter("the model is in training mode, in which it may drop values at random: call model.eval()")
     check_callback(progress)
     if tokenizer is not None and not callable(tokenizer):
-        raise InvalidType(f"tokenizer is {shown(tokenizer)}, expected the model's, such as AutoTokenizer.from_pretrained(name), or None")
+        raise InvalidType(
+            f"tokenizer is {shown(tokenizer)}, expected the model's tokenizer, such as AutoTokenizer.from_pretrained(name), or None"
+        )
     seed = integer(seed, "seed")
     if not 0 <= seed < MAX_SEED:
         raise InvalidParameter(f"seed is {shown(seed)}, expected an integer from 0 to {MAX_SEED - 1}")

@@ -100,7 +100,7 @@ def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
     ids = [*text.start, *text.ids]
     count = min(DEFAULT_TOKENS, len(ids)) if tokens is None else tokens
     if not 1 <= count <= len(ids):
-        raise InvalidParameter(f"--tokens is {count}, {text.name} has {len(ids)}")
+        raise InvalidParameter(f"--tokens is {count}, but {text.name} has only {len(ids)} tokens: pass at most that many")
     cache = transformers_library().DynamicCache()
     with torch.inference_mode():
         model.base_model(torch.tensor([ids[:count]]), **cache_names.over(model.base_model, cache))

@@ -115,7 +115,7 @@ def run(
     if out is not None:
         picture.library()
     if not torch.cuda.is_available():
-        raise InvalidParameter("kernels are measured on a CUDA device, and torch finds none here")
+        raise InvalidParameter("PyTorch finds no CUDA device, which this benchmark needs: run it on a machine with one")
     lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
     every = [*named, *lengths] if "attention" in parts else []
     bandwidth = copy_bandwidth()

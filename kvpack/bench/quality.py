@@ -383,7 +383,7 @@ def _make_folder(path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteFailed(f"{path}: could not be made: {error.strerror}") from None
+        raise WriteFailed(f"{path}: could not be created: {error.strerror}") from None
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:

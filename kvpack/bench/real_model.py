@@ -55,7 +55,7 @@ def folder() -> Path:
         return found
     named = f"{VARIABLE} names it" if os.environ.get(VARIABLE) else f"{VARIABLE} would name another folder"
     raise MissingFile(
-        f"{found}: the language model that is measured by default is not there ({named}); get it (98 MB) with: {COMMAND}; "
+        f"{found}: the default language model is missing ({named}); download it (98 MB) with: {COMMAND}; "
         "or measure another with --model DIR, or the demo's small model with --model demo",
         filename=str(found),
     )
@@ -67,7 +67,7 @@ def basis(on: str = "prose") -> str | None:
     """
     found = place() / CALIBRATIONS[on][1]
     if not found.is_file() and on != "prose":
-        raise MissingFile(f"{found}: the basis is not there; make it with: {COMMAND} --calibrate-on {on}", filename=str(found))
+        raise MissingFile(f"{found}: the basis is missing; make it with: {COMMAND} --calibrate-on {on}", filename=str(found))
     return str(found) if found.is_file() else None
 
 
@@ -134,7 +134,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     try:
         subprocess.run(words, env=environment, check=True)
     except subprocess.CalledProcessError as error:
-        raise KvpackError(f"the model could not be got: {' '.join(words)} ended with exit code {error.returncode}") from None
+        raise KvpackError(f"the model could not be downloaded: {' '.join(words)} ended with exit code {error.returncode}") from None
 
 
 def main(words: list[str]) -> int:

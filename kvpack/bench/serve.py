@@ -153,7 +153,7 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
     if chosen not in DTYPES.values():
         raise InvalidParameter(f"{shape}: dtype {chosen}; give one of {', '.join(DTYPES)}")
     if chosen == torch.float32 and device == "cuda":
-        raise InvalidParameter(f"{shape}: dtype fp32; give bf16 or fp16, flash attention on a CUDA device takes no other")
+        raise InvalidParameter(f"{shape}: dtype fp32; use bf16 or fp16, the only dtypes that flash attention supports on a CUDA device")
     with torch.device(device):
         return library.AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
 

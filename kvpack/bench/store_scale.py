@@ -230,7 +230,9 @@ class _Scale:
         prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKED)]
         taken = [_ms(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
-            raise InvalidParameter(f"{self._location}: no prefix of {count} chunks is there, expected those that a bench has put")
+            raise InvalidParameter(
+                f"{self._location}: contains no prefix of {count} chunks: leave out --row, so that the benchmark stores its prefixes first"
+            )
         return statistics.median(taken)
 
     def _budget(self) -> int:

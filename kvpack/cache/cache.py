@@ -95,8 +95,8 @@ class Cache:
     def __post_init__(self) -> None:
         if self.inputs is not None and self.inputs.first not in (None, self.start):
             raise InvalidParameter(
-                f"the cache starts at position {self.start}, and its inputs are those of tokens from position {self.inputs.first} on: give "
-                f"inputs= of the tokens from position {self.start} on, or inputs=None"
+                f"the cache starts at position {self.start}, but its inputs start at position {self.inputs.first}: pass inputs= for the "
+                f"tokens from position {self.start} on, or inputs=None"
             )
 
     def __copy__(self) -> Cache:
@@ -138,7 +138,7 @@ class Cache:
                     0 if start is None else integer(start, "start"),
                     self.tokens if stop is None else integer(stop, "stop"),
                 )
-        raise OutOfBounds(f"cache[{index!r:.80}]: a cache is indexed as cache[layer] or cache[:, start:stop]")
+        raise OutOfBounds(f"cache[{index!r:.80}]: index a cache as cache[layer] or cache[:, start:stop]")
 
     @property
     def tokens(self) -> int:
@@ -257,7 +257,7 @@ class Cache:
         if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidParameter("append takes a list of (k, v), one pair for each layer, such as [(k, v)] for a cache of one layer")
         if len(pairs) != len(self):
-            raise InvalidParameter(f"{len(pairs)} layers were appended to a cache of {len(self)}")
+            raise InvalidParameter(f"append got {len(pairs)} layers, but the cache has {len(self)}: pass one (k, v) per layer")
         self.check_ends()
         with collected_misfits() as misfits:
             layers = tuple(
@@ -267,7 +267,7 @@ class Cache:
         added = {layer.seen - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
         if len(added) > 1:
             counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
-            raise InvalidParameter(f"every layer gets the same tokens; {counts} were appended")
+            raise InvalidParameter(f"append got different numbers of tokens per layer ({counts}): pass the same tokens for every layer")
         return replace(self, layers=layers)
 
     def convert(
@@ -343,7 +343,10 @@ def concat(caches: Sequence[Cache]) -> Cache:
         first.check_ends()
     for other, count in zip(caches[1:], tokens[1:], strict=True):
         if stop != other.start:
-            raise NotConsecutive(f"tokens {first.start} to {stop} are followed by tokens {other.start} to {other.start + count}")
+            raise NotConsecutive(
+                f"tokens {first.start} to {stop} are followed by tokens {other.start} to {other.start + count}: pass consecutive ranges "
+                "in order"
+            )
         if model != dict(other.model) or len(first) != len(other):
             raise NotConsecutive(f"a cache of {len(first)} layers of {model} is followed by {len(other)} layers of {dict(other.model)}")
         other.check_ends()
@@ -351,7 +354,8 @@ def concat(caches: Sequence[Cache]) -> Cache:
             if layer.skipped:
                 raise NotConsecutive(
                     f"layers[{number}] of the cache from token {other.start} holds {layer.tokens} of its {count} tokens, "
-                    f"positions {other.start + layer.skipped} to {other.stop}: those before them would be missing in between"
+                    f"positions {other.start + layer.skipped} to {other.stop}: the tokens before them are missing, so the cache cannot be "
+                    "joined"
                 )
         stop += count
     layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))

@@ -60,20 +60,21 @@ def layers_of_cache(past: Any) -> list[DenseLayer]:
     """The layers of a transformers cache, or of an object that resembles one. Raises as ``packing.dense_states``."""
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
-            f"the {type(past).__name__} is two caches, of the decoder's tokens and of the encoder's: "
-            "pack its self_attention_cache, and its cross_attention_cache by itself"
+            f"the {type(past).__name__} holds two caches, one for the decoder's tokens and one for the "
+            "encoder's: pack its self_attention_cache and its cross_attention_cache separately"
         )
     if isinstance(getattr(past, "layers", None), Sequence):
         return _layers_of(past)
     if isinstance(past, str | bytes | os.PathLike):
         raise InvalidType(
-            f"the path {path_text(past)!r} is not a KV cache: kvpack.load opens kvpack files, the command pack safetensors files"
+            f"the path {path_text(past)!r} is not a KV cache: open kvpack files with kvpack.load, and safetensors files with the command "
+            "kvpack pack"
         )
     if isinstance(getattr(past, "key_cache", None), list):
         raise InvalidType(
-            f"the {type(past).__name__} is of transformers before 4.56: give its (k, v) as list(zip(cache.key_cache, cache.value_cache))"
+            f"the {type(past).__name__} is from transformers before 4.56: pass its (k, v) as list(zip(cache.key_cache, cache.value_cache))"
         )
-    raise InvalidType(f"a {type(past).__name__} is not a KV cache: give a transformers Cache, a list of (k, v), or one (k, v)")
+    raise InvalidType(f"a {type(past).__name__} is not a KV cache: pass a transformers Cache, a list of (k, v), or one (k, v)")
 
 
 def _layers_of(past: Any) -> list[DenseLayer]:
@@ -83,7 +84,9 @@ def _layers_of(past: Any) -> list[DenseLayer]:
     seen = {layer.skipped + x.shape[2]: number for number, layer, x in held if x is not None and _is_dense(x)}
     if len(seen) > 1:
         counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(seen.items(), key=lambda item: item[1]))
-        raise InvalidParameter(f"the layers have not seen the same tokens: {counts} of them; pack those that have, as lists of (k, v)")
+        raise InvalidParameter(
+            f"the layers have seen different numbers of tokens ({counts}): pack layers that have seen the same tokens, as lists of (k, v)"
+        )
     for number, (layer, own) in enumerate(zip(layers, past.layers, strict=True)):
         if _classes(own) & _LINEAR and not layer.states and any(seen):
             raise InvalidParameter(
@@ -91,7 +94,7 @@ def _layers_of(past: Any) -> list[DenseLayer]:
                 "modules, not in its cache"
             )
     if all(layer.k is None and layer.v is None for layer in layers):
-        raise InvalidParameter(f"a {type(past).__name__} without keys and values: no forward pass has filled it")
+        raise InvalidParameter(f"a {type(past).__name__} has no keys and values yet: run a forward pass with it first")
     return layers
 
 

@@ -175,7 +175,7 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bas
 def _with_basis(file: container.File, basis: Bases | None) -> Header:
     """The header of an open file, which is a cache, with codecs that have their bases; it becomes the file's."""
     if file.header.is_basis:
-        raise InvalidParameter(f"{file.where}: is a basis and not a cache; kvpack.Basis.load reads it")
+        raise InvalidParameter(f"{file.where}: is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
         file.header = located(file.where, file.header, basis)
     return file.header

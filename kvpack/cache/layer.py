@@ -91,7 +91,7 @@ class Layer:
         for tokens that the layer does not hold, for a step, and for negative positions.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
-            raise OutOfBounds(f"layer[{shown(tokens)}]: a layer is indexed as layer[start:stop], by tokens")
+            raise OutOfBounds(f"layer[{shown(tokens)}]: index a layer by tokens, as layer[start:stop]")
         start = 0 if tokens.start is None else integer(tokens.start, "start")
         stop = self.seen if tokens.stop is None else integer(tokens.stop, "stop")
         if (start, stop) == (0, self.seen):

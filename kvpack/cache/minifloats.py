@@ -65,7 +65,7 @@ class Minifloats:
         for name, value in given.items():
             if not isinstance(value, torch.Tensor) and (name != "global_scale" or value is not None):
                 hint = "" if name == "elements" else "; one number is torch.tensor(1.0)"
-                raise InvalidType(f"{name}: a {type(value).__name__} in place of a tensor{hint}")
+                raise InvalidType(f"{name}: expected a tensor, got a {type(value).__name__}{hint}")
         if self.granularity not in (None, *GRANULARITIES):
             raise InvalidParameter(f"granularity is {self.granularity!r}, expected one of {', '.join(GRANULARITIES)}")
 
@@ -223,29 +223,30 @@ class Minifloats:
         """
         given: Any = side
         if not isinstance(given, Side):
-            raise InvalidType(f"a {type(given).__name__} in place of a layer's side, such as cache[0].k")
+            raise InvalidType(f"expected a layer's side, such as cache[0].k; got a {type(given).__name__}")
         codec = side.codec
         if not isinstance(codec, Minifloat):
             found = codec.id if codec.family is codec else f"{codec.id} with side-cars"
             raise InvalidParameter(
-                f"the side is stored by the codec {found}, expected minifloat without side-cars, such as raw tokens: convert the cache "
+                f"the side uses the codec {found}, expected minifloat without side-cars, such as raw tokens: convert the cache "
                 "first, for example to 'fp8;raw=0'"
             )
         if side.tail.shape[2] or not side.runs:
             raise InvalidParameter(
-                f"the side has {side.packed_tokens} packed tokens and a raw tail of {side.tail.shape[2]}: take a prefix of packed ones"
+                f"the side has {side.packed_tokens} packed tokens and a raw tail of {side.tail.shape[2]}: slice off the tail"
             )
         with float32_no_grad(side.device):
             pages = side.merged().runs
             if len(pages) > 1:
                 raise InvalidParameter(
-                    f"the side has {len(pages)} runs of different scales, the first of {pages[0].tokens} tokens: take slices"
+                    f"the side has {len(pages)} runs with different scales, the first of {pages[0].tokens} tokens: slice the layer at "
+                    "these runs"
                 )
             streams = pages[0].streams
             codes = codec.digits(streams)[0].to(torch.uint8)
             if codec.element == "e2m1":
                 if codec.dim % 2:
-                    raise InvalidParameter(f"e2m1 at head dim {codec.dim}: bytes of two elements need an even one")
+                    raise InvalidParameter(f"e2m1 at head dim {codec.dim}: two elements share a byte, so the head dim must be even")
                 elements = codes[..., 0::2] | codes[..., 1::2] << 4
             else:
                 elements = codes.view(next(dtype for dtype, name in ELEMENT_DTYPES.items() if name == codec.element))

@@ -45,5 +45,5 @@ _INSTEAD = (
 def refuse_pickle(value: object) -> NoReturn:
     """Raise InvalidParameter: ``value`` is part of a packed cache."""
     raise InvalidParameter(
-        f"a packed {type(value).__name__} is not pickled: kvpack.save(cache, path) writes it, kvpack.load(path) reads it"
+        f"a packed {type(value).__name__} cannot be pickled: write it with kvpack.save(cache, path) and read it with kvpack.load(path)"
     )

@@ -131,8 +131,8 @@ class Stretch:
         begin = start - self.run(first)[0]
         if begin % self.codec.token_group:
             raise OutOfBounds(
-                f"begins {begin} tokens into a page of a codec that encodes {self.codec.token_group} tokens together, "
-                "expected a multiple of that"
+                f"begins {begin} tokens into a page whose codec encodes {self.codec.token_group} tokens together: start "
+                f"at a multiple of {self.codec.token_group}"
             )
         streams: Streams = self.rows(start, stop)
         part = (stop - self.run(last)[0]) % self.codec.token_group

@@ -158,7 +158,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
     InvalidParameter for a cache that is empty or whose layers do not hold tokens of the same range.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
-        raise InvalidType(f"a {type(past).__name__} is packed already: Cache.convert gives it another recipe")
+        raise InvalidType(f"a {type(past).__name__} is packed already: change its recipe with Cache.convert")
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
             past = [past]
@@ -176,7 +176,9 @@ def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
     skipped = pair[2] if len(pair) == 3 else 0
     if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
         shown = skipped if isinstance(skipped, int) else type(skipped).__name__
-        raise InvalidParameter(f"{where}: the tokens before k and v that the layer dropped are {shown}, expected an integer from 0")
+        raise InvalidParameter(
+            f"{where}: the number of tokens that the layer dropped before k and v is {shown}, expected an integer of at least 0"
+        )
     if pair[0] is None and pair[1] is None:
         raise InvalidParameter(f"{where}: both sides are absent; a layer needs keys, values or both")
     return DenseLayer(pair[0], pair[1], skipped)
@@ -191,11 +193,12 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
     for position, states in states_at.items():
         integer(position, "a position of states_at")
         given = items(states, f"states_at[{position}]", "maps of names to tensors, one for each layer")
-        if not all(isinstance(own, Mapping) and all(isinstance(x, torch.Tensor) for x in own.values()) for own in given) or [
-            {name: state.shape for name, state in own.items()} for own in given
-        ] != expected:
+        if (
+            not all(isinstance(own, Mapping) and all(isinstance(x, torch.Tensor) for x in own.values()) for own in given)
+            or [{name: state.shape for name, state in own.items()} for own in given] != expected
+        ):
             raise InvalidParameter(
-                f"states_at[{position}] has other layers, names or shapes than the states after the last token: give those of this cache, "
+                f"states_at[{position}] differs in layers, names or shapes from the states after the last token: pass this cache's states, "
                 "as recording(model).states_at(past_key_values) returns them"
             )
     return MappingProxyType({position: tuple(own) for position, own in states_at.items() if cache.start < position < cache.stop})
@@ -208,13 +211,13 @@ def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
     count = tokens if inputs.count is None else inputs.count
     if (first, count) != (start, tokens):
         raise InvalidParameter(
-            f"inputs were recorded for the tokens {first} to {first + count} of a sequence, and the tokens {start} to {start + tokens} are "
-            "packed: give the inputs of these, as recorded after the last change of the cache, or leave inputs= out"
+            f"inputs were recorded for tokens {first} to {first + count} of a sequence, but tokens {start} to {start + tokens} are "
+            "packed: record them after the last change to the cache, or leave inputs= out"
         )
     batch = min((side.batch for layer in layers for side in layer.sides.values()), default=1)
     rows = max([len(inputs.rows), *(stretch.row + 1 for stretch in inputs.hidden)])
     if rows > batch or (inputs.rows and rows != batch):
-        raise InvalidParameter(f"inputs are those of {rows} rows, but the cache has {batch} sequences: give the inputs of these sequences")
+        raise InvalidParameter(f"inputs are for {rows} rows, but the cache has {batch} sequences: pass the inputs of these sequences")
     return replace(inputs, first=start, count=None)
 
 
@@ -237,7 +240,7 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
         if own.shape != theirs.shape or (own != theirs).any():
             raise InvalidParameter(
                 f"layers[{place[0]}].{place[1]}: inputs were recorded for other values: rows or tokens have moved, or values were rounded: "
-                "record them after the last change of the cache, or leave inputs= out"
+                "record them after the last change to the cache, or leave inputs= out"
             )
 
 
@@ -274,7 +277,7 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
             continue
         if isinstance(x, torch.Tensor) and x.dtype in ELEMENT_DTYPES:
             raise InvalidType(
-                f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: give kvpack.pages.Minifloats(elements, scales), "
+                f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: pass kvpack.pages.Minifloats(elements, scales), "
                 "with scales of 1 if the engine has none"
             )
         check_tensor(x, f"{where}.{name}")

@@ -29,7 +29,7 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
             raise InvalidParameter(f"rows of a batch are integers, such as select([0, 2]); found {shown(index)}")
         rows.append(integer(index, "a row of the batch"))
     if not rows:
-        raise InvalidParameter("no row of the batch was requested: give at least one")
+        raise InvalidParameter("no row of the batch was requested: pass at least one")
     return tuple(rows)
 
 

@@ -153,7 +153,7 @@ class Side:
         Raises InvalidParameter and InvalidType for a tensor on another device.
         """
         if not isinstance(out, torch.Tensor):
-            raise InvalidType(f"unpack_into: a {type(out).__name__} in place of a tensor")
+            raise InvalidType(f"unpack_into: expected a tensor, got a {type(out).__name__}")
         check_floating(out.dtype)
         expected = (self.batch, self.heads, self.tokens, self.dim)
         if tuple(out.shape) != expected:
@@ -364,7 +364,7 @@ def check_tensor(x: Any, where: str) -> None:
     """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, InvalidParameter unless it has rank 4."""
     if not isinstance(x, torch.Tensor):
         hint = ": torch.from_numpy makes one of an array" if type(x).__module__ == "numpy" else ""
-        raise InvalidType(f"{where}: a {type(x).__name__} in place of a tensor or None{hint}")
+        raise InvalidType(f"{where}: expected a tensor or None, got a {type(x).__name__}{hint}")
     if x.is_meta or x.layout != torch.strided:
         raise InvalidType(f"{where}: a tensor of the layout {x.layout} on {x.device}; keys and values must be dense and in memory")
     if x.dim() != 4:

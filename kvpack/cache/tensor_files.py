@@ -112,7 +112,7 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
     header = _header(path, _read(path, source, 8, 8 + length))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise InvalidParameter(f"{path}: is not a safetensors file: its __metadata__ is not a map from names to texts")
+        raise InvalidParameter(f"{path}: is not a safetensors file: its __metadata__ is not a map from names to strings")
     entries = {name: _entry(path, name, described) for name, described in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 0
@@ -196,7 +196,7 @@ def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> Non
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
     """Raise an error for a shape that no torch tensor can have, such as an empty one of 2^63 tokens."""
     if len(shape) > _MAX_DIMS:
-        raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} sizes, the limit is {_MAX_DIMS}")
+        raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, the limit is {_MAX_DIMS}")
     if shape and max(shape) > MAX_TOKENS:
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, the largest size is {MAX_TOKENS}")
     # An empty tensor has strides as well.

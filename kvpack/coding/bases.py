@@ -119,7 +119,7 @@ class Basis:
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
         """Return the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises the errors of ``load``."""
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidType(f"data is {shown(data)}, expected the bytes of a basis file; Basis.load takes its path")
+            raise InvalidType(f"data is {shown(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
         return cls(bytearray(data), where)
 
     def __repr__(self) -> str:
@@ -161,7 +161,9 @@ class Basis:
         """Return the "balanced" or "centered" ``frame`` of each key head of ``layer``, for ``frame=`` in recipes. Raises OutOfBounds."""
         found = self._balanced.get((layer, frame))
         if found is None:
-            raise OutOfBounds(f"{self.where}: the basis has no {frame} frames of the keys of layer {layer}: kvpack calibrate makes them")
+            raise OutOfBounds(
+                f"{self.where}: the basis has no {frame} frames for the keys of layer {layer}: make them with kvpack calibrate"
+            )
         return CalibratedFrames(self.digest, layer, found)
 
     @property
@@ -188,7 +190,7 @@ class Basis:
 
     def _of_keys(self, found: Mapping[int, torch.Tensor], layer: int, what: str) -> torch.Tensor:
         if layer not in found:
-            raise OutOfBounds(f"{self.where}: the basis has no {what} of layer {layer}: kvpack calibrate makes them")
+            raise OutOfBounds(f"{self.where}: the basis has no {what} of layer {layer}: make them with kvpack calibrate")
         return found[layer]
 
     def framed(self) -> list[tuple[int, str]]:

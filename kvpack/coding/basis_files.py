@@ -78,7 +78,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
 
 def check_is_basis(file: container.File) -> None:
     if not file.header.is_basis:
-        raise InvalidParameter(f"{file.where}: is a cache and not a basis: kvpack calibrate makes a basis")
+        raise InvalidParameter(f"{file.where}: is a cache, not a basis: make a basis with kvpack calibrate")
 
 
 def frames_of(file: container.File) -> dict[tuple[int, str], Frames]:

@@ -49,7 +49,9 @@ def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.Path
         for candidate in _candidates(one, digest):
             if candidate.digest == digest:
                 return candidate
-    raise MissingBasis(f"the basis {digest.hex()} is needed, and none of those given has this SHA-256")
+    raise MissingBasis(
+        f"the basis {digest.hex()} is needed, but no basis passed has this SHA-256: pass the one that the file was packed with"
+    )
 
 
 def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
@@ -102,7 +104,7 @@ def bound(header: Header, source: Any = None) -> Header:
     if not unbound or (source is None and not needed):
         return header
     if source is None:
-        raise MissingBasis(f"the basis {min(needed).hex()} is needed: give basis= (in commands, --basis), as a path or a folder")
+        raise MissingBasis(f"the basis {min(needed).hex()} is needed: pass basis= (in commands, --basis), as a path or a folder")
     bases = {digest: find(source, digest) for digest in needed}
     for digest in {part.basis for part in unbound} - needed:
         with contextlib.suppress(KvpackError):

@@ -287,8 +287,8 @@ def c_is_built() -> bool:
 def _warn_missing() -> None:
     """Warn, once per process, that PyTorch operations handle tensors on the CPU (KvpackWarning)."""
     warnings.warn(
-        f"attention and unpacking on the CPU are by PyTorch operations, several times slower than by {_SHORTFALL}; "
-        "KVPACK_KERNELS=torch turns this warning off",
+        f"attention and unpacking on the CPU use PyTorch operations, several times slower than with {_SHORTFALL}; set "
+        "KVPACK_KERNELS=torch to turn this warning off",
         KvpackWarning,
         stacklevel=3,
     )

@@ -288,7 +288,9 @@ class Recipe:
             if needs:
                 named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
                 if named != digest:
-                    raise InvalidParameter(f"recipe {self._written!r} names the basis {named}, and {digest} was given")
+                    raise InvalidParameter(
+                        f"recipe {self._written!r} names the basis {named}, but {digest} was passed: pass the basis that the recipe names"
+                    )
                 words = [word for word in words if not word.startswith("basis=")]
             clauses.append(f"{match[1]}:{','.join([*words, f'basis={digest}'])}" if match and needs else clause)
         return ";".join(clauses)
@@ -336,9 +338,7 @@ class Recipe:
                 yield clause, written
 
 
-def _text_of(
-    codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None
-) -> str:
+def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None) -> str:
     """The text of a recipe of codecs by their sides. Raises InvalidParameter for anything but codecs."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
     for items, given in layers.items():
@@ -390,7 +390,7 @@ def basis_named(recipe: Recipe) -> bytes | None:
         return None
     named = {dict(rule.words).get("basis", "") for rule in recipe.rules if rule.needs_basis}
     if "" in named:
-        raise InvalidParameter(f"recipe {recipe.text!r} does not name its basis; kvpack.Recipe(text, basis).text does")
+        raise InvalidParameter(f"recipe {recipe.text!r} does not name its basis: use kvpack.Recipe(text, basis).text, which does")
     if len(named) > 1:
         raise InvalidParameter(f"recipe {recipe.text!r} names the bases {', '.join(sorted(named))}, expected one")
     return bytes.fromhex(*named)

@@ -78,7 +78,9 @@ class Rule:
         if self.codec_id in _DTYPES and "dtype" not in words:
             if dtype not in _DTYPES[self.codec_id]:
                 kept = " and ".join(_DTYPES[self.codec_id])
-                raise InvalidType(f"the codec {self.codec_id} keeps {kept} values, found {dtype}; the recipe raw keeps every dtype")
+                raise InvalidType(
+                    f"the codec {self.codec_id} keeps {kept} values, found {dtype}: use the recipe raw, which keeps every dtype"
+                )
             words["dtype"] = dtype
         if calibrated is not None or balanced is not None:
             return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated, balanced))

@@ -45,8 +45,8 @@ def shortfall() -> str:
 def warn_unsupported() -> None:
     """Warn, once per process, that tensors on a CUDA device are computed without the kernels (KvpackWarning)."""
     warnings.warn(
-        f"tensors on a CUDA device are encoded, decoded and attended by PyTorch operations: kvpack's kernels need {shortfall()}. "
-        "PyTorch 2.10 and later bring one that is new enough; KVPACK_KERNELS=torch turns this warning off",
+        f"tensors on a CUDA device are encoded, decoded and attended with PyTorch operations: kvpack's kernels need {shortfall()}. "
+        "PyTorch 2.10 and later bring one that is new enough; set KVPACK_KERNELS=torch to turn this warning off",
         KvpackWarning,
         stacklevel=3,
     )

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     io = kinds.add_parser(
         "io",
         help="time a KV cache to a file and back, compared with files of dense values and a memory copy",
-        description="Time the way of one KV cache to a file, back, and into attention, and its parts, in one thread; compare them with "
+        description="Time saving, loading and attending to one KV cache, and the steps in between, in one thread; compare with "
         "safetensors, torch.save, pickle, zstd and a memory copy.",
     )
     source = io.add_mutually_exclusive_group()
@@ -77,7 +77,7 @@ def _add_quality(kinds: Any) -> None:
         "'demo' is the demo's small model (default: SmolLM2-135M-Instruct, which `python -m kvpack.bench.real_model` gets)",
     )
     quality.add_argument(
-        "--text", metavar="FILE", help="the text that the model reads, not one that it was calibrated on (default: prose, code and a long "
+        "--text", metavar="FILE", help="the text that the model reads, not its calibration text (default: prose, code and a long "
         "text that come with kvpack, or the demo's)",
     )  # fmt: skip
     quality.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: several)")
@@ -177,8 +177,8 @@ def _add_kernels(kinds: Any) -> None:
         "--recipe",
         action="append",
         metavar="RECIPE",
-        help="a recipe to measure, or by a basis of random numbers klt=63211000:53100000 with these widths of runs, keys and values, or "
-        "transform=0.6:head with so many bits per value and frames of a head or layer; may be repeated (default: one per codec)",
+        help="a recipe to measure; klt=63211000:53100000 (the widths of each run of keys and values) and transform=0.6:head (bits per "
+        "value, and the scope of frames) use a basis of random numbers; may be repeated (default: one per codec)",
     )
     kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part")
     kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")
@@ -192,7 +192,7 @@ def _add_serve(kinds: Any) -> None:
         "serve",
         help="a model's decode step, its first token after a stored prefix, and its memory, compared with transformers' caches",
         description="Time a model of a known shape, or of a configuration, with random weights: decode steps, eager and in a CUDA graph, "
-        "and the first token after a prefix, recomputed or from files; on a CPU a small model, in the process time of one thread.",
+        "and the first token after a prefix, recomputed or from files; on a CPU, a small model in one thread, by its process time.",
     )
     serve.add_argument(
         "--shape",
@@ -202,7 +202,7 @@ def _add_serve(kinds: Any) -> None:
     )
     serve.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
     serve.add_argument(
-        "--dtype", choices=list(DTYPES), help="dtype of weights, keys and values (default: that of the configuration, otherwise bf16)"
+        "--dtype", choices=list(DTYPES), help="dtype of weights, keys and values (default: the configuration's, otherwise bf16)"
     )
     serve.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: three)")
     serve.add_argument(
@@ -213,7 +213,7 @@ def _add_serve(kinds: Any) -> None:
     serve.add_argument(
         "--compiled",
         action="store_true",
-        help="on a device, also generate over a StaticCache as transformers compiles it, minutes for each",
+        help="on a CUDA device, also generate with a StaticCache that transformers compiles, which takes minutes each",
     )
     serve.add_argument("--out", metavar="DIR", help="write serve.json here")
     add_json(serve)

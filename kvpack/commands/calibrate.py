@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="make the basis of a model, for recipes such as kvpack-2, klt-1.75 and transform-0.6",
-        description="Read a text with a model, find what its keys and values are best described in, and write that as a basis file. "
+        description="Read a text with a model, compute the basis that describes its keys and values best, and write it to a file. "
         "An interrupted calibration resumes where it stopped.",
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
@@ -32,22 +32,22 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--scope",
         choices=("head", "layer", "none"),
-        help="what a frame of the codec transform covers: one head, or all heads of a layer, which takes fewer bits and more products to "
-        "decode (default: layer up to 512 channels, else head); none leaves frames out",
+        help="what a frame of the codec transform covers: one head, or all heads of a layer, which needs fewer bits but more "
+        "multiplications to decode (default: layer up to 512 channels, else head); none leaves frames out",
     )
     parser.add_argument(
         "--balanced-only",
         action="store_true",
-        help="make only means and balanced frames of keys, for recipes with frame=balanced: by default of two windows of 2048 tokens, "
-        "which takes a tenth of the time",
+        help="make only means and balanced frames of keys, for recipes with frame=balanced; reads two windows of 2048 tokens by default, "
+        "and takes a tenth of the time",
     )
     parser.add_argument(
         "--widths",
         type=int,
         default=0,
         metavar="N",
-        help="also measure what each layer and side loses at 2 bits in N windows, for the widths of kvpack-2, kvpack-3 and kvpack-4 by "
-        "this basis; each window is read once for every layer and side (default: 0)",
+        help="also measure in N windows what each layer and side loses at 2 bits, from which kvpack-2, kvpack-3 and kvpack-4 choose "
+        "widths; each window is read once for every layer and side (default: 0)",
     )
     parser.add_argument(
         "--positions",

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT")
     recipe = parser.add_mutually_exclusive_group(required=True)
     recipe.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
-    recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="the recipe, in the form that other commands use")
+    recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="the same as RECIPE, spelled as in other commands")
     add_basis(parser)
     add_writing(parser)
     add_json(parser)
@@ -46,7 +46,7 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--basis",
         metavar="FILE",
-        help="the basis of files and recipes of the codecs klt and transform; of files, a folder that holds it, too",
+        help="the basis of files and recipes that use the codec klt or transform; for files, a folder that contains it works too",
     )
 
 

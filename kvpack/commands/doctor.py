@@ -162,7 +162,7 @@ def _files(device: str) -> str:
                 lost = _difference(found.cpu(), given.float())
                 # The coarsest recipe has 2 bits.
                 if lost > (0 if recipe == "lossless" else 0.7):
-                    raise ValueError(f"{recipe}: {name} come back with a relative error of {lost:.2g}")
+                    raise ValueError(f"{recipe}: {name} decode with a relative error of {lost:.2g}")
             expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
             error = _difference(kvpack.attend(query, layer), expected)
             if not error <= MAX_ERROR:
@@ -190,7 +190,7 @@ def _damage() -> str:
             kvpack.load(path)
         except kvpack.KvpackError as error:
             return f"as it should be: {type(error).__name__}"
-    raise ValueError("a file with a wrong bit was loaded")
+    raise ValueError("a file with a flipped bit was loaded")
 
 
 def _store() -> str:

@@ -28,9 +28,9 @@ def add(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT")
     parser.add_argument("--recipe", default="raw", help=f"{RECIPE_HELP} (default: raw, which keeps every bit)")
     add_basis(parser)
-    parser.add_argument("--kv-heads", metavar="N[,N...]", help="of slots: the heads of keys and values, of all layers or of each")
+    parser.add_argument("--kv-heads", metavar="N[,N...]", help="slots only: the number of KV heads, one for all layers or one per layer")
     _add_window(parser, "of slots: ")
-    parser.add_argument("--latents", action="store_true", help="of slots: the model has multi-head latent attention (MLA)")
+    parser.add_argument("--latents", action="store_true", help="slots only: the model has multi-head latent attention (MLA)")
     add_writing(parser)
     add_json(parser)
     parser.set_defaults(run=import_)
@@ -41,16 +41,18 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("input", metavar="FILE")
     parser.add_argument("output", metavar="OUT")
-    parser.add_argument("--to", choices=["mlx-lm", "llama.cpp"], default="mlx-lm", help="who reads the file (default: mlx-lm)")
+    parser.add_argument(
+        "--to", choices=["mlx-lm", "llama.cpp"], default="mlx-lm", help="the program that will read the file (default: mlx-lm)"
+    )
     add_basis(parser)
-    parser.add_argument("--dtype", choices=list(DTYPES), help="round values to this dtype (default: the one that they are stored in)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="round values to this dtype (default: their stored dtype)")
     _add_window(parser, "")
     parser.add_argument(
         "--transposed",
         action=argparse.BooleanOptionalAction,
         help="slots only: values are transposed, as without flash attention (default: as in the imported slot)",
     )
-    parser.add_argument("--streams", type=int, metavar="N", help="of slots: streams of the context (default: those of the imported slot)")
+    parser.add_argument("--streams", type=int, metavar="N", help="slots only: streams of the context (default: as in the imported slot)")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=export)

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         "generate",
         help="continue a saved cache with a prompt",
         description="Continue a file of kvpack cache or Chat.save with a prompt: the model computes only what the file does not hold, and "
-        "its answer is printed as it comes.",
+        "its answer is printed as it is generated.",
     )
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the new message; - reads it from standard input")
@@ -36,7 +36,9 @@ def add(commands: Any) -> None:
         help="sample at this temperature; 0 picks the most likely token (default: the model's own)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
-    parser.add_argument("--basis", metavar="FILE", help="the basis of a file of the codecs klt and transform, or its folder")
+    parser.add_argument(
+        "--basis", metavar="FILE", help="the basis of a file that uses the codec klt or transform, or a folder that contains it"
+    )
     parser.add_argument("--update", action="store_true", help="save the longer cache in FILE, so that the next prompt continues the chat")
     parser.add_argument("--out", dest="output", metavar="OUT", help="save the longer cache in OUT")
     add_device(parser)

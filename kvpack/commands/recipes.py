@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         of_model = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the cache (default: {of_model}{DEFAULTS[name]})")
     parser.add_argument(
-        "--basis", metavar="FILE", help="the basis of recipes such as klt-1.75; layers, KV heads and head dim are those of its model"
+        "--basis", metavar="FILE", help="the basis of recipes such as klt-1.75; layers, KV heads and head dim come from its model"
     )
     add_json(parser)
     parser.set_defaults(run=run)

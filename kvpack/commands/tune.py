@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     mode.add_argument(
         "--widths",
         action="store_true",
-        help="measure 2 bits in one layer and side at a time, and give each a width by what that costs: two recipes per layer",
+        help="measure 2 bits in one layer and side at a time, and choose widths from the losses: two recipes per layer",
     )
     mode.add_argument("--thorough", action="store_true", help="measure every codec in every layer and side, then choose (default)")
     parser.add_argument(
@@ -44,10 +44,12 @@ def add(commands: Any) -> None:
         "balanced frames of keys",
     )
     parser.add_argument(
-        "--attendable", action="store_true", help="leave out codecs that attention decodes tile by tile: transform, for files that are kept"
+        "--attendable",
+        action="store_true",
+        help="leave out codecs that attention must decode tile by tile (transform, which is meant for stored files)",
     )
     parser.add_argument("--out", default="recipe.txt", metavar="FILE", help="the recipe file to write (default: recipe.txt)")
-    parser.add_argument("--measurements", metavar="FILE", help="keep the measurements in this file, and reuse those that it holds")
+    parser.add_argument("--measurements", metavar="FILE", help="keep the measurements in this file, and reuse those already in it")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
     parser.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 256)")
     parser.add_argument("--windows", type=int, metavar="N", help="windows of the text for the search (default: 4, or as many as fit)")

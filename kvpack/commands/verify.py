@@ -22,7 +22,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="also remove what killed writers left in the folders of the files; a FILE may then be a folder, which is only cleaned",
+        help="also remove unfinished files of killed writers from the folders of the files; FILE may then be a folder, which is only "
+        "cleaned",
     )
     add_basis(parser)
     add_json(parser)

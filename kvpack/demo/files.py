@@ -64,7 +64,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise WriteFailed(f"{folder}: could not be made: {error.strerror or error}") from None
+            raise WriteFailed(f"{folder}: could not be created: {error.strerror or error}") from None
         step = step_counter(progress, 2 * len(recipes) + 1)
 
         pairs = prefill(demo_text()[: PROMPT_BYTES - 1])

@@ -41,7 +41,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
             f"the twin's logits differ from the model's by {difference:.1e} of the largest, the limit is {TWIN_TOLERANCE:.1e}: "
-            "its keys and queries are not what k_proj and q_proj give, rotated by pairs"
+            "its keys and queries are not the outputs of k_proj and q_proj rotated in pairs"
         )
     return difference
 

@@ -173,8 +173,8 @@ def prefill(
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
         raise InvalidParameter(
-            f"{known.name} has layers that keep recurrent or convolution states: windows are read over keys and values alone; give a model "
-            "whose layers all have them"
+            f"{known.name} has layers that keep recurrent or convolution states: only keys and values are supported: use a model whose "
+            "layers all have them"
         )
     cache, options = uncompressed(model), {} if positions is None else {"position_ids": positions}
     model.set_attn_implementation("kvpack" if observe is None else _OBSERVED)

@@ -107,7 +107,7 @@ def replace_file(
         raise WriteFailed(f"{where!r}: could not be written: a path cannot contain a zero byte")
     # A rename would replace a device or a pipe, even /dev/null, with a file.
     if _is_special(where):
-        raise WriteFailed(f"{where}: could not be written: it is a device, a pipe or a socket, expected a file or nothing")
+        raise WriteFailed(f"{where}: could not be written: it is a device, a pipe or a socket, expected a regular file or a new path")
     target = where
     if unfinished is None:
         target = _followed(where)

@@ -131,7 +131,7 @@ def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | Non
 
 def _check_rope(turned: Sequence[StateEntry], dim: int) -> None:
     if len(turned) > 1:
-        raise InvalidHeader(f"{turned[0].where} and {turned[1].where} are both there, expected one of them")
+        raise InvalidHeader(f"{turned[0].where} and {turned[1].where} are both present, expected only one of them")
     (rope,) = turned
     if rope.dtype != "F32" or len(rope.shape) != 2 or 2 * rope.shape[1] > dim:
         raise InvalidHeader(f"{rope.where} is {rope.dtype} {list(rope.shape)}, expected F32 [1, pairs] of at most {dim // 2} pairs")

@@ -41,7 +41,7 @@ VALUE_BYTES = 40
 def check_size(size: int, memory_limit: int) -> None:
     """Raise LimitExceeded for a file of more than ``memory_limit``."""
     if size > memory_limit:
-        raise LimitExceeded(f"has {size} bytes, memory_limit is {memory_limit}")
+        raise LimitExceeded(f"has {size} bytes, memory_limit is {memory_limit}: pass a higher limit to load it")
 
 
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
@@ -54,7 +54,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
     """Raise LimitExceeded, which names each part and its bytes, for a file that takes more than ``memory_limit``."""
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
-        raise LimitExceeded(f"its tensors, decoded, take {decoded} bytes, memory_limit is {memory_limit}")
+        raise LimitExceeded(f"its tensors, decoded, take {decoded} bytes, memory_limit is {memory_limit}: pass a higher limit to load it")
     frames = [sizes[tensor.name] for tensor in header.tensors if tensor.filter == "zstd"]
     sides = [side for layer in header.layers for _, side in layer.sides()]
     runs = sum(len(side.runs) for side in sides)

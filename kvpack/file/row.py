@@ -139,7 +139,7 @@ def frame_of(data: memoryview, where: str) -> Frame:
     if frame.magic != MAGIC:
         if frame.magic.startswith(b"kvpack-row "):
             raise UnsupportedVersion(f"{where}: is a row of another version, {frame.magic!r}; this kvpack reads version 1")
-        raise NotKvpack(f"{where}: does not begin as a row of a page does, found {frame.magic!r}")
+        raise NotKvpack(f"{where}: does not begin like the row of a page, found {frame.magic!r}")
     if frame.length % ALIGNMENT or frame.length < FRAME_BYTES:
         raise InvalidHeader(f"{where}: its length is {frame.length}, expected a multiple of {ALIGNMENT} from {FRAME_BYTES} on")
     if frame.length > len(data):

@@ -118,7 +118,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[byte
     finally:
         os.close(descriptor)
     if not left:
-        raise LimitExceeded(f"{where or repr(where)}: has more than {max_bytes} bytes, the most that {what} may have")
+        raise LimitExceeded(f"{where or repr(where)}: has more than {max_bytes} bytes, the limit for {what}")
     return b"".join(pieces), mode
 
 

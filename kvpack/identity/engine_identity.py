@@ -59,7 +59,7 @@ def engine_fields(
     except ValueError as error:
         raise InvalidParameter(f"{folder / 'config.json'}: is not JSON: {error}") from None
     if not weights:
-        raise InvalidParameter(f"{folder}: contains no *.safetensors: give revision, which names the weights")
+        raise InvalidParameter(f"{folder}: contains no *.safetensors: pass revision=, which identifies the weights")
     return {
         "model": model_name(str(folder.resolve())),
         "weights": weights,

@@ -95,7 +95,7 @@ def base_model(found: Iterable[ModelPart]) -> Any:
     """The transformers model inside its wrappers. Raises InvalidParameter for any other module."""
     base = next(part.module for part in found if not part.adapter)
     if not hasattr(base, "config") or not hasattr(base, "dtype"):
-        raise InvalidParameter(f"a {class_name(type(base))} is no transformers model: give the one inside it")
+        raise InvalidParameter(f"a {class_name(type(base))} is not a transformers model: pass the transformers model inside it")
     return base
 
 

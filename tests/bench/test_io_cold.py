@@ -67,5 +67,5 @@ def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str
 def test_a_file_that_stays_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(10_000))
     monkeypatch.setattr(io_cold, "is_cold", lambda *_: False)
-    with pytest.raises(InvalidParameter, match="its files stay in memory; give --folder with a folder on a disk"):
+    with pytest.raises(InvalidParameter, match="its files stay in memory: pass --folder with a folder on a disk"):
         io_cold.drop(str(tmp_path / "a"))

@@ -490,7 +490,7 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
         (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),
         (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
         (["--text", "/nowhere"], 3, "/nowhere: could not be opened"),
-        (["--out", "/dev/null/x"], 3, "/dev/null/x: could not be made"),
+        (["--out", "/dev/null/x"], 3, "/dev/null/x: could not be created"),
     ],
     ids=["tokens", "more tokens", "score", "windows", "needles", "room", "step", "twin", "recipe", "model", "text", "out"],
 )

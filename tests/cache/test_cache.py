@@ -146,7 +146,7 @@ def test_concat_refuses_a_layer_without_its_oldest_tokens() -> None:
 def test_a_cache_is_not_pickled() -> None:
     cache = kvpack.pack(random_pairs(1, 4), "kivi-2")
     for value, name in ((cache, "Cache"), (cache[0], "Layer")):
-        with pytest.raises(InvalidParameter, match=rf"a packed {name} is not pickled: kvpack\.save\(cache, path\) writes it"):
+        with pytest.raises(InvalidParameter, match=rf"a packed {name} cannot be pickled: write it with kvpack\.save\(cache, path\)"):
             torch.save(value, io.BytesIO())
 
 

@@ -155,7 +155,7 @@ def test_of_an_encoder_decoder_cache_each_half_is_packed() -> None:
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**options)).eval()
     cache = model(input_ids=token_ids(7), decoder_input_ids=token_ids(3), use_cache=True).past_key_values
-    with pytest.raises(InvalidParameter, match=r"EncoderDecoderCache is two caches, .* pack its self_attention_cache"):
+    with pytest.raises(InvalidParameter, match=r"EncoderDecoderCache holds two caches, .* pack its self_attention_cache"):
         kvpack.pack(cache, "raw")
     assert kvpack.pack(cache.self_attention_cache, "raw").tokens == 3
     assert kvpack.pack(cache.cross_attention_cache, "raw").tokens == 7
@@ -249,7 +249,7 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
     with pytest.raises(InvalidParameter, match=r"layers\[1\] is a Fp8QuantizedLayer: its _quantized_keys and _quantized_values"):
         kvpack.pack(with_layer(quantized), "raw")
     for empty in (DynamicCache(), DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
-        with pytest.raises(InvalidParameter, match="Cache without keys and values: no forward pass has filled it"):
+        with pytest.raises(InvalidParameter, match="Cache has no keys and values yet: run a forward pass"):
             kvpack.pack(empty, "raw")
     with pytest.raises(InvalidType, match="not a KV cache"):
         kvpack.pack(object(), "raw")

@@ -202,7 +202,7 @@ WRONG = {
     "a mask tensor": (torch.tensor([True, False]), "found True"),
     "floats": (torch.tensor([0.0, 1.0]), "found 0.0"),
     "rank 2": (torch.zeros(1, 2, dtype=torch.int64), r"rank 1; found a tensor of shape \[1, 2\]"),
-    "none": ([], "give at least one"),
+    "none": ([], "pass at least one"),
 }
 
 

@@ -623,7 +623,7 @@ def test_a_full_device_for_the_output(file: Path) -> None:
 
 def test_a_demo_folder_that_is_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", "--out", file, "--recipe", "bf16") == 3
-    assert capsys.readouterr().err == f"kvpack: {file}: could not be made: File exists\n"
+    assert capsys.readouterr().err == f"kvpack: {file}: could not be created: File exists\n"
 
 
 def test_a_progress_label_is_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

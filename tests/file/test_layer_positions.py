@@ -117,7 +117,7 @@ def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
 
 def test_layers_get_the_same_tokens() -> None:
     pairs = random_pairs(3, 4)
-    with pytest.raises(InvalidParameter, match=r"every layer gets the same tokens; layers\[0\] 4 and layers\[2\] 3 were appended"):
+    with pytest.raises(InvalidParameter, match=r"different numbers of tokens per layer \(layers\[0\] 4 and layers\[2\] 3\)"):
         sliding().append([pairs[0], pairs[1], tuple(x[:, :, :3] for x in pairs[2])])
 
 
@@ -182,7 +182,7 @@ def test_a_layer_is_given_with_the_tokens_that_it_dropped() -> None:
     assert [cache.positions(number) for number in range(2)] == [(5, 45), (35, 45)]
     assert torch.equal(cache[1].unpack()[1], newest[1])
     for skipped, shown in ((-1, "-1"), (True, "True"), (2**40, "1099511627776"), (None, "NoneType"), (torch.tensor(16), "Tensor")):
-        with pytest.raises(InvalidParameter, match=rf"layers\[0\]: the tokens before k and v that the layer dropped are {shown}"):
+        with pytest.raises(InvalidParameter, match=rf"layers\[0\]: the number of tokens that the layer dropped before k and v is {shown}"):
             kvpack.pack([(*newest, skipped)], "bf16")
 
 
@@ -196,10 +196,10 @@ def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_i
         torch.testing.assert_close(found, expected)
     held = "the layer holds tokens 48 to 70 of its cache, not those before; "
     for options, message in (
-        ({}, f"the query of token {70 - queries} sees all before it: give sliding_window"),
+        ({}, f"the query of token {70 - queries} sees all tokens before it: pass sliding_window"),
         ({"causal": False}, f"the query of token {70 - queries} sees all before it"),
         ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees a window of {largest + 1} tokens"),
-        ({"sliding_window": 4, "lengths": [20]}, "lengths count tokens from the first of the cache, so that all are needed"),
+        ({"sliding_window": 4, "lengths": [20]}, "lengths= counts from the cache's first token"),
     ):
         with pytest.raises(InvalidParameter, match=held + message):
             kvpack.attend(q, newest, **options)

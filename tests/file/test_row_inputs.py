@@ -157,18 +157,18 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
     recorded = Inputs(ids(*range(12)), first=0, count=12)
     cache = kvpack.pack([(k, k)], "raw", inputs=recorded)
     assert cache.inputs == Inputs(ids(*range(12)))
-    with pytest.raises(InvalidParameter, match=r"recorded for the tokens 0 to 12 of a sequence, and the tokens 501 to 513 are packed"):
+    with pytest.raises(InvalidParameter, match=r"recorded for tokens 0 to 12 of a sequence, but tokens 501 to 513 are packed"):
         kvpack.pack([(k, k)], "raw", start=501, inputs=recorded)
-    with pytest.raises(InvalidParameter, match=r"recorded for the tokens 0 to 12 of a sequence, and the tokens 0 to 10 are packed"):
+    with pytest.raises(InvalidParameter, match=r"recorded for tokens 0 to 12 of a sequence, but tokens 0 to 10 are packed"):
         kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=recorded)
-    with pytest.raises(InvalidParameter, match=r"starts at position 501, and its inputs are those of tokens from position 0 on"):
+    with pytest.raises(InvalidParameter, match=r"starts at position 501, but its inputs start at position 0"):
         replace(cache, start=501)
     assert replace(cache, start=501, inputs=None).start == 501
     part = cache[:, 4:]
     assert part.inputs is not None
-    with pytest.raises(InvalidParameter, match="recorded for the tokens 4 to 12 of a sequence, and the tokens 0 to 8 are packed"):
+    with pytest.raises(InvalidParameter, match="recorded for tokens 4 to 12 of a sequence, but tokens 0 to 8 are packed"):
         kvpack.pack([(k[:, :, :8], k[:, :, :8])], "raw", inputs=part.inputs)
-    with pytest.raises(InvalidParameter, match="inputs are those of 3 rows, but the cache has 2 sequences"):
+    with pytest.raises(InvalidParameter, match="inputs are for 3 rows, but the cache has 2 sequences"):
         kvpack.pack([(k, k)], "raw", inputs=of_rows(*ROWS))
 
 

@@ -40,7 +40,7 @@ def test_the_bound_is_exact(size: int, tmp_path: Path) -> None:
     path.write_bytes(b"x" * size)
     assert len(read_bytes(path, size, "a file")) == size
     path.write_bytes(b"x" * (size + 1))
-    with pytest.raises(LimitExceeded, match=f"^{path}: has more than {size} bytes, the most that a key file may have$"):
+    with pytest.raises(LimitExceeded, match=f"^{path}: has more than {size} bytes, the limit for a key file$"):
         read_bytes(path, size, "a key file")
 
 

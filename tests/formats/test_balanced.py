@@ -84,10 +84,10 @@ def test_a_file_names_its_basis(tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
     kvpack.save(cache, path)
     assert cache.recipe == f"k=scalar:b=4,basis={BASIS.digest.hex()},frame=balanced;v=scalar:b=4"
-    with pytest.raises(MissingBasis, match=f"the basis {BASIS.digest.hex()} is needed: give basis="):
+    with pytest.raises(MissingBasis, match=f"the basis {BASIS.digest.hex()} is needed: pass basis="):
         kvpack.load(path)
     other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM)}, 2))
-    with pytest.raises(MissingBasis, match="none of those given has this SHA-256"):
+    with pytest.raises(MissingBasis, match="no basis passed has this SHA-256"):
         kvpack.load(path, basis=other)
     (tmp_path / "model.kvbasis").write_bytes(BASIS.data)
     loaded = kvpack.load(path, basis=tmp_path)
@@ -132,7 +132,7 @@ def test_what_the_basis_lacks() -> None:
     with pytest.raises(MissingBasis, match=r"needs a basis: give kvpack.Recipe.* kvpack calibrate makes one"):
         kvpack.pack(pairs(40), RECIPE)
     without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
-    with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames of the keys of layer 0: kvpack calibrate makes them"):
+    with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames for the keys of layer 0: make them with kvpack calibrate"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, without))
     with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(RECIPE, BASIS))

@@ -229,16 +229,16 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
     other = random_basis(SHAPES, 2, seed="other")
     (folder / "a.kvbasis").write_bytes(other)
     for source in (folder, Basis.of_bytes(other), [folder, folder / "a.kvbasis"]):
-        with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed, and none of those given"):
+        with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed, but no basis passed"):
             kvpack.load(path, basis=source)
-    with pytest.raises(MissingBasis, match=r"x\.kvpack: the basis [0-9a-f]{64} is needed: give basis="):
+    with pytest.raises(MissingBasis, match=r"x\.kvpack: the basis [0-9a-f]{64} is needed: pass basis="):
         kvpack.load(path)
     (folder / "b.kvbasis").write_bytes(random_basis(SHAPES, 2))
     for source in (folder, folder / "b.kvbasis", basis, [Basis.of_bytes(other), folder]):
         assert kvpack.load(path, basis=source).tokens == 9
-    with pytest.raises(InvalidParameter, match="is a basis and not a cache"):
+    with pytest.raises(InvalidParameter, match="is a basis, not a cache"):
         kvpack.load(folder / "b.kvbasis")
-    with pytest.raises(InvalidParameter, match="is a cache and not a basis"):
+    with pytest.raises(InvalidParameter, match="is a cache, not a basis"):
         Basis.load(path)
 
 

@@ -123,7 +123,7 @@ def test_wrappers_of_torch_change_nothing(wrapped: Any) -> None:
 
 
 def test_a_module_that_is_no_transformers_model_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"a .*ModuleList is no transformers model: give the one inside it"):
+    with pytest.raises(InvalidParameter, match=r"a .*ModuleList is not a transformers model: pass the transformers model inside it"):
         identity(nn.ModuleList([small_llama()]))
 
 

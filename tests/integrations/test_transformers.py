@@ -273,7 +273,7 @@ def test_a_cache_that_holds_some_of_its_tokens_elsewhere_is_refused() -> None:
 def test_a_packed_cache_is_not_packed_again() -> None:
     packed = pack(prefill(small_model(), token_ids(1, 25)), "kivi-2")
     for past, name in ((packed, "a Cache"), (KvpackCache.of(packed), "a KvpackCache")):
-        with pytest.raises(InvalidType, match=f"{name} is packed already: Cache.convert"):
+        with pytest.raises(InvalidType, match=f"{name} is packed already: change its recipe with Cache.convert"):
             pack(past, "kivi-4")
 
 

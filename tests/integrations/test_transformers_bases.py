@@ -77,7 +77,7 @@ def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basi
     with KvpackCache(model, kvpack.Recipe(RECIPE, basis)) as cache:
         next_logits(model, cache, 1)
         kvpack.save(cache.packed, tmp_path / "x.kvpack")
-    with pytest.raises(MissingBasis, match="is needed: give basis="):
+    with pytest.raises(MissingBasis, match="is needed: pass basis="):
         KvpackCache.load(tmp_path / "x.kvpack", model)
     with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'x'"):
         kvpack.LiveCache(kvpack.Recipe(RECIPE, basis), layers=2, model={"name": "y"})

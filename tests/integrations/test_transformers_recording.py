@@ -537,7 +537,7 @@ def test_ids_do_not_stay_with_values_that_were_changed(change: Any, layers: slic
             packed = pack(past, FP32, inputs=again)
             with pytest.warns(match="no tokens of the cache are kept for the prompt"):
                 assert KvpackCache.of(packed, model, prompt=PROMPT).get_seq_length() == 0
-            with pytest.raises(InvalidParameter, match="recorded for the tokens 0 to"):
+            with pytest.raises(InvalidParameter, match="recorded for tokens 0 to"):
                 pack(past, FP32, inputs=replace(inputs, count=inputs.count + 5))
 
 

@@ -333,7 +333,7 @@ def test_states_that_a_recording_keeps_are_stored(tmp_path: Path) -> None:
     expected = continued(model, ids, in_passes(model, PROMPT[:, :64], 32))
     assert found == expected[0]
     assert torch.equal(logits, expected[1])
-    with pytest.raises(InvalidParameter, match=r"states_at\[32\] has other layers, names or shapes"):
+    with pytest.raises(InvalidParameter, match=r"states_at\[32\] differs in layers, names or shapes"):
         kvpack.pack(past, "raw", states_at={32: states[32][:1]})
     with pytest.raises(InvalidParameter, match="states_at is 7, expected a map"):
         kvpack.pack(past, "raw", states_at=7)  # type: ignore[arg-type]

@@ -63,17 +63,21 @@ class Balanced(ValueMap):
             return None
         options.text("basis")
         if side != "k":
-            raise InvalidParameter(f"codec {options.codec}: frame={frame} is for keys: write k=<codec> with it, and v=<codec> without")
+            raise InvalidParameter(
+                f"codec {options.codec}: frame={frame} applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"
+            )
         if frame == "centered" and not options.given("mean"):
             raise InvalidParameter(
-                f"codec {options.codec}: frame=centered is for keys less their mean: add mean=<tokens>, such as mean=128, or write "
-                "frame=balanced"
+                f"codec {options.codec}: frame=centered needs keys with their mean subtracted: add mean=<tokens>, such as mean=128, or "
+                "write frame=balanced"
             )
         found = options.balanced
         if found is None or found.frames is None:
             return cls(dim, bytes(DIGEST_BYTES), 0, frame)
         if found.frames.dim != dim:
-            raise InvalidParameter(f"codec {options.codec}: the head dim is {dim}, and that of the basis {found.frames.dim}")
+            raise InvalidParameter(
+                f"codec {options.codec}: the head dim is {dim}, but the basis has {found.frames.dim}: use the basis of this model"
+            )
         return cls(dim, found.digest, found.layer, frame, found.frames)
 
     @classmethod

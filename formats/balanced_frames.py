@@ -35,7 +35,7 @@ class BalancedFrames:
     def of_heads(self, heads: int) -> BalancedFrames:
         """These frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads != heads:
-            raise InvalidParameter(f"frames of {self.heads} heads, and the values have {heads}")
+            raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}")
         return self
 
     @cached_property

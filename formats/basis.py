@@ -84,7 +84,7 @@ class BasisRows:
     def of_heads(self, heads: int) -> BasisRows:
         """These rows, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads != heads:
-            raise InvalidParameter(f"a basis of {self.heads} heads, and the values have {heads}")
+            raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}")
         return self
 
     @cached_property

@@ -66,14 +66,16 @@ class ChannelScale(ValueMap):
         options.text("basis")
         if side != "k":
             raise InvalidParameter(
-                f"codec {options.codec}: channel_scale=balanced is for keys: write k=<codec> with it, and v=<codec> without"
+                f"codec {options.codec}: channel_scale=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"
             )
         if options.given("frame"):
             raise InvalidParameter(f"codec {options.codec}: frame= balances channels too: leave out channel_scale=balanced")
         found = options.balanced
         queries = None if found is None else found.queries
         if queries is not None and queries.shape[1] != dim:
-            raise InvalidParameter(f"codec {options.codec}: the head dim is {dim}, and that of the basis {queries.shape[1]}")
+            raise InvalidParameter(
+                f"codec {options.codec}: the head dim is {dim}, but the basis has {queries.shape[1]}: use the basis of this model"
+            )
         return cls(dim, "fp16", queries=queries)
 
     @classmethod
@@ -138,7 +140,7 @@ def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     Raises InvalidParameter for ``queries`` of another number of heads.
     """
     if len(queries) != keys.shape[1]:
-        raise InvalidParameter(f"the basis has queries of {len(queries)} heads, and the keys have {keys.shape[1]}")
+        raise InvalidParameter(f"the basis has queries of {len(queries)} heads, but the keys have {keys.shape[1]}")
     asked = queries.to(keys.device, keys.dtype)[None, :, None]
     parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_LEAST) for x in (keys, asked) for total in (x.mean(3, keepdim=True),)]
     scale = (parts[0].log2() - parts[1].log2()) / 4

@@ -149,7 +149,7 @@ class Frames:
     def of_heads(self, heads: int, dim: int) -> Frames:
         """These frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads(dim) != heads:
-            raise InvalidParameter(f"frames of {self.heads(dim)} heads, and the values have {heads}")
+            raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}")
         return self
 
     def rows_on(self, device: torch.device) -> torch.Tensor:

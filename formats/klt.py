@@ -101,7 +101,9 @@ class Klt(CodecFamily):
         if found is None:
             return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * runs_of(dim)), gain, rows, None)
         if found.rows.dim != dim:
-            raise InvalidParameter(f"codec {cls.id}: the head dim is {dim}, and that of the basis {found.rows.dim}")
+            raise InvalidParameter(
+                f"codec {cls.id}: the head dim is {dim}, but the basis has {found.rows.dim}: use the basis of this model"
+            )
         make = cls.of_heads if own else cls.of
         return make(dim, found.digest, found.layer, side, found.widths, gain, rows, found.rows)
 
@@ -275,7 +277,7 @@ class Klt(CodecFamily):
     def _encode_heads(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
         batch, heads, tokens, _ = x.shape
         if heads != self.fixed_heads:
-            raise InvalidParameter(f"the widths of codec {self.id} are of {self.fixed_heads} heads, and the values have {heads}")
+            raise InvalidParameter(f"the widths of codec {self.id} are for {self.fixed_heads} heads, but the values have {heads}")
         count = head_runs_of(self.dim)
         spare = count * HEAD_RUN_COLUMNS - self.dim
         centred, weights = (

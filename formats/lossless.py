@@ -71,7 +71,7 @@ class Lossless(CodecFamily):
         if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
                 f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
-                f"the most are {rans.MAX_SYMBOLS}"
+                f"the limit is {rans.MAX_SYMBOLS}"
             )
         check_fields(self.id, self.fields, ("signed_fractions",))
         self.packings()

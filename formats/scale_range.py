@@ -102,7 +102,7 @@ def _check_size(values: torch.Tensor, what: str) -> None:
     if not values.abs().amax().item() <= LARGEST:
         at = [int(i) for i in torch.nonzero(~(values.abs() <= LARGEST))[0]]
         raise OutOfRange(
-            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, the largest of 8 bits is {LARGEST:.0f}; "
+            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, the largest that 8 bits hold is {LARGEST:.0f}; "
             "scale the input, or choose fp16 scales or a raw codec"
         )
 

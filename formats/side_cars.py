@@ -53,7 +53,7 @@ class WithSideCars(Codec):
             raise InvalidParameter(f"codec {self.codec.id} takes no side-cars{'' if none else ' of this kind'}, found {', '.join(refused)}")
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
-                f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, and each group has its own centre: "
+                f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, and each group has its own center: "
                 f"{', '.join(one.name for one in self.page_vectors)} is for codecs that encode tokens one by one; leave out mean"
             )
         # The codec's own id and dim, by which files and messages name it.

@@ -72,7 +72,7 @@ class Transform(CodecFamily):
         if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
                 f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
-                f"the most are {rans.MAX_SYMBOLS}"
+                f"the limit is {rans.MAX_SYMBOLS}"
             )
 
     @classmethod
@@ -86,7 +86,9 @@ class Transform(CodecFamily):
         if found is None or found.frames is None:
             return cls(dim, bytes(DIGEST_BYTES), 0, side, "head", 0, chunk)
         if found.rows.dim != dim:
-            raise InvalidParameter(f"codec {cls.id}: the head dim is {dim}, and that of the basis {found.rows.dim}")
+            raise InvalidParameter(
+                f"codec {cls.id}: the head dim is {dim}, but the basis has {found.rows.dim}: use the basis of this model"
+            )
         scope = "head" if found.frames.count == found.rows.heads else "layer"
         return cls(dim, found.digest, found.layer, side, scope, found.step, chunk, found.frames)
 
@@ -171,8 +173,9 @@ class Transform(CodecFamily):
         if rope is not None:
             if rope.longest is not None and position + tokens > rope.longest:
                 raise OutOfRange(
-                    f"keys up to token {position + tokens}, and the basis describes sequences of at most {rope.longest}: RoPE turns longer "
-                    "ones by other frequencies, by which they would lose more than the recipe says; choose another codec for keys"
+                    f"keys reach token {position + tokens}, but the basis covers sequences of at most {rope.longest} tokens: RoPE uses "
+                    "different frequencies for longer ones, and they would lose more than the recipe promises; choose another codec for "
+                    "keys"
                 )
             # Any position decodes to the same values; only the right one makes keys of like tokens alike. Those of groups do not wrap.
             position %= _POSITIONS
@@ -185,7 +188,7 @@ class Transform(CodecFamily):
         columns = product(wide - rows[:, :1], source.inverse.to(x.device)) / self.step_size
         levels = torch.sign(columns) * torch.floor(columns.abs() + 0.5)
         if levels.numel() and not float(levels.abs().amax()) <= LARGEST_LEVEL:
-            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the most are {LARGEST_LEVEL}")
+            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the limit is {LARGEST_LEVEL}")
         # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.
         blocks = levels if self.scope == "head" else levels.view(batch, tokens, self.dim, heads).permute(0, 3, 1, 2)
         found = [

@@ -136,7 +136,7 @@ class Layer:
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
                 held, given = ("no", "some") if side is None else ("a", "none")
-                raise InvalidParameter(f"{where}.{name}: the layer has {held} {name} side, and {given} was appended")
+                raise InvalidParameter(f"{where}.{name}: the layer has {held} {name} side, but {given} was appended")
             sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first, unit, norms))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
             raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; both sides must have the same tokens")

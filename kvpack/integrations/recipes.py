@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """The recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process.
 
@@ -41,14 +40,16 @@ def check_layers(recipe: str, why: str) -> None:
     """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest, as one with a basis does."""
     check_no_layers_named(recipe, why)
     if parse_recipe(recipe).needs_basis:
-        raise InvalidParameter(f"the recipe {recipe!r} uses other columns of its basis in each layer, but {why}: use one without a basis")
+        raise InvalidParameter(
+            f"the recipe {recipe!r} uses different columns of its basis in each layer, but {why}: use a recipe without a basis"
+        )
 
 
 def check_no_layers_named(recipe: str, why: str) -> None:
     """Raise InvalidParameter for a recipe whose clauses name layers."""
     named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
     if named:
-        raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, but {why}: use one without layers")
+        raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, but {why}: use a recipe without layers")
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:

@@ -130,8 +130,8 @@ class LiveCache:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter(
-            "a LiveCache, which a KvpackCache has, is not pickled: kvpack.save writes live.freeze(), of a KvpackCache its packed, "
-            "and LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model) goes on"
+            "a LiveCache cannot be pickled, nor a KvpackCache, which contains one: write live.freeze(), or the packed of a KvpackCache, "
+            "with kvpack.save, and continue with LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model)"
         )
 
     def __deepcopy__(self, memo: object) -> LiveCache:
@@ -387,7 +387,7 @@ class LiveCache:
         chosen = self._chosen(layer)
         if tokens and not chosen:
             where = "the cache" if layer is None else f"layers[{layer}]"
-            raise OutOfBounds(f"{where}: truncate({tokens}) keeps more tokens than the 0 that it has seen")
+            raise OutOfBounds(f"{where}: truncate({tokens}) of a layer that has seen no tokens")
         for own in chosen:
             if not own.seen - own.tokens <= tokens <= own.seen:
                 raise OutOfBounds(f"{own.name}: truncate({tokens}) of a layer that holds tokens {own.seen - own.tokens} to {own.seen}")
@@ -447,7 +447,7 @@ class LiveCache:
     def _check_captured(self, layer: int) -> None:
         """Raise InvalidParameter if the captured calls need more than kernels."""
         if self._captures:
-            raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels alone, which a CUDA graph could hold")
+            raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels only, so a CUDA graph cannot capture it")
 
     def _settle(self) -> None:
         """Learn from the device how many tokens were added by replays of graphs."""
@@ -469,7 +469,7 @@ class LiveCache:
         found = torch.cat(list(flags.values())).tolist()
         lost = [number for number, flag in zip(flags, found, strict=True) if flag]
         if lost:
-            raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs take finite values")
+            raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs need finite values")
 
     def _own(self, layer: int) -> LiveLayer | None:
         """The layer of that number, None before its first tokens; numbers below 0 do not count from the end."""

@@ -358,7 +358,7 @@ class LiveLayer:
             side = self.sides.get(name)
             if (side is None) != (x is None):
                 held, found = ("no", "some") if side is None else ("a", "none")
-                raise InvalidParameter(f"{where}: the layer has {held} {name} side, and {found} was given")
+                raise InvalidParameter(f"{where}: the layer has {held} {name} side, but {found} was passed")
             if side is None or x is None:
                 continue
             check_tensor(x, where)
@@ -372,7 +372,7 @@ class LiveLayer:
             given[name] = x
         if len({x.shape[2] for x in given.values()}) > 1:
             counts = " and ".join(f"{x.shape[2]} of {name}" for name, x in given.items())
-            raise InvalidParameter(f"{self.name}: {counts} were given; both sides get as many tokens")
+            raise InvalidParameter(f"{self.name}: got {counts}; pass the same number of tokens for both sides")
         for name, x in given.items():
             side = self.sides[name]
             if x.device.type == "cpu" and side.codec.exact_dtype is None:

@@ -54,7 +54,7 @@ class Steps:
         capturing = self._capturing
         if layer.raw_tokens + tokens > layer.room:
             if self.captured or capturing:
-                raise OutOfBounds(f"{layer.name}: the raw tail has room for {layer.room} tokens, and holds {layer.raw_tokens}: call roll()")
+                raise OutOfBounds(f"{layer.name}: the raw tail has room for {layer.room} tokens, but holds {layer.raw_tokens}: call roll()")
             return False
         append = self._appends.get(tokens)
         if append is None:
@@ -125,8 +125,8 @@ class Steps:
                 lost = self._layer.raw_tokens - self._layer.room
                 self._layer.raw_tokens = self._layer.room
                 raise OutOfBounds(
-                    f"{self._layer.name}: the raw tail has room for {self._layer.room} tokens, and replays of a graph added {lost} more, "
-                    "which are lost: call roll() at least once in a window of tokens"
+                    f"{self._layer.name}: the raw tail has room for {self._layer.room} tokens, but graph replays added {lost} more, which "
+                    "are lost: call roll() at least once per window of tokens"
                 )
 
     @property

@@ -28,7 +28,7 @@ class PageBuffer:
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):
-            raise InvalidParameter(f"the pages have the sides {', '.join(geometry.dims)}, and {', '.join(given)} were given")
+            raise InvalidParameter(f"the pages have the sides {', '.join(geometry.dims)}, but {', '.join(given)} were given")
         self.sides: dict[str, tuple[torch.Tensor, ...]] = {}
         for side, x in given.items():
             layers = list(x.unbind(1)) if isinstance(x, torch.Tensor) and x.dim() == 5 else x
@@ -54,7 +54,7 @@ class PageBuffer:
         """``slots`` as integers. Raises as ``checked_slots``, and InvalidParameter where slots are ``written`` that share memory."""
         check_flag(written, "written")
         if written and self._shared:
-            raise InvalidParameter(f"{self._shared}, and a page cannot be written there: give memory of its own to every value")
+            raise InvalidParameter(f"{self._shared}, so a page cannot be written there: use a tensor in which no values share memory")
         return checked_slots(slots, self.slots, written)
 
     @cached_property
@@ -97,8 +97,8 @@ def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
     found = [integer(slot, "a slot") for slot in items(slots, "slots", "slots, which are integers")]
     for slot in found:
         if not 0 <= slot < count:
-            raise OutOfBounds(f"slot {slot} was given, and the buffer has {count}")
+            raise OutOfBounds(f"slot {slot} was passed, but the buffer has {count} slots")
     if written and len(set(found)) < len(found):
         twice = next(slot for slot in found if found.count(slot) > 1)
-        raise InvalidParameter(f"slot {twice} was given {found.count(twice)} times, and a slot takes one page: give each once")
+        raise InvalidParameter(f"slot {twice} was passed {found.count(twice)} times, but a slot holds one page: pass each slot once")
     return found

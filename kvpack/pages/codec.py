@@ -180,12 +180,12 @@ class PageCodec:
         try:
             views = [memoryview(row).cast("B") for row in rows]
         except TypeError as error:
-            raise InvalidParameter(f"rows are no buffers of bytes side by side ({error}): give bytearrays or one uint8 tensor") from None
+            raise InvalidParameter(f"rows are not contiguous buffers of bytes ({error}): give bytearrays or one uint8 tensor") from None
         if len(views) != count:
             raise InvalidParameter(f"{len(views)} rows were given for {count} slots")
         for number, view in enumerate(views):
             if writable and view.readonly:
-                raise InvalidParameter(f"row {number} is a read-only buffer, and a page is to be written there")
+                raise InvalidParameter(f"row {number} is a read-only buffer, but a page must be written to it: pass a writable one")
             if writable and len(view) < self.nbytes:
                 raise Truncated(f"row {number} has room for {len(view)} bytes, a page takes {self.nbytes}")
         if writable and len(views) > 1:

@@ -111,8 +111,8 @@ class PageGeometry:
         varying = [name for name, layout in codec.row_layouts.items() if layout.per == "entry" and name not in slots]
         if varying:
             raise InvalidParameter(
-                f"{where}: the sizes of the streams {', '.join(varying)} of {codec.id} depend on the values, and all rows of an engine "
-                "have one size: leave out lossless, transform, outliers, and raw tokens but those of raw_low_norm"
+                f"{where}: the sizes of the streams {', '.join(varying)} of {codec.id} depend on the values, but all rows of an engine "
+                "must have the same size: leave out lossless, transform, outliers, and all raw tokens except those of raw_low_norm"
             )
         return codec
 
@@ -130,7 +130,7 @@ class PageGeometry:
         recipe.check_length()
         recipe.check_layers(self.layers)
         if recipe.window:
-            raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw (tail), and a page has none: leave tail out")
+            raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw (tail), but pages have no tail: leave tail out")
         codecs: dict[Codec, int] = {}
         tail_dtype = COMPUTED.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype)
         layers = []
@@ -142,6 +142,4 @@ class PageGeometry:
                 sides[side] = SideEntry(number, 1, self.heads, (self.tokens,), 0, tail_dtype, 0, tuple(slots.items()))
             layers.append(LayerEntry(sides["k"], sides.get("v")))
         ignorable = {FEATURE: self.dtype.encode()}
-        return Contents(
-            codecs=tuple(codecs), layers=tuple(layers), recipe=recipe.text, required=features_of(codecs), ignorable=ignorable
-        )
+        return Contents(codecs=tuple(codecs), layers=tuple(layers), recipe=recipe.text, required=features_of(codecs), ignorable=ignorable)

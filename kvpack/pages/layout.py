@@ -71,7 +71,7 @@ class PageLayout:
                     "different: the layout is not a permutation, so its pages cannot be packed"
                 )
             if bool(taken[at].any()):
-                raise InvalidParameter(f"{side}: the writer put values where it puts those of the other side")
+                raise InvalidParameter(f"{side}: the writer put values of both sides at the same places, so its pages cannot be packed")
             taken[at] = True
             places[side] = at[order].view(shape)
         layout = cls(geometry, flat.numel(), places)
@@ -115,7 +115,9 @@ class PageLayout:
         """
         self._check_pool(pool)
         if self.strides is None:
-            raise InvalidParameter("the layout has no strides, as blocks of tokens within a head have none: use gather and scatter")
+            raise InvalidParameter(
+                "the layout cannot be described by strides, because of its blocks of tokens within a head: use gather and scatter"
+            )
         views = {}
         for side, (first, steps) in self.strides.items():
             shape = (pool.shape[0], *self.places[side].shape)

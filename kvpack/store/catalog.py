@@ -153,7 +153,9 @@ class Catalog:
         if len(keys) == 1 and text and keys[0] in self.unreadable:
             raise self.unreadable[keys[0]]
         if len(keys) != 1 or not text:
-            raise InvalidParameter(f"key {text!r} is the beginning of {len(keys)} entries' keys, expected one")
+            if not keys or not text:
+                raise InvalidParameter(f"no stored key starts with {text!r}: kvpack store ls lists the keys")
+            raise InvalidParameter(f"{len(keys)} stored keys start with {text!r}: pass more digits of one of them")
         return self.prefix(keys[0])
 
 

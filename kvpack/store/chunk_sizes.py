@@ -38,8 +38,7 @@ class OtherChunks:
             self._left = 0
             self._counters.add("other_chunks")
             log.warning(
-                "%s: nothing is stored for these tokens in chunks of %d, and entries in chunks of %d are there: "
-                "open the store with chunk=%d",
+                "%s: nothing is stored for these tokens in chunks of %d, but entries in chunks of %d exist: open the store with chunk=%d",
                 self._location,
                 self._chunk,
                 found[0],

@@ -218,7 +218,7 @@ _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 def _warn(operation: str, error: BaseException) -> None:
-    log.warning("%s: %s; this and what follows of its kind is a miss, and is counted", operation, error)
+    log.warning("%s: %s; this fault and later ones of its kind count as misses", operation, error)
 
 
 def fault_reason(error: BaseException) -> str:

@@ -33,9 +33,9 @@ def check_cache(cache: Any, identity: Identity) -> None:
     if not isinstance(cache, Cache):
         raise InvalidParameter(f"a {type(cache).__name__} is not a packed cache: kvpack.pack makes one")
     if cache.start:
-        raise InvalidParameter(f"the cache starts at position {cache.start}, a prefix starts at 0")
+        raise InvalidParameter(f"the cache starts at position {cache.start}, but a prefix must start at 0")
     if recorded_text(cache.recipe) != identity.recipe:
-        raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, the store's identity says {identity.recipe!r}")
+        raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, but the store's identity has {identity.recipe!r}")
     digested = weights_kind(cache.model.get("weights", ""))
     compared = bool(digested and identity.weights_of_kind(digested))
     for name, value in cache.model.items():
@@ -47,18 +47,20 @@ def check_cache(cache: Any, identity: Identity) -> None:
             # A digest of one kind tells nothing of one of another, or of a revision.
             other = identity.weights_of_kind(digested) or value
         if other != value:
-            raise InvalidParameter(f"the cache's model has {name} {value!r}, the store's identity says {other!r}")
+            raise InvalidParameter(f"the cache's model has {name} {value!r}, but the store's identity has {other!r}")
     for number, layer in enumerate(cache):
         for name, side in layer.sides.items():
             if side.batch != 1:
-                raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, a prefix is one")
+                raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, but a prefix has one")
         if layer.states and not identity.keeps_states:
             raise InvalidParameter(
                 f"layers[{number}] has the states {' and '.join(layer.states)}, and the store's identity says that the model keeps none: "
                 "take it by kvpack.Identity.of(model, recipe), or with keeps_states=True"
             )
         if layer.sides and layer.seen != cache.tokens:
-            raise InvalidParameter(f"layers[{number}] ends at token {layer.seen}, the cache at {cache.tokens}: a prefix needs all")
+            raise InvalidParameter(
+                f"layers[{number}] ends at token {layer.seen}, but the cache at {cache.tokens}: a prefix needs all tokens in every layer"
+            )
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
@@ -68,7 +70,10 @@ def check_ids(cache: Cache, ids: bytes) -> None:
     if known[:both] != ids[:both]:
         own, given = (memoryview(data)[:both].cast("I").tolist() for data in (known, ids))
         token = next(number for number, pair in enumerate(zip(own, given, strict=True)) if pair[0] != pair[1])
-        raise InvalidParameter(f"token {token} of the cache was computed from the id {own[token]}, token_ids has {given[token]} there")
+        raise InvalidParameter(
+            f"token {token} of the cache was computed from the id {own[token]}, but token_ids has {given[token]} there: pass the ids that "
+            "the cache was computed from"
+        )
     if count != cache.tokens and len(known) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
             f"token_ids has {count} ids and the cache holds {cache.tokens} tokens: expected the ids of its tokens, one for each from "
@@ -89,7 +94,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
     if not found and packed >= chunk:
         held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
         raise InvalidParameter(
-            f"the model keeps states, and the cache has {held}: a store takes those at multiples of {chunk} tokens. Compute the prompt "
+            f"the model keeps states, and the cache has {held}: a store needs states at multiples of {chunk} tokens: compute the prompt "
             f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.keep_states()"
         )
     return found
@@ -100,7 +105,7 @@ def check_length(cache: Cache, longest: int | None) -> None:
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(
-            f"the cache {held}: the model's rotary embedding takes other frequencies for sequences of more than "
+            f"the cache {held}: the model's rotary embedding uses different frequencies for sequences of more than "
             f"{longest} tokens, so keys depend on the length of the whole sequence and cannot be stored by token ids"
         )
 

@@ -37,7 +37,7 @@ class Leases:
 
     def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
-            raise InvalidParameter(f"lease is {shown(seconds)}, expected seconds above 0, or None to wait for nobody")
+            raise InvalidParameter(f"lease is {shown(seconds)}, expected seconds above 0, or None not to wait")
         self._backend, self._counters, self._seconds = backend, counters, seconds
         self._held: dict[bytes, tuple[Lease, int, float]] = {}
         self._pid = os.getpid()

@@ -89,7 +89,7 @@ class Kind(NamedTuple):
 
 def _open_memory(location: str, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
-        raise InvalidParameter("memory needs max_bytes: nothing else bounds it")
+        raise InvalidParameter("memory has no other bound than max_bytes: pass max_bytes=")
     return Memory(counters, **options)
 
 

@@ -58,7 +58,7 @@ def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str,
     try:
         from prometheus_client import REGISTRY
     except ImportError:
-        raise MissingPackage("the metrics of a store are registered with prometheus_client: pip install prometheus-client") from None
+        raise MissingPackage("registering the metrics of a store needs prometheus_client: pip install prometheus-client") from None
     collector = Collector()
     collector.add(store, labels)
     (REGISTRY if registry is None else registry).register(collector)

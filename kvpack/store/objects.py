@@ -52,7 +52,7 @@ class Objects:
         self._base = known.BaseError
         self._exists, self._changed = known.AlreadyExistsError, known.PreconditionError
         if not isinstance(location, str) and storage_options:
-            raise InvalidParameter("storage_options go with a URL: an obstore object has its own")
+            raise InvalidParameter("storage_options is for URLs only: set the options of an obstore object when you create it")
         self._store = _opened(location, timeout, storage_options) if isinstance(location, str) else location
         self._pid = os.getpid()
 

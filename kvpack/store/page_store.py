@@ -44,7 +44,6 @@ _LOADED_AT_ONCE = 1024
 """Maximum number of pages that are requested in one request, whatever their bytes."""
 
 
-
 @dataclass(frozen=True)
 class Job:
     """A submitted put or get: ``results`` has for each of ``keys`` whether its page was stored or loaded, None until it is done."""
@@ -140,9 +139,7 @@ class PageStore:
         """Return, for each of ``keys``, True if it has an entry. Keys need not be a chain; no entry is read. Raises InvalidParameter."""
         return self._backend.present_each(self._names(keys))
 
-    def put(
-        self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()
-    ) -> list[bool]:
+    def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
         """Store the pages in ``slots`` under ``keys``, and return for each whether it is stored now.
 
         ``pages`` are an engine's memory, or a list with that of each key where pages are in separate memory. ``ancestors`` are the keys
@@ -245,8 +242,7 @@ class PageStore:
         kept = sum(self._backend.present_each(names))
         if kept:
             raise WriteFailed(
-                f"{self.location}: {kept} of {len(names)} pages could not be removed: "
-                f"the store counted {self.counters()['faults']}"
+                f"{self.location}: {kept} of {len(names)} pages could not be removed: the store counted {self.counters()['faults']}"
             )
         return removed
 
@@ -365,7 +361,7 @@ class PageStore:
         """Return the place of each page. Raises the errors of ``PageCodec.checked``, and InvalidParameter."""
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
-                raise InvalidParameter(f"{len(pages)} memories of pages were given for {count} keys")
+                raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys")
             places = zip(pages, slots, strict=True)
             return [BufferSlot(memory, self.codec.checked(memory, [slot], None, written=written)[0][0]) for memory, slot in places]
         return [BufferSlot(pages, slot) for slot in self.codec.checked(pages, slots, None, written=written)[0]]

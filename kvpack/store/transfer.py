@@ -67,7 +67,9 @@ def export_prefix(
     from kvpack.cache.states import with_states
 
     if not prefix.whole:
-        raise InvalidParameter(f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: entries before it are gone")
+        raise InvalidParameter(
+            f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: entries before it no longer exist"
+        )
     chunks = []
     for entry in prefix.entries:
         key = entry.stored.key

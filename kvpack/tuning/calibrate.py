@@ -122,7 +122,7 @@ def run(
         # All contexts have the first positions: they count twice.
         found = spread_keys(found, turns, [0, *places_of(tokens - score, settings.positions or min(limit, ROWS_POSITIONS))])
     if only and halves is None:
-        raise InvalidParameter(f"{words.name}: the model computes attention on its own, so that the queries of its keys are not known")
+        raise InvalidParameter(f"{words.name}: the model computes attention itself, so kvpack cannot observe its queries")
     # Layers that share those of others have none: a cache has them without sides.
     layers = len(Model(network).layers_with_tokens())
     total = windows + len(found.sums) + len(halves or ()) + settings.widths * (1 + 2 * layers)
@@ -209,7 +209,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
         found = ropes(model, sample)
         if longest is not None and tokens > longest and any(found):
             raise InvalidParameter(
-                f"--tokens is {tokens}, and RoPE turns the keys of more than {longest} tokens by other frequencies: "
+                f"--tokens is {tokens}, but RoPE uses different frequencies beyond {longest} tokens: "
                 f"calibrate with --tokens {longest}, or without frames, --scope none"
             )
     except InvalidParameter as error:
@@ -237,12 +237,10 @@ def _sample(model: Any, text: Text) -> torch.Tensor:
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Raise InvalidParameter unless every layer has keys and values of heads."""
     if any(k is None or v is None for k, v in pairs):
-        raise InvalidParameter("a calibration is of models whose layers all have keys and values")
+        raise InvalidParameter("calibration needs a model whose layers all have keys and values")
     for x in (x for pair in pairs for x in pair):
         if x.dim() != 4:
-            raise InvalidParameter(
-                f"keys of shape {list(x.shape)}; a calibration is of layers with keys and values [batch, kv_head, token, dim]"
-            )
+            raise InvalidParameter(f"keys have shape {list(x.shape)}; calibration needs keys and values [batch, kv_head, token, dim]")
 
 
 def rate(basis: Basis, bits: float) -> dict[str, float]:
@@ -341,7 +339,7 @@ def show(report: dict[str, Any]) -> None:
             f"was not made of; more text lowers that to {cost['own']:.2f} at most"
         )
     elif not report["balanced"]:
-        print("no balanced frames: the model computes attention on its own, so that the queries of its keys are not known")
+        print("no balanced frames: the model computes attention itself, so kvpack cannot observe its queries")
     left_out = f"{100 * report['raw']:.2f} % of the tokens left out, which caches keep raw: the first, and those whose keys have a low norm"
     share = report["raw_attention"]
     print(left_out if share is None else f"{left_out}; they get {100 * share:.1f} % of the attention weight")

@@ -31,7 +31,7 @@ def fast(search: Search) -> tuple[Measurement, Measurement | None]:
     rungs = {side: search.everywhere(side) for side in "kv"}
     for side, codecs in rungs.items():
         if not codecs:
-            raise InvalidParameter(f"no candidate can encode {side} in all layers, which a uniform recipe needs")
+            raise InvalidParameter(f"no candidate can encode {side} in all layers, which a uniform recipe needs: add one with --candidate")
     baselines = [allocation for allocation in _baselines(search, rungs) if search.fits(allocation)]
     if not baselines:
         raise InvalidParameter(_too_small(search, rungs))

@@ -66,7 +66,8 @@ def _matching(number: int, first: torch.Tensor, others: dict[int, torch.Tensor],
         if fits and all(_near(rope.turned(first, place), keys) for place, keys in others.items()):
             return rope
     raise InvalidParameter(
-        f"layer {number}: its keys depend on positions, and not by RoPE of the model's frequencies: calibrate without frames, --scope none"
+        f"layer {number}: its keys depend on positions, but not through RoPE with the model's frequencies: calibrate without frames, "
+        "--scope none"
     )
 
 

@@ -165,7 +165,9 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
     """The codecs of ``candidates`` by side. Raises InvalidParameter for one that attention decodes, if ``only_attendable``."""
     codecs = parse_candidates(candidates)
     if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
-        raise InvalidParameter(f"--candidate is {decoded!r}, whose tiles attention decodes: leave it, or --attendable, out")
+        raise InvalidParameter(
+            f"--candidate is {decoded!r}, which attention must decode tile by tile: leave out this candidate or --attendable"
+        )
     return codecs
 
 

@@ -63,8 +63,8 @@ CALLS: dict[str, Call] = {
     "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidType, "297 bytes are not a path"),
     "load a limit of text": (lambda: kvpack.load("x", memory_limit="1GB"), InvalidType, "memory_limit is '1GB', expected an integer"),
     # pack
-    "pack a path": (lambda: kvpack.pack("x.kvpack", "kivi-4"), InvalidType, "the path 'x.kvpack' is not a KV cache: open kvpack files with kvpack.load"),
-    "pack a Path": (lambda: kvpack.pack(Path("x"), "kivi-4"), InvalidType, "kvpack.load opens"),
+    "pack a path": (lambda: kvpack.pack("x.kvpack", "kivi-4"), InvalidType, "the path 'x.kvpack' is not a KV cache: open kvpack files"),
+    "pack a Path": (lambda: kvpack.pack(Path("x"), "kivi-4"), InvalidType, "open kvpack files with kvpack.load"),
     "pack None": (lambda: kvpack.pack(None, "kivi-4"), InvalidType, "a NoneType is not a KV cache: pass"),
     "pack a number": (lambda: kvpack.pack(3, "kivi-4"), InvalidType, "a int is not a KV cache: pass"),
     "pack one tensor": (lambda: kvpack.pack(K, "kivi-4"), InvalidType, "a Tensor is not a KV cache: pass"),

@@ -73,7 +73,7 @@ def test_a_prefix_without_its_beginning_shows(folder: Path, capsys: pytest.Captu
     rows = printed(capsys, "ls", folder)["prefixes"]
     assert [row["whole"] for row in rows] == [True, False, False]
     run("export", folder, rows[1]["key"], folder / "out", code=2)
-    assert "entries before it are gone" in capsys.readouterr().err
+    assert "entries before it no longer exist" in capsys.readouterr().err
 
 
 def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,9 +114,9 @@ def test_recipes() -> None:
     both = kvpack.Recipe(f"{RECIPE};layers=0:v=klt:bits=2", BASIS)
     assert both.text.count(digest) == 2
     for text, message in (
-        ("kv=scalar:b=4,frame=balanced", "frame=balanced is for keys: write k=<codec> with it, and v=<codec> without"),
+        ("kv=scalar:b=4,frame=balanced", "frame=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"),
         ("k=scalar:b=4,frame=other;v=raw", "scalar:frame is 'other', expected one of balanced, centered"),
-        ("k=scalar:b=4,frame=centered;v=raw", "frame=centered is for keys less their mean: add mean=<tokens>, such as mean=128, or write"),
+        ("k=scalar:b=4,frame=centered;v=raw", "frame=centered needs keys with their mean subtracted: add mean=<tokens>"),
         ("k=klt:bits=2,frame=balanced;v=raw", "codec klt takes no side-cars of this kind, found balanced"),
         ("k=raw:frame=balanced;v=raw", "codec raw takes no side-cars, found balanced"),
         ("k=scalar:b=4,frame=balanced,basis=12;v=raw", "scalar:basis is '12', expected the 64 hexadecimal digits of a SHA-256"),
@@ -217,14 +217,14 @@ def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
     assert torch.equal(longer.runs[0].streams["channel_scale"][:, :, 0].float(), found)
     assert loaded.recipe == cache.recipe
     for text, message in (
-        ("kv=scalar:b=4,channel_scale=balanced", "channel_scale=balanced is for keys: write k=<codec> with it"),
+        ("kv=scalar:b=4,channel_scale=balanced", "channel_scale=balanced applies to keys only: write it in k=<codec>"),
         ("k=scalar:b=4,channel_scale=balanced,frame=balanced;v=raw", "frame= balances channels too: leave out channel_scale=balanced"),
     ):
         with pytest.raises(InvalidParameter, match=message):
             kvpack.Recipe(text)
     with pytest.raises(MissingBasis, match="needs a basis"):
         kvpack.pack(given, recipe)
-    with pytest.raises(InvalidParameter, match="the basis has queries of 2 heads, and the keys have 4"):
+    with pytest.raises(InvalidParameter, match="the basis has queries of 2 heads, but the keys have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(recipe, basis))
     with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(recipe, basis))

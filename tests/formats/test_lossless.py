@@ -133,7 +133,7 @@ def test_the_recipe_takes_the_dtype_of_the_cache() -> None:
     assert Recipe("k=lossless;v=raw").lossless(3) == ("bf16", "fp16")
     assert Recipe("kv=lossless:dtype=fp16").lossless(3) == ("fp16",)
     with pytest.raises(
-        InvalidType, match=r"layers\[0\]\.k: the codec lossless keeps bf16 and fp16 values, found fp32: use the recipe raw, which keeps every dtype"
+        InvalidType, match=r"layers\[0\]\.k: the codec lossless keeps bf16 and fp16 values, found fp32: use the recipe raw"
     ):
         kvpack.pack([(x, x)], "lossless")
     with pytest.warns(RoundedWarning, match="stores fp32 values as fp16"):
@@ -161,7 +161,7 @@ def test_attention_is_that_of_raw_pages(tokens: int) -> None:
     ("words", "message"),
     [
         ({"chunk": "8"}, "chunk is '8', expected one of 16, 32, 64, 128, 256"),
-        ({"dim": 1024, "chunk": "128"}, "chunk is 128 at head dim 1024, 131072 symbols; the most are 65536"),
+        ({"dim": 1024, "chunk": "128"}, "chunk is 128 at head dim 1024, 131072 symbols; the limit is 65536"),
         ({"channel_scale": "fp16"}, "codec lossless takes no side-cars, found channel_scale"),
     ],
 )

@@ -115,8 +115,8 @@ def test_zeros_beside_other_groups_stay_near_zero() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (65100.0, r"centre of a group at \[0, 0, 0, 5\] is 65100, the largest of 8 bits is 65025; scale the input, or choose fp16 scales"),
-        (None, r"scale of a group at \[0, 0, 0, 5\] is 80000, the largest of 8 bits is 65025"),
+        (65100.0, r"centre of a group at \[0, 0, 0, 5\] is 65100, the largest that 8 bits hold is 65025; scale the input"),
+        (None, r"scale of a group at \[0, 0, 0, 5\] is 80000, the largest that 8 bits hold is 65025"),
     ],
     ids=["centre", "scale"],
 )

@@ -25,9 +25,9 @@ def test_fused_objects_are_pages_of_keys_and_values(planes: tuple[int, ...]) -> 
     for row, given in zip(rows, (split, fused), strict=True):
         assert codec.encode_into(pages_of(geometry, given), [0], row[None]) == [None]
     assert torch.equal(*rows)
-    with pytest.raises(InvalidParameter, match=r"or with fused \[1, layer, token, head \* 128\], which engines have"):
+    with pytest.raises(InvalidParameter, match=r"or with fused \[1, layer, token, head \* 128\], for engines that keep"):
         geometry_of(fused.shape, BF16, 64, "", False)
-    with pytest.raises(InvalidParameter, match="with others, latents, recurrent states and other objects are kept byte for byte"):
+    with pytest.raises(InvalidParameter, match="set others to 'raw' to keep latents"):
         geometry_of((*planes, 3, 32, 576), BF16, 64, "", True)
 
 
@@ -50,7 +50,7 @@ def test_options_are_checked() -> None:
     geometry, _ = bytes_of((4, 6), torch.float32)
     with pytest.raises(InvalidParameter, match="expected a contiguous one"):
         pages_of(geometry, torch.zeros(6, 4).T)
-    with pytest.raises(InvalidParameter, match="give kv_dtype, such as fp8_e4m3"):
+    with pytest.raises(InvalidParameter, match="set kv_dtype, such as fp8_e4m3"):
         geometry_of((2, 3, 32, 128), torch.uint8, 64, "", False)
     with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not tell which layers"):
         recipe_of("octopus-4;boundary-1", None, 64, "")

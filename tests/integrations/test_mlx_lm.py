@@ -188,7 +188,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         import_prompt_cache(tmp_path / "none.safetensors")
     path = newer(tmp_path / "in.safetensors", [("KVCache", [K, V, 40])])
     save_file({"0.0": K, "0.1": V, "7.0": K + 1}, path, {"2.0": "", "1.0": "KVCache"})
-    with pytest.raises(InvalidParameter, match=r"the array '7\.0' is no part of the 1 layers"):
+    with pytest.raises(InvalidParameter, match=r"the array '7\.0' is not part of the 1 layers"):
         import_prompt_cache(path)
 
 

@@ -488,7 +488,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
     codec = kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", tmp_path / "model"), pages.geometry)
     assert codec.encode_into(pages, [4], rows) == codec.decode_into(rows, target, [4]) == [None]
     assert all(torch.equal(x, y) for x, y in zip(plain(made, 4), plain(read, 2), strict=True))
-    with pytest.raises(InvalidParameter, match="uses other columns of its basis in each layer, but this pool does not hold all layers"):
+    with pytest.raises(InvalidParameter, match="uses different columns of its basis in each layer, but this pool does not hold all layers"):
         backend.register_mem_host_pool_v2(pool("page_first"), "swa")
     backend.close()
     with pytest.raises(MissingBasis, match="set basis to the path"):

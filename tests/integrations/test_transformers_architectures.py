@@ -182,7 +182,7 @@ def test_attention_that_passes_states_on_takes_packed_layers(model_type: str) ->
         ("minimax", "MiniMaxForCausalLM accepts only its own cache, a MiniMaxCache"),
         ("xlm", "XLMWithLMHeadModel keeps no cache of keys and values"),
         ("openai-gpt", "keeps no cache of keys and values, so there is nothing to pack"),
-        ("blt", "transformers makes no cache of layers for the configuration of BltForCausalLM"),
+        ("blt", "transformers cannot create the cache layers for the configuration of BltForCausalLM"),
         ("mamba", "keeps no cache of keys and values"),
     ],
 )
@@ -203,7 +203,7 @@ def test_gradient_checkpointing_takes_the_cache_away_and_is_refused(dense: bool,
     checkpointing(model, True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(InvalidParameter, match="gradient checkpointing, with which layers get no cache"):
+        with pytest.raises(InvalidParameter, match="gradient checkpointing, which gives layers no cache"):
             model(PROMPT, past_key_values=past)
     assert past.get_seq_length() == before
     checkpointing(model, False)

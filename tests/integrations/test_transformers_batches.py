@@ -272,7 +272,7 @@ def test_an_encoder_needs_a_cache_of_two_parts(name: str) -> None:
     ):
         generated(model, ROWS, KvpackCache(model, "raw"))
     with pytest.raises(
-        InvalidParameter, match="has an encoder, and transformers cuts caches of two parts only where both are DynamicCaches"
+        InvalidParameter, match="has an encoder, and transformers crops two-part caches only if both are DynamicCaches"
     ):
         generated(model, REPEATED, over(model), prompt_lookup_num_tokens=3)
 
@@ -353,7 +353,7 @@ def test_in_bfloat16(name: str, recipe: str) -> None:
 
 def test_a_cache_is_refused_by_a_generate_that_would_not_use_it() -> None:
     model = model_of("Llama")
-    with pytest.raises(InvalidParameter, match="use_cache=False, with which every step computes all tokens again: write use_cache=True"):
+    with pytest.raises(InvalidParameter, match="use_cache=False, which computes all tokens again at every step: pass use_cache=True"):
         generated(model, PROMPT, KvpackCache(model, "raw"), use_cache=False)
 
 

@@ -147,7 +147,7 @@ def test_without_a_template_texts_are_joined(model: Any, tmp_path: Path) -> None
 def test_messages_that_a_template_refuses_change_nothing(model: Any) -> None:
     chat = Chat(model, tokenizer(ALTERNATING), "raw", messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     before = list(chat.messages)
-    with pytest.raises(InvalidParameter, match="does not take these messages: roles must alternate"):
+    with pytest.raises(InvalidParameter, match="rejects these messages: roles must alternate"):
         chat.send({"role": "system", "content": "c"}, **GREEDY)
     with pytest.raises(InvalidParameter, match="leave out num_beams"):
         chat.send("c", num_beams=2, num_return_sequences=2, **GREEDY)
@@ -163,7 +163,7 @@ def test_messages_that_cannot_be_read_are_refused(model: Any, tmp_path: Path) ->
     chat = Chat(model, tokenizer(), "raw")
     chat.send(HELLO, **GREEDY)
     chat.save(path)
-    with pytest.raises(InvalidParameter, match="cannot be read from the file: give the tokenizer"):
+    with pytest.raises(InvalidParameter, match="cannot be read from the file: load all of its tokens with the tokenizer"):
         Chat.load(path, model, ByteTokenizer())
     kvpack.save(chat.cache, path)
     with pytest.raises(InvalidParameter, match=r"contains no messages \(Chat\.save writes them\): give messages="):
@@ -179,12 +179,12 @@ def test_texts_beyond_a_files_room_are_refused(model: Any, tmp_path: Path) -> No
         {"role": "user", "content": HELLO}, {"role": "assistant", "content": f"<think>{'x' * 70_000}</think>Hello."},
     ])  # fmt: skip
     chat.send(MORE, **GREEDY)
-    with pytest.raises(LimitExceeded, match=r"take 70,\d+ bytes, which a file has no room for"):
+    with pytest.raises(LimitExceeded, match=r"take 70,\d+ bytes, more than a file can hold"):
         chat.save(path)
     chat.save(path, messages=False)
     assert Chat.load(path, model, tokenizer(REASONING), messages=chat.messages).messages == chat.messages
     chat.messages[0]["content"] = [{"type": "image", "image": object()}]
-    with pytest.raises(InvalidParameter, match=r"does not take these messages|which cannot hold these"):
+    with pytest.raises(InvalidParameter, match=r"rejects these messages|which cannot hold these"):
         chat.save(path)
 
 

@@ -95,7 +95,7 @@ def test_attention_alone_tells_such_a_model(model_type: str) -> None:
     alone = KvpackCache.of(replace(packed, position_offsets=None))
     with pytest.raises(InvalidParameter, match=r"has rotary positions of several dimensions, which need the model"):
         model(FOLLOWING, past_key_values=alone)
-    with pytest.raises(InvalidParameter, match="does not say where they continue"):
+    with pytest.raises(InvalidParameter, match="does not record where they continue"):
         KvpackCache.of(replace(packed, position_offsets=None), model)
 
 
@@ -144,7 +144,7 @@ def test_beams_over_a_stored_image() -> None:
     past = KvpackCache.of(packed[:, :32], new)
     # At least one token follows the cache.
     past.crop(-1)
-    with pytest.raises(InvalidParameter, match="does not say where positions continue after them"):
+    with pytest.raises(InvalidParameter, match="does not record where positions continue after them"):
         new.generate(WITH_IMAGE, past_key_values=past, **options)
     with KvpackCache(model, "raw") as past:
         model(WITH_IMAGE, past_key_values=past, **images())

@@ -193,7 +193,7 @@ def test_plain_passes_outside_the_recording_are_told() -> None:
     assert found.starts == (0, 24)
     assert all("were not recorded" in text for text in found.undetermined)
     assert hooks_of(model) == 0
-    with pytest.raises(InvalidParameter, match="no recorded forward pass was over this DynamicCache"):
+    with pytest.raises(InvalidParameter, match="no recorded forward pass used this DynamicCache"):
         record.inputs(DynamicCache())
 
 

@@ -344,7 +344,7 @@ def test_a_recording_forgets_states_of_rows_that_moved() -> None:
     rows = torch.cat([PROMPT, PROMPT.flip(1)])
     with recording(model) as record:
         past = DynamicCache(config=model.config)
-        with pytest.raises(InvalidParameter, match="no recorded forward pass was over this DynamicCache"):
+        with pytest.raises(InvalidParameter, match="no recorded forward pass used this DynamicCache"):
             record.keep_states(past)
         model(rows, past_key_values=past)
         record.keep_states(past)

@@ -124,10 +124,10 @@ def test_truncate_keeps_the_first_tokens(count: int) -> None:
 
 def test_truncate_keeps_no_more_than_there_is() -> None:
     live = LiveCache("raw", layers=2)
-    with pytest.raises(OutOfBounds, match=r"the cache: truncate\(3\) keeps more tokens than the 0 that it has seen"):
+    with pytest.raises(OutOfBounds, match=r"the cache: truncate\(3\) of a layer that has seen no tokens"):
         live.truncate(3)
     live.update(0, *tokens(5))
-    with pytest.raises(OutOfBounds, match=r"layers\[1\]: truncate\(3\) keeps more tokens than the 0 that it has seen"):
+    with pytest.raises(OutOfBounds, match=r"layers\[1\]: truncate\(3\) of a layer that has seen no tokens"):
         live.truncate(3, 1)
     live.truncate(0, 1)
     live.truncate(2)
@@ -420,7 +420,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
     refused: list[tuple[type[Exception], str, Any]] = [
         (OutOfBounds, "layer 2 is out of range: the cache has 2 layers", lambda: live.update(2, k, v)),
         (InvalidParameter, r"layers\[0\].k: shape .* does not continue a side", lambda: live.update(0, k[..., :32], v)),
-        (InvalidParameter, "both sides get as many tokens", lambda: live.update(0, k, v[:, :, 1:])),
+        (InvalidParameter, "pass the same number of tokens for both sides", lambda: live.update(0, k, v[:, :, 1:])),
         (InvalidParameter, "the layer has a v side, and none was given", lambda: live.update(0, k, None)),
         (InvalidType, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
         (

@@ -53,7 +53,7 @@ def test_a_layout_is_found_and_its_pages_are_packed(name: str) -> None:
         assert codec.encode_into(layout.buffer(pool), [2, 0], rows) == [None, None]
         assert codec.decode_into(rows, layout.buffer(other), [0, 1]) == [None, None]
     else:
-        with pytest.raises(InvalidParameter, match=r"the layout has no strides.*use gather and scatter"):
+        with pytest.raises(InvalidParameter, match=r"the layout cannot be described by strides.*use gather and scatter"):
             layout.buffer(pool)
         staging = layout.staging(2)
         layout.gather(pool, [2, 0], staging)
@@ -117,7 +117,7 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
         (skipping, "k: the writer changes values"),
         (lossy, r"k: the writer put 512 values at 511 places, 511 of them different: the layout is not a permutation"),
         (repeating, r"k: the writer put 512 values at 1024 places"),
-        (overlapping, "v: the writer put values where it puts those of the other side"),
+        (overlapping, "v: the writer put values of both sides at the same places"),
         (scaling, "k: the writer changes values, by a scale or another dtype"),
     ):
         with pytest.raises(InvalidParameter, match=message):
@@ -158,7 +158,7 @@ def test_writers_that_change_some_values_are_refused(dtype: str, change: str) ->
 def test_channels_from_last_to_first_are_gathered() -> None:
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
     layout = PageLayout.certify(GEOMETRY, writer(lambda k, v: torch.stack([k, v]).flip(-1), page), page)
-    with pytest.raises(InvalidParameter, match="the layout has no strides"):
+    with pytest.raises(InvalidParameter, match="the layout cannot be described by strides"):
         layout.buffer(page[None])
     staging = layout.staging(1)
     layout.gather(torch.arange(page.numel()).bfloat16()[None], [0], staging)
@@ -172,7 +172,7 @@ def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
     pool, staging = torch.zeros(3, page.numel(), dtype=torch.bfloat16), layout.staging(2)
     for copy in (lambda slots: layout.gather(pool, slots, staging), lambda slots: layout.scatter(staging, pool, slots)):
         for slot in (-1, 3):
-            with pytest.raises(OutOfBounds, match=f"slot {slot} was given, and the buffer has 3"):
+            with pytest.raises(OutOfBounds, match=f"slot {slot} was passed, but the buffer has 3"):
                 copy([slot])
         with pytest.raises(InvalidParameter, match=r"the staging has 2 slots of PageGeometry.*expected at least 3"):
             copy([0, 1, 2])

@@ -571,15 +571,15 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: PageCodec("raw", SMALL, threads=0), InvalidParameter, "threads is 0"),
         (lambda: PageCodec("raw", SMALL, namespace=b"x"), InvalidParameter, "expected 32 bytes, such as Identity.digest"),
         (lambda: PageCodec("raw", (1, 2)), InvalidParameter, "geometry is a tuple"),  # type: ignore[arg-type]
-        (lambda: PageBuffer(SMALL, given[0]), InvalidParameter, "the pages have the sides k, v, and k were given"),
+        (lambda: PageBuffer(SMALL, given[0]), InvalidParameter, "the pages have the sides k, v, but k were given"),
         (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidParameter, "pages of 3 layers are one tensor"),
         (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k: dtype torch.float32, the geometry has bf16"),
         (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidParameter, r"expected \[slot, 2, 16, 64\]"),
         (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "have 1 slots on cpu, and one has 2"),
-        (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was given, and the buffer has 2"),
+        (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was passed, but the buffer has 2"),
         (lambda: codec.encode_into(pages, [0, 1], room), InvalidParameter, "1 rows were given for 2 slots"),
         (lambda: codec.encode_into(pages, [0.0], room), InvalidParameter, "a slot is 0.0, expected an integer"),  # type: ignore[list-item]
-        (lambda: codec.decode_into(room * 2, pages, [1, 1]), InvalidParameter, "slot 1 was given 2 times, and a slot takes one page"),
+        (lambda: codec.decode_into(room * 2, pages, [1, 1]), InvalidParameter, "slot 1 was passed 2 times, but a slot holds one page"),
         (lambda: codec.encode_into(pages, [0], [bytes(codec.nbytes)]), InvalidParameter, "row 0 is a read-only buffer"),
         (lambda: codec.encode_into(pages, [0], [bytearray(9)]), Truncated, f"has room for 9 bytes, a page takes {codec.nbytes}"),
         (lambda: codec.encode_into(pages, [0], room, keys=[]), InvalidParameter, "0 keys were given for 1 slots"),
@@ -587,7 +587,7 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: codec.encode_into(given, [0], room), InvalidParameter, "pages are a list"),
         (lambda: codec.encode_into(pages, [0], torch.zeros(1, 9)), InvalidParameter, r"expected uint8 \[page, byte\]"),
         (lambda: PageCodec("raw", PageGeometry(1, 1, 1, 8, 8)).encode_into(pages, [0], room), InvalidParameter, "the codec is for"),
-        (lambda: codec.encode_into(pages, [0], [torch.zeros(codec.nbytes)]), InvalidParameter, "rows are no buffers of bytes side by side"),
+        (lambda: codec.encode_into(pages, [0], [torch.zeros(codec.nbytes)]), InvalidParameter, "rows are not contiguous buffers of bytes"),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):

@@ -29,7 +29,7 @@ def test_entries_in_chunks_of_another_size_are_named(ask: str, place: str, tmp_p
             assert getattr(other, ask)(ids) == ((0, None) if ask == "load" else 0)
         assert other.counters()["other_chunks"] == 1
         (said,) = (record.getMessage() for record in caplog.records if "chunks of" in record.getMessage())
-        assert f"in chunks of {2 * CHUNK}, and entries in chunks of {CHUNK} are there: open the store with chunk={CHUNK}" in said
+        assert f"in chunks of {2 * CHUNK}, but entries in chunks of {CHUNK} exist: open the store with chunk={CHUNK}" in said
         # Nothing is said of other tokens, nor where something is found.
         assert open_store(location).load(prompt(4, seed=7)) == (0, None)
         assert open_store(location).counters()["other_chunks"] == 0

@@ -102,7 +102,7 @@ def test_what_ids_do_not_determine_needs_inputs(tmp_path: Path) -> None:
 def test_ids_that_are_not_the_caches_own_are_refused(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(2)
     other = [*ids[:37], 7, *ids[38:]]
-    with pytest.raises(InvalidParameter, match=rf"token 37 of the cache was computed from the id {ids[37]}, token_ids has 7 there"):
+    with pytest.raises(InvalidParameter, match=rf"token 37 of the cache was computed from the id {ids[37]}, but token_ids has 7 there"):
         store.save(other, computed(len(ids), ids))
     with pytest.raises(InvalidParameter, match="token 37 of the cache"):
         store.save(other, computed(len(ids), ids[:50]))

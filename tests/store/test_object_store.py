@@ -398,7 +398,7 @@ def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server
 def test_locations_that_cannot_work_are_refused(location: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(location, IDENTITY, chunk=CHUNK, **options)
-    with pytest.raises(InvalidParameter, match="storage_options go with a URL"):
+    with pytest.raises(InvalidParameter, match="storage_options is for URLs only"):
         kvpack.Store(obstore.store.MemoryStore(), IDENTITY, chunk=CHUNK, storage_options={"region": "x"})
 
 

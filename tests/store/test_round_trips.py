@@ -127,7 +127,7 @@ def test_pages_in_separate_memory_are_one_request(server: Server) -> None:
         count, results = trips(server, lambda: engine.get_into(KEYS[:40], given, [0] * 40))
         assert (count, results) == (2, [True] * 40)
         assert all(values.any() for _, values in single)
-        with pytest.raises(kvpack.errors.InvalidParameter, match="39 memories of pages were given for 40 keys"):
+        with pytest.raises(kvpack.errors.InvalidParameter, match="39 page buffers were passed for 40 keys"):
             engine.put(KEYS[:40], given[1:], [0] * 40)
 
 

@@ -77,7 +77,7 @@ def test_states_at_the_end_of_the_cache_count(tmp_path: Path) -> None:
 
 def test_a_cache_without_states_at_ends_of_chunks_is_refused(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
-        with pytest.raises(InvalidParameter, match=r"has only after token 40 and 261: a store takes those at multiples of 32 .*prefill"):
+        with pytest.raises(InvalidParameter, match=r"has only after token 40 and 261: a store needs states at multiples of 32 .*prefill"):
             store.save(IDS, stateful(TOKENS, [40]))
         with pytest.raises(InvalidParameter, match="the cache has none"):
             store.save(IDS, kvpack.pack(random_pairs(2, TOKENS, dims=(32, 32)), "kivi-2"))

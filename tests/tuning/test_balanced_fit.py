@@ -157,7 +157,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_model_whose_queries_are_not_known_has_no_balanced_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueryMoments, "observe", lambda *_: None)
-    with pytest.raises(InvalidParameter, match="the model computes attention on its own"):
+    with pytest.raises(InvalidParameter, match="the model computes attention itself"):
         calibrate.run(None, None, str(tmp_path / "x.kvbasis"), calibrate.Settings(tokens=64, windows=1, balanced_only=True))
     report = calibrate.run(None, None, str(tmp_path / "y.kvbasis"), calibrate.Settings(tokens=64, score=16, windows=1))
     assert not report["balanced"]

@@ -160,7 +160,7 @@ def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeyp
     assert calibrate.run(None, None, out, sizes)["tokens"] == 40
     assert Basis.load(out).model["rope_same_up_to"] == "40"
     longer = calibrate.Settings(tokens=41, score=8, windows=1)
-    assert "--tokens is 41, and RoPE turns the keys of more than 40 tokens" in calibrate.run(None, None, out, longer)["without_frames"]
+    assert "41, but RoPE uses different frequencies" in calibrate.run(None, None, out, longer)["without_frames"]
     assert Basis.load(out).framed() == []
     with pytest.raises(InvalidParameter, match=r"calibrate with --tokens 40, or without frames, --scope none"):
         calibrate.run(None, None, out, calibrate.Settings(tokens=41, score=8, windows=1, scope="head"))

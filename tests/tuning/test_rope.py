@@ -58,7 +58,7 @@ def test_keys_without_positions_and_with_others() -> None:
     alibi = small("FalconConfig", alibi=True, new_decoder_architecture=False)
     assert rope.ropes(alibi, TOKENS) == [None, None]
     learned = small("GPT2Config", n_embd=32, n_layer=2, n_head=2, n_positions=64)
-    with pytest.raises(InvalidParameter, match="layer 0: its keys depend on positions, and not by RoPE"):
+    with pytest.raises(InvalidParameter, match="layer 0: its keys depend on positions, but not through RoPE"):
         rope.ropes(learned, TOKENS)
 
 

@@ -521,7 +521,7 @@ def test_frames_add_candidates_that_are_decoded_and_can_be_left_out(tmp_path: Pa
     text = capsys.readouterr().out
     assert "attended" in text
     assert "decoded tile by tile" in text
-    with pytest.raises(InvalidParameter, match="--candidate is 'transform:bits=1,chunk=16', whose tiles attention decodes"):
+    with pytest.raises(InvalidParameter, match="--candidate is 'transform:bits=1,chunk=16', which attention must decode tile by tile"):
         tune.run(None, None, 4.0, settings, candidates=few, basis=str(basis), only_attendable=True)
     packed = tune.run(None, None, 4.0, settings, candidates=few[:2], basis=str(basis), only_attendable=True)
     assert packed["attendable"]

@@ -103,8 +103,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
         if set(params) - NEEDED - OPTIONAL or not set(params) >= NEEDED:
             raise InvalidParameter(
-                f"the adapter got {', '.join(sorted(params)) or 'no options'}, expected {', '.join(sorted(NEEDED))} (LMCache's keys name a "
-                f"model, and not its weights), and may get {', '.join(sorted(OPTIONAL))}"
+                f"the adapter got {', '.join(sorted(params)) or 'no options'}, expected {', '.join(sorted(NEEDED))} (LMCache's keys name "
+                f"a model but not its weights), and optionally {', '.join(sorted(OPTIONAL))}"
             )
         super().__init__()
         self._kv_dtype, self._fused = str(params.get("kv_dtype", "")), is_fused(params)

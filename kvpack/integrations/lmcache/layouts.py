@@ -67,13 +67,11 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
     if not (split or (fused and one_plane)) or shape[-1] % row or dtype not in _NAMES:
         raise InvalidParameter(
             f"the object is {dtype} {list(shape)}, expected [2, layer, token, head * {head_dim}], or with fused [1, layer, token, "
-            f"head * {2 * head_dim}], which engines have that keep keys and values next to each other: with others, latents, recurrent "
-            "states and other objects are kept byte for byte"
+            f"head * {2 * head_dim}], for engines that keep keys and values adjacent: set others to 'raw' to keep latents, recurrent "
+            "states and other objects byte for byte"
         )
     if dtype == DTYPES["u8"] and not kv_dtype:
-        raise InvalidParameter(
-            "the object has bytes, which LMCache's keys do not tell from those of another dtype: give kv_dtype, such as fp8_e4m3"
-        )
+        raise InvalidParameter("the object holds bytes, whose dtype LMCache's keys do not record: set kv_dtype, such as fp8_e4m3")
     layers, tokens, width = shape[-3:]
     return PageGeometry(layers, width // row, tokens, head_dim, head_dim, _NAMES[dtype])
 
@@ -82,7 +80,7 @@ def others_of(options: Mapping[str, Any]) -> bool:
     """Whether objects that are not keys and values are kept: the option ``others``. Raises InvalidParameter unless it is "raw"."""
     others = options.get("others")
     if others not in (None, "raw"):
-        raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps other objects than keys and values byte for byte")
+        raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps objects other than keys and values byte for byte")
     return others is not None
 
 

@@ -137,7 +137,7 @@ def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
     for name in names:
         part = _PART.fullmatch(name)
         if part is None or int(part[1]) >= len(classes):
-            raise InvalidParameter(f"{where}: the array {name!r:.80} is no part of the {len(classes)} layers that the metadata names")
+            raise InvalidParameter(f"{where}: the array {name!r:.80} is not part of the {len(classes)} layers that the metadata names")
     counts = [{} if newer else {part: metadata.get(f"0.{number}.{part}", "") for part in range(4)} for number in range(len(classes))]
     return _File(classes, counts, {name[2:]: text for name, text in metadata.items() if name.startswith(of_texts)})
 
@@ -188,7 +188,7 @@ def _count(where: str, parts: dict[int, torch.Tensor], part: int, default: int |
     if array is None and default is not None:
         return default
     if array is None or array.numel() != 1 or array.dtype.is_floating_point or array.dtype.is_complex:
-        raise InvalidParameter(f"{where}: part {part} of its state is {'missing' if array is None else 'no integer'}")
+        raise InvalidParameter(f"{where}: part {part} of its state is {'missing' if array is None else 'not an integer'}")
     # torch makes no int of a uint64 of 2^63 or more.
     return _number(where, str(int(array.numpy().item())))
 
@@ -203,13 +203,13 @@ def _as_held(number: int, layer: Layer, pair: list[torch.Tensor], window: int | 
     """The class that contains a layer, its arrays, and its counts in the order of the class's state."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
     if max(layer.seen, window or 0) > _MAX_COUNT:
-        raise InvalidParameter(f"{held} in a window of {window}, and mlx-lm's counts are at most {_MAX_COUNT}")
+        raise InvalidParameter(f"{held} in a window of {window}, but mlx-lm's counts are at most {_MAX_COUNT}: export fewer tokens")
     if window is None:
         if layer.skipped:
             raise InvalidParameter(f"{held}: give its sliding window, such as windows={{{number}: {layer.tokens + 1}}}")
         return _WHOLE[0], pair, (layer.tokens,)
     if layer.skipped and layer.tokens < window - 1:
-        raise InvalidParameter(f"{held}, and a window of {window} has {window - 1} before the next one")
+        raise InvalidParameter(f"{held}, but a window of {window} needs {window - 1} before the next token: export a cache that keeps them")
     if layer.skipped and layer.tokens == window - 1:
         # mlx-lm keeps a place for the next token, and writes to the oldest one.
         pair = [torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in pair]

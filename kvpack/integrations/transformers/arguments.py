@@ -33,7 +33,7 @@ def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
         loads = "AutoModelForCausalLM.from_pretrained(folder) loads a model, and KvpackCache.load(path, model) continues a file"
         raise InvalidType(f"the model is {shown(model)}, expected a transformers model: {loads}")
     if recipe is None:
-        raise InvalidParameter("KvpackCache(model) needs the recipe of its codes, such as KvpackCache(model, 'octopus-3')")
+        raise InvalidParameter("KvpackCache(model) needs a recipe, such as KvpackCache(model, 'octopus-3')")
     return recipe
 
 

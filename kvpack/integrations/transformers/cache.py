@@ -185,7 +185,7 @@ class KvpackCache(PassCalls):
         for number, layer in enumerate(self.layers):
             if dense and expected is None and layer.is_sliding:
                 raise InvalidParameter(
-                    f"layers[{number}] skipped tokens: dense layers need the model's window, KvpackCache.of(cache, model)"
+                    f"layers[{number}] skipped tokens: write KvpackCache.of(cache, model), because dense layers need the model's window"
                 )
             layer.check_window()
         tokens = self.live.tokens
@@ -319,8 +319,8 @@ class KvpackCache(PassCalls):
         """Let sliding-window layers keep all tokens from ``crop`` to ``crop``, as assisted decoding needs them. Raises InvalidParameter."""
         if self._model is not None and self._model.has_encoder:
             raise InvalidParameter(
-                f"{self._model.name} has an encoder, and transformers cuts caches of two parts only where both are DynamicCaches: "
-                "assisted decoding needs those"
+                f"{self._model.name} has an encoder, and transformers crops two-part caches only if both are DynamicCaches: use those "
+                "for assisted decoding"
             )
         super().activate_past_recording()
         self.passes.assisted = True
@@ -389,7 +389,7 @@ class KvpackCache(PassCalls):
     def batch_repeat_interleave(self, repeats: int) -> None:
         repeats = integer(repeats, "repeats")
         if not 1 <= repeats <= MAX_ROWS:
-            raise InvalidParameter(f"repeats is {shown(repeats)}, expected the number of times that each sequence is to be there, from 1")
+            raise InvalidParameter(f"repeats is {shown(repeats)}, expected how many times to repeat each sequence, at least 1")
         self.batch_select_indices(torch.arange(rows_of(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -173,7 +173,7 @@ class Chat:
                 messages, tokenize=False, add_generation_prompt=reply, continue_final_message=is_open, **self._template
             )
         except (TemplateError, ValueError, TypeError) as error:
-            raise InvalidParameter(f"the chat template of the tokenizer does not take these messages: {error}") from error
+            raise InvalidParameter(f"the chat template of the tokenizer rejects these messages: {error}") from error
         return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
@@ -224,8 +224,8 @@ class Chat:
             to_bytes(found)
         except LimitExceeded:
             raise LimitExceeded(
-                f"the texts of the chat that are not in its token ids take {len(stored.encode()):,} bytes, which a file has no room for: "
-                "keep the messages elsewhere, save(path, messages=False), and give them to Chat.load(path, model, tokenizer, messages=...)"
+                f"the texts of the chat that are not in its token ids take {len(stored.encode()):,} bytes, more than a file can hold: keep "
+                "the messages elsewhere, call save(path, messages=False), and pass them to Chat.load(path, model, tokenizer, messages=...)"
             ) from None
         return found
 
@@ -246,8 +246,8 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
         found = []
     if _digest(found) != metadata.get(_DIGEST):
         raise InvalidParameter(
-            "the messages of the chat cannot be read from the file: give the tokenizer that it was saved with, and all of its tokens, or "
-            "messages=, those that the cache was computed from"
+            "the messages of the chat cannot be read from the file: load all of its tokens with the tokenizer that it was saved with, or "
+            "pass the messages that the cache was computed from as messages="
         )
     return found
 

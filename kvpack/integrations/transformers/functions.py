@@ -45,8 +45,8 @@ def attention(
             raise InvalidParameter("the value states are a packed layer and the key states are a tensor")
         if starts is not None:
             raise InvalidParameter(
-                f"{type(module).__name__} was given tensors beside the mask for the packed layers of a KvpackCache, which holds where "
-                "padding ends: KvpackCache.of(cache, model, dense=True) gives all layers tensors and masks"
+                f"{type(module).__name__} got tensors, but the mask was made for the packed layers of a KvpackCache, which records itself "
+                "where padding ends: use KvpackCache.of(cache, model, dense=True), with which all layers get tensors and masks"
             )
         return _plain(module, query, key, value, attention_mask, options)
     unsupported = WITHOUT_COUNTERPART.keys() & options.keys()
@@ -59,8 +59,8 @@ def attention(
         if isinstance(key, PackedStates) and not torch.compiler.is_dynamo_compiling():
             key.cache.take_back()
         raise InvalidParameter(
-            f"attention over packed layers does not support what the model passes: {', '.join(given)}; "
-            "KvpackCache.of(cache, model, dense=True) decodes each layer for its call"
+            f"attention over packed layers does not support what the model passes: {', '.join(given)}: use "
+            "KvpackCache.of(cache, model, dense=True), which decodes each layer for its call"
         )
     causal, window = options.get("is_causal"), options.get("sliding_window")
     if causal is None:
@@ -92,8 +92,8 @@ def _plain(
     window = options.get("sliding_window")
     if mask is None and window is not None and tokens > window and plain_name(module.config) in ("sdpa", "eager"):
         raise InvalidParameter(
-            f"{type(module).__name__} was given {tokens} tokens and no mask for its window of {window}: the mask was left to a cache "
-            "that the layer was not given; turn gradient checkpointing off, or call model.eval()"
+            f"{type(module).__name__} got {tokens} tokens and no mask for its window of {window}: the mask was left to a KvpackCache, "
+            "but the layer got no cache; turn gradient checkpointing off, or call model.eval()"
         )
     if mask is None and function is sdpa_attention_forward and getattr(module, "is_kv_shared_layer", False) and 1 < queries < tokens:
         # Gemma-4 leaves queries out here where logits_to_keep needs no others, unless it sees that SDPA would take the last for the first.
@@ -110,8 +110,8 @@ def _check_compiled(name: str, causal: bool) -> None:
 @left_out("what mask attention has that says is_causal=False is found in eager code")
 def _refuse_compiled(name: str) -> NoReturn:
     raise InvalidParameter(
-        f"{name} says is_causal=False, and whether it has a causal mask is found in eager code: pass several tokens to the model itself, "
-        "and its steps of one token to the compiled one"
+        f"{name} has is_causal=False, and only eager code can check whether its mask is causal: pass several tokens to the eager model, "
+        "and only steps of one token to the compiled one"
     )
 
 

@@ -163,7 +163,7 @@ class StepGraphs:
             live.adjust_length(-1)
             graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(makeup.now, model))
             if not _same(graph.replayed(cache, step, self._number), expected):
-                raise _Refusal("a captured step gives other results, so that it depends on more than token ids and positions")
+                raise _Refusal("a captured step gives different results, so it depends on more than token ids and positions")
         except BaseException as error:
             live.adjust_length(tokens - live.seen(self._number))
             restore_tail()

@@ -236,7 +236,7 @@ class Recording:
         """The record of a cache as it is now. Raises InvalidParameter for a cache that no recorded pass was over."""
         known = self._records.get(past) if isinstance(past, TransformersCache) else None
         if known is None:
-            raise InvalidParameter(f"no recorded forward pass was over this {type(past).__name__}")
+            raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")
         _follow(*known, past, _tokens(past))
         return known
 
@@ -412,8 +412,8 @@ class _Segments(_Watched):
         if _passes_over_tokens(past):
             if len(given["temperatures"]) > 1:
                 raise InvalidParameter(
-                    "generate may compute the segment once more for each temperature, and the cache would still hold the tokens of the "
-                    "first: give one temperature, or leave the cache out"
+                    "generate may compute the segment again for each temperature, and the cache would still hold the tokens of the first "
+                    "attempt: pass one temperature, or leave the cache out"
                 )
             if bool(given["seek"].any()):
                 past.reset()

@@ -38,8 +38,8 @@ class Decoding:
     def tell_read(self, number: int, name: str) -> None:
         """Issue a KvpackWarning that dense ``name`` of layer ``number`` were read, unless one was issued."""
         self._warn(
-            f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer, and "
-            "an attention that reads tensors gets them by KvpackCache(..., dense=True)"
+            f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer; for "
+            "attention that reads tensors, use KvpackCache(..., dense=True)"
         )
 
     def _warn(self, text: str) -> None:

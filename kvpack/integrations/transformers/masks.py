@@ -44,7 +44,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
         packed, kv_length = kv_length, int(kv_length)
         if packed.captured is not None:
             if not _is_causal_or_sliding(config, **options):
-                raise InvalidParameter("the model's attention mask is neither causal nor that of its sliding window")
+                raise InvalidParameter("the model's attention mask is neither causal nor limited to its sliding window")
             return _four_dimensions(packed.captured.starts)
         packed.check_mask(options.get("attention_mask"))
         padding = padding_of(packed, options.get("kv_offset", 0), options.get("attention_mask"))

@@ -135,7 +135,7 @@ class Expected:
         try:
             layers = cache_layers(self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidParameter(f"transformers makes no cache of layers for the configuration of {self.name}: {error}") from None
+            raise InvalidParameter(f"transformers cannot create the cache layers for the configuration of {self.name}: {error}") from None
         count = decoder_layers(self._decoder_config)
         if count is not None and {type(layer) for layer in layers} == {DynamicLayer}:
             layers = [*layers, *[DynamicLayer()] * count][:count]

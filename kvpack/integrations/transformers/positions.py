@@ -51,15 +51,15 @@ class RotaryPositions:
                 raise InvalidParameter("rope_deltas is for models with rotary positions of several dimensions: leave it out")
             if recorded is not None:
                 raise InvalidParameter(
-                    "tokens after the cache have other positions than their numbers, which takes a model with rotary positions of several "
-                    f"dimensions: {'write KvpackCache.of(cache, model)' if model is None else f'{model.name} is none'}"
+                    "the positions of tokens after the cache differ from their indices, which only works with a model with rotary "
+                    f"positions of several dimensions: {'write KvpackCache.of(cache, model)' if model is None else f'{model.name} is none'}"
                 )
             return None
         tokens = 0 if cache is None else cache.tokens
         if rope_deltas is None and recorded is None:
             if tokens and model.keeps_rope_deltas and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
                 raise InvalidParameter(
-                    f"{model.name} has rotary positions of several dimensions, and the cache does not say where they continue: "
+                    f"{model.name} has rotary positions of several dimensions, but the cache does not record where they continue: "
                     "write KvpackCache.of(cache, model, rope_deltas=...) with model.model.rope_deltas after the prompt, or 0 for text"
                 )
             rope_deltas = 0
@@ -87,8 +87,8 @@ class RotaryPositions:
             return
         if self._cut is not None:
             raise InvalidParameter(
-                f"after crop, the cache holds {self._cut} tokens, and does not say where positions continue after them: write "
-                "KvpackCache.of(cache.packed, model, rope_deltas=...) with what model.model.rope_deltas is after these tokens"
+                f"after crop, the cache holds {self._cut} tokens, but does not record where positions continue after them: write "
+                "KvpackCache.of(cache.packed, model, rope_deltas=...) with the value of model.model.rope_deltas after these tokens"
             )
         mask = arguments.get("attention_mask")
         hidden = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
@@ -155,5 +155,5 @@ class RotaryPositions:
         deltas, given = self._deltas.flatten().tolist(), " or ".join(map(str, found[:3]))
         remedy = "leave position_ids out" if self._computed else "pass position_ids that go on from there"
         raise InvalidParameter(
-            f"{self._name} gives token {token} the position {given}, and after this cache it has {token + deltas[0]}: {remedy}"
+            f"{self._name} gives token {token} the position {given}, but after this cache its position is {token + deltas[0]}: {remedy}"
         )

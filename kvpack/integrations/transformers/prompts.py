@@ -71,8 +71,8 @@ def check_rows_known(cache: Cache) -> None:
         if 0 in _others(inputs):
             given = ""
         raise InvalidParameter(
-            f"{text}, and the file does not hold the ids of each row, so that rows of other prompts could go on from it: {given}write "
-            "KvpackCache.of(dataclasses.replace(cache, inputs=None), model), which compares no ids and no mask"
+            f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {given}write "
+            "KvpackCache.of(dataclasses.replace(cache, inputs=None), model), which skips comparing ids and masks"
         )
 
 

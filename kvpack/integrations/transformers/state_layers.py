@@ -66,8 +66,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """Raise InvalidParameter: recurrent states cannot go back."""
         raise InvalidParameter(
-            f"layers[{self.state_number}] keeps recurrent states, which cannot go back before a token: assisted decoding needs models "
-            "without them"
+            f"layers[{self.state_number}] keeps recurrent states, which cannot be rolled back: use a model without them for assisted "
+            "decoding"
         )
 
     def reset(self) -> None:
@@ -150,8 +150,8 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
             raise InvalidParameter(f"layers[{number}] of the model keeps states, and the cache has none for it")
         if layer.states and not keeps:
             raise InvalidParameter(
-                f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, and "
-                "nothing says that the model keeps them: write KvpackCache.of(cache, model) with the model that computed it"
+                f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, and no "
+                "model is known to keep them: write KvpackCache.of(cache, model) with the model that computed it"
             )
         if keeps:
             # Those that a cache was cut at may be in the host's memory.

@@ -46,7 +46,7 @@ class CapturedLength(PackedLength):
 
     def _as_for_greater(self, found: bool, greater: bool) -> bool:
         if found is not greater:
-            raise InvalidParameter("the model compares the length of the cache on the host, and would choose otherwise for a longer one")
+            raise InvalidParameter("the model compares the length of the cache on the host, and may decide differently as it grows")
         return found
 
     def __lt__(self, other: Any) -> Any:
@@ -166,8 +166,8 @@ class _WithoutGradients(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> NoReturn:
         raise InvalidParameter(
-            "gradients end at a KvpackCache, whose packed keys and values have none: compute what is trained with use_cache=False or with "
-            "another cache, and all else under torch.no_grad()"
+            "gradients cannot flow through a KvpackCache, whose keys and values are packed: train with use_cache=False or another cache, "
+            "and run everything else under torch.no_grad()"
         )
 
 

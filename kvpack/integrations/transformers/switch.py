@@ -31,7 +31,7 @@ class Switch:
         if not _told:
             _told.append(name)
             logging.getLogger("kvpack").info(
-                'the attention of %s is now "kvpack", for packed layers; plain tensors go to %r as before, which release() sets again',
+                'the attention of %s is now "kvpack", for packed layers; plain tensors still use %r, which release() restores',
                 name,
                 before[""],
             )

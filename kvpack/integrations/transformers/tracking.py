@@ -155,7 +155,7 @@ class Tracking:
         for kept in self._checkpointed:
             if (part := kept()) is not None and part.training and part.gradient_checkpointing:
                 raise InvalidParameter(
-                    f"{type(module).__name__} is in training mode with gradient checkpointing, with which layers get no cache: call "
+                    f"{type(module).__name__} is in training mode with gradient checkpointing, which gives layers no cache: call "
                     "model.eval(), turn gradient checkpointing off, or leave the cache out and pass use_cache=False"
                 )
 
@@ -267,8 +267,8 @@ class Tracking:
         if self._left is not None:
             start, stop = self._left
             raise InvalidParameter(
-                f"a forward pass over the cache failed, and tokens {start} to {stop - 1}, which it added, are still there: drop them with "
-                f"crop({start - stop}), and the pass can be made again, or keep them with crop(0)"
+                f"a forward pass over the cache failed, but tokens {start} to {stop - 1}, which it added, are still in the cache: drop "
+                f"them with crop({start - stop}) and run the pass again, or keep them with crop(0)"
             )
 
     @property
@@ -310,8 +310,7 @@ class Tracking:
         """Raise InvalidParameter if a pass failed that may have changed states; with ``ended``, also where one has not ended."""
         if self.states and (self._failed or (ended and self._running)):
             raise InvalidParameter(
-                "a forward pass over the cache failed, and states cannot go back before it: call reset(), or continue with "
-                "a new KvpackCache"
+                "a forward pass over the cache failed, and states cannot be rolled back: call reset(), or continue with a new KvpackCache"
             )
 
     def crop(self, tokens: int) -> None:
@@ -362,7 +361,7 @@ class Tracking:
         """
         if arguments.get("use_cache") is False:
             raise InvalidParameter(
-                "generate was given a cache and use_cache=False, with which every step computes all tokens again: write use_cache=True"
+                "generate got a cache and use_cache=False, which computes all tokens again at every step: pass use_cache=True"
             )
         if not arguments.get("is_first_iteration", False) or self._chunked:
             return
@@ -438,8 +437,8 @@ class Tracking:
         if len(differing):
             token = int(differing[0])
             raise InvalidParameter(
-                f"the embedding of token {token} is not that of the id {int(ids[0, token])}, which the cache was computed from: pass the "
-                "embeddings of the cache's tokens first"
+                f"the embedding of token {token} differs from the embedding of the id {int(ids[0, token])}, which the cache was computed "
+                "from: pass the embeddings of the cache's tokens first"
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
@@ -453,9 +452,9 @@ class Tracking:
         if "attention_mask" in inspect.signature(model.forward).parameters or self.record.differing(ids[:, :tokens]) is not None:
             return
         raise InvalidParameter(
-            f"generate was given {ids.shape[1]} token ids, which may begin with the {tokens} that the cache holds, and would compute all: "
-            f"the forward of {type(model).__name__} names no attention_mask, by which generate tells; give a replaced forward the "
-            "signature of its own by functools.wraps"
+            f"generate got {ids.shape[1]} token ids, which may begin with the {tokens} that the cache holds, but would compute all of "
+            f"them, because the forward of {type(model).__name__} has no parameter attention_mask: if forward was replaced, give it the "
+            "original signature with functools.wraps"
         )
 
 

@@ -117,8 +117,8 @@ def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) 
         # Once in a process, whatever the model.
         KvpackCache(gemma(), "kivi-2").release()
     message = (
-        "the attention of Qwen2ForCausalLM is now \"kvpack\", for packed layers; plain tensors go to 'sdpa' as before, "
-        "which release() sets again"
+        "the attention of Qwen2ForCausalLM is now \"kvpack\", for packed layers; plain tensors still use 'sdpa', "
+        "which release() restores"
     )
     assert [(record.levelno, record.message) for record in caplog.records] == [(logging.INFO, message)]
     assert model.config._attn_implementation == "kvpack"

@@ -128,7 +128,7 @@ def attend(
 
 
 def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the prepared call over a layer if a layer of the same kind has been checked and prepared; else None."""
+    """Return the prepared call over a layer, or None if no layer of the same kind has been checked and prepared yet."""
     if not _kinds or layer.k is None or layer.v is None:
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries
@@ -143,7 +143,7 @@ def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
-    """Look at the pages of keys and values of all ``layers`` of a model, which long queries on ``device`` will attend, at once."""
+    """Prepare the pages of all ``layers`` of a model together, before long queries on ``device`` attend to them."""
     if dispatch.uses_triton(device):
         from kvpack.kernels.attend import layer_sharing
 
@@ -151,7 +151,9 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], d
 
 
 def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:
-    """Let layers that are as ``layer`` does go without its checks, for many queries: of few, each layer has its own launches."""
+    """Let layers of the same kind as ``layer`` skip its checks in calls with many queries; with few queries, each layer has its own
+    launches.
+    """
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_of(layer)) is not None:
@@ -170,7 +172,7 @@ def check_call(
     sink_logits: torch.Tensor | None,
     lengths: object = None,
 ) -> tuple[Side, Side]:
-    """The sides of ``layer``, if ``attend`` takes these arguments. Raises the same errors."""
+    """Return the sides of ``layer`` after checking all arguments of ``attend``. Raises the errors of ``attend``."""
     k, v = _sides(layer)
     _check(q, k, v, causal, sliding_window, softcap, scale)
     _check_held(q.shape[2], layer, sliding_window, lengths)
@@ -285,9 +287,9 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
 
 
 def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
-    """``lengths`` or ``starts`` as a tensor of numbers within the ``tokens`` that a layer holds; one on a device is clamped there.
+    """Return ``lengths`` or ``starts`` as a tensor of numbers from 0 to ``tokens``; a tensor on a device is clamped there.
 
-    Those of a layer that ``skipped`` tokens count these.
+    Both count the ``skipped`` tokens of the layer.
     """
     if numbers is None:
         return None

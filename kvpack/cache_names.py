@@ -13,7 +13,7 @@ NAMES = ("cache", "past_key_values", "layer_past")
 
 
 def over(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """The argument of a call of ``model``, or of its ``generate``, that is a pass over ``cache``."""
+    """Return the keyword argument that passes ``cache`` to ``model``, or to its ``generate``."""
     known = inspect.signature(getattr(model, "forward", model)).parameters
     return {next((name for name in NAMES if name in known), NAMES[0]): cache}
 

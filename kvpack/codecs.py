@@ -18,7 +18,7 @@ _VALUE = re.compile(r"[^\s:;,=]+")
 
 
 class CodecChoice:
-    """A codec and its options, which ``str`` writes as a recipe does. Raises InvalidParameter for values that no recipe can hold.
+    """A codec and its options, which ``str`` formats as in a recipe. Raises InvalidParameter for values that no recipe can hold.
 
     An option is text, an integer, a number, or several integers.
     """

@@ -1,4 +1,4 @@
-"""Seconds of calls that end with a model's answer: on a CPU of the process, on a device on the clock."""
+"""Seconds of calls that end with a model's answer: process time on a CPU, wall time on a device."""
 
 from __future__ import annotations
 

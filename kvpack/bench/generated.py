@@ -1,8 +1,7 @@
 """A text that the uncompressed model generates, compared with its predictions over packed caches.
 
-The model draws every token from its predictions by random numbers that a seed gives (the largest sum of a log-probability and a Gumbel
-number). Over a packed cache it reads the same tokens; where its prediction and the same random numbers draw another one, the token has
-changed.
+The model samples every token with seeded random numbers (the largest sum of a log-probability and a Gumbel number). Over a packed cache it
+reads the same tokens; if its prediction and the same random numbers give another token, the token counts as changed.
 """
 
 from __future__ import annotations
@@ -70,6 +69,6 @@ def along(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int, 
 
 
 def _drawn(log_probabilities: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
-    """The token ``[1]`` that the next random numbers draw by log-probabilities ``[1, vocabulary]``."""
+    """Return the token ``[1]`` sampled with the next random numbers from log-probabilities ``[1, vocabulary]``."""
     uniform = torch.rand(log_probabilities.shape, generator=numbers, dtype=torch.float64).clamp_min(1e-300)
     return (log_probabilities.double() - (-uniform.log()).log().to(log_probabilities.device)).argmax(-1)

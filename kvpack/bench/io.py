@@ -132,7 +132,7 @@ def run(
     With a CUDA ``device``, ``device_rows`` has the rows of ``io_device.run`` and nothing else is measured.
 
     A row's ``of_copy`` is its speed over that of a copy of the bf16 cache into memory in use (above 1 is faster), ``of_safetensors`` its
-    time over that of the same way through safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, load_file
+    time over that of the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, load_file
     and attention. Raises InvalidParameter.
     """
     if repeats < 1:

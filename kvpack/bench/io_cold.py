@@ -121,7 +121,7 @@ def _read_by_ring(path: str) -> None:
 
 
 def _fio(path: str) -> float:
-    """Seconds that fio reads a file for. Raises InvalidParameter with its message where it cannot."""
+    """Return the seconds that fio takes to read a file. Raises InvalidParameter with its message if it fails."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:
         raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")

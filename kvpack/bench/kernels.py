@@ -107,7 +107,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure recipes (None: those of each part) and return JSON values; ``sweep`` adds contexts and, with ``out``, their picture.
 
-    Raises InvalidParameter without a CUDA device, InvalidParameter and WriteFailed.
+    Raises InvalidParameter, also without a CUDA device, and WriteFailed.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():

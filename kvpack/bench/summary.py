@@ -113,8 +113,8 @@ def _bits(measured: Sequence[Measured | PeerMeasured]) -> float:
 def mark_front(rows: Sequence[dict[str, Any]]) -> None:
     """Set ``on_front`` in every row: True if it is on the Pareto front of bits and KL divergence.
 
-    The cheapest recipe is, and then each that is better than the last one on the front by more than chance explains: its divergence
-    is a smaller part of the other's in the windows, on a logarithmic scale, which windows of large divergence do not rule.
+    The cheapest recipe is on the front, and so is each further recipe whose divergence is below that of the last one on the front by more
+    than chance explains. Divergences are compared window by window as logarithms, so that windows of large divergence do not dominate.
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):

@@ -306,7 +306,7 @@ def without_states(cache: Cache) -> Cache:
 
 
 def all_states(cache: Cache) -> dict[int, States]:
-    """The states of ``cache`` by position, those after its last token among them."""
+    """Return the states of ``cache`` by position, including those after its last token."""
     own = {cache.stop: states_of(cache)} if any(layer.states for layer in cache) else {}
     return {**{position: states for position, states in cache.states_at.items() if cache.start < position < cache.stop}, **own}
 

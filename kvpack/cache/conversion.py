@@ -34,7 +34,7 @@ VALUES_AT_ONCE = 1 << 24
 
 
 def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
-    """``layers``, of tokens from position ``start`` on, in another recipe, and its text.
+    """Return ``layers``, whose first token is at position ``start``, encoded with another recipe, and the recipe's text.
 
     A side of the same codec is kept, or repacked if only its packing differs.
     """
@@ -76,7 +76,8 @@ def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
 
 
 def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
-    """The values of ``side``, from position ``first`` on, encoded by ``codec``, some at a time where no stream depends on all of them."""
+    """Encode the values of ``side``, which begins at position ``first``, with ``codec``: in parts unless a stream depends on all of them.
+    """
     # Another dtype would not keep what NaN holds.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
     multiple = math.lcm(128, codec.token_group, side.codec.token_group)

@@ -1,9 +1,8 @@
 """Copies between pinned host memory and a CUDA device, on a stream of their own (``StreamBus``); ``HostBus`` stands in for a device.
 
-Copies run while the host reads, checks or writes other pieces. Their stream is one for all loads and saves of a device. The
-caller's stream is the one that is current when the bus is made. Memory of the device that is allocated outside ``work`` belongs to
-it, and may be memory in which its work is not done: before a copy to new memory comes ``follow``, before memory is freed ``order``
-or ``close``.
+Copies run while the host reads, checks or writes other pieces. Their stream is one for all loads and saves of a device. The caller's stream
+is the one that is current when the bus is made. Device memory that is allocated outside ``work`` belongs to the caller's stream, which may
+still be using it: call ``follow`` before a copy to new memory, and ``order`` or ``close`` before memory is freed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Bus(Protocol):
-    """Copies that run in order. A mark is a place in that order."""
+    """Copies that run in order. A mark is a point in that order."""
 
     device: torch.device
 
@@ -48,7 +47,7 @@ class Bus(Protocol):
         ...
 
     def work(self) -> AbstractContextManager[Any]:
-        """Within it, the device's work is in order with the copies."""
+        """Context in which device work runs in order with the copies."""
         ...
 
     def close(self) -> None:

@@ -173,7 +173,7 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bas
 
 
 def _with_basis(file: container.File, basis: Bases | None) -> Header:
-    """The header of an open file, which is a cache, with codecs that have their bases; it becomes the file's."""
+    """Return the header of an open cache file with the bases of its codecs, and make it the file's header."""
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where}: is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):

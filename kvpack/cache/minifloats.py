@@ -1,4 +1,4 @@
-"""Minifloats: keys or values in fp8, mxfp8, mxfp4 or nvfp4 as an engine keeps them, packed and given back bit for bit."""
+"""Minifloats: keys or values in fp8, mxfp8, mxfp4 or nvfp4 as an engine keeps them, packed and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Minifloats:
         return scale
 
     def _check_values(self) -> None:
-        """Raise InvalidParameter for values that no file can store, with the name of the format and the first place."""
+        """Raise InvalidParameter for values that no file can store, naming the format and the first such value."""
         form, streams = ELEMENTS[self._element], self.streams
         if form.finite < 1 << form.bits - 1:
             _refuse((self._bytes & 0x7F) >= form.finite, f"an {self._element} of elements", self._bytes)
@@ -209,7 +209,8 @@ class Minifloats:
             _refuse(~torch.isfinite(values), "a value, an element times its scales,", values)
 
     def side(self, window: int = 0) -> Side:
-        """The packed side, which holds every bit of the elements and scales; tokens that are appended wait for ``window`` of them."""
+        """Return the packed side, with every bit of the elements and scales; appended tokens stay raw until there are ``window`` of them.
+        """
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
         return Side(self.codec, (PackedRun(self.codec, tokens, self.streams),), tail, window)
@@ -218,8 +219,8 @@ class Minifloats:
     def of(cls, side: Side) -> Self:
         """The elements and scales of a packed side, bit for bit; e2m1 as uint8, two per byte, and scales in the longest of their shapes.
 
-        Raises InvalidParameter for another codec, for a raw tail and for runs of different scales, InvalidParameter for an odd dim of e2m1,
-        and InvalidType for what is no side.
+        Raises InvalidParameter for another codec, a raw tail, runs with different scales and an odd dim of e2m1, and InvalidType for
+        anything but a side.
         """
         given: Any = side
         if not isinstance(given, Side):

@@ -1,7 +1,7 @@
-"""The packed tokens of a side: runs (tokens encoded together), stored one after another, and runs (one run each).
+"""The packed tokens of a side: runs of tokens encoded together, stored in stretches of consecutive runs.
 
-A file may have one run per token. A stretch contains consecutive runs as the file stores them, one array per stream, and creates a
-page only on request, so that a run costs a few bytes.
+A file may have one run per token. A stretch contains consecutive runs as the file stores them, one array per stream, and creates a page
+only on request, so that a run costs a few bytes.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ class PackedRuns(Sequence[PackedRun]):
     def added(self, page: PackedRun) -> PackedRuns:
         """These runs and ``page``, joined with the last runs as long as those are no longer than it.
 
-        So n additions cost n log n copies and leave log n runs.
+        Adding n pages this way copies n log n of them and leaves log n runs.
         """
         number, tokens, after = len(self), page.tokens, page
         while number:

@@ -308,7 +308,7 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
 
 
 def spreads_channels(codec: Codec) -> bool:
-    """Whether ``codec`` rotates keys as they are, so that channels that are far larger than the others cost all of them precision."""
+    """Return True if ``codec`` rotates keys directly, so that a channel far larger than the others costs all channels precision."""
     return codec.rotation.kind != "none" and not (isinstance(codec, WithSideCars) and codec.value_maps)
 
 

@@ -1,4 +1,4 @@
-"""The part of a file that ``load`` is requested: which layers, and which tokens of them."""
+"""The part of a file that ``load`` reads: which layers, and which of their tokens."""
 
 from __future__ import annotations
 

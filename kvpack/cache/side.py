@@ -136,10 +136,9 @@ class Side:
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame.
 
-        Where kernels decode runs in one pass, those of one codec are one launch; all else is decoded tile by tile. Such a kernel
-        rotates back in binary16 products if ``dtype`` has 16 bits, with an error below 2^-11 of each token's norm. C kernels, on the CPU,
-        do so in float32.
-        Raises InvalidType unless ``dtype`` is a floating-point one.
+        Kernels that decode a run in one pass take all runs of one codec in one launch; everything else is decoded tile by tile. Such a
+        kernel rotates back with binary16 products if ``dtype`` has 16 bits, with an error below 2^-11 of each token's norm; the C kernels
+        of the CPU use float32. Raises InvalidType unless ``dtype`` is a floating-point one.
         """
         check_floating(dtype)
         with float32_no_grad(self.device):
@@ -242,9 +241,9 @@ class Side:
     ) -> Side:
         """Add tokens ``[batch, kv_head, token, dim]`` to the tail; at ``window`` tokens it is encoded in whole groups.
 
-        ``first`` is the position of the side's first token, if it is known: some codecs take fewer bits by it. ``unit``, a multiple of the
-        codec's token group, takes the place of that, and ``norms(start, stop)`` gives those of the keys of the side's tokens.
-        Raises InvalidParameter or InvalidType when ``x`` does not continue this side, InvalidParameter, OutOfRange.
+        ``first`` is the position of the side's first token, if known: some codecs need fewer bits with it. ``unit``, a multiple of the
+        codec's token group, replaces the token group, and ``norms(start, stop)`` returns the norms of the keys of the side's tokens. Raises
+        InvalidParameter or InvalidType if ``x`` does not continue this side, and OutOfRange.
         """
         check_tensor(x, where)
         expected = (self.batch, self.heads, x.shape[2], self.dim)
@@ -340,7 +339,7 @@ class Side:
 
 
 def _where_apart(codec: Codec, other: Codec) -> str:
-    """The parameters of two codecs that differ; without those of another family."""
+    """Return the parameters in which two codecs differ; only the ids for codecs of different families."""
     one, two = codec.params(), other.params()
     if one["id"] != two["id"]:
         return f"{one['id']} is followed by {two['id']}"

@@ -1,6 +1,6 @@
 """Load layers of a file to a device: read in threads in staging memory, copied from there, and checked there or on the device.
 
-So the bytes that are checked are the bytes that are used, whatever happens to the file meanwhile.
+The bytes that are checked are thus the bytes that are used, whatever happens to the file meanwhile.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractS
 
 
 def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], device: torch.device) -> Span | None:
-    """The bytes of a layer's ``sides``, if the device checks all of them: rules are asked of bytes that have their digests."""
+    """Return the bytes of a layer's ``sides`` if the device checks all of them: the rules apply only to bytes whose digests match."""
     if not sides or any(file.side(side.layer, side.side).codec not in ruled for side in sides):
         return None
     fewest = min(end - begin for side in sides for begin, end in side.streams.values())

@@ -70,7 +70,8 @@ def staged(
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the bytes of each copy in staging memory, which is reused once the caller's copies of earlier bytes have finished.
 
-    Rules of the codecs numbered ``ruled``, and chunks of those numbered ``chunked``, are not checked, nor digests that the device checks.
+    The rules of the codecs numbered ``ruled``, the chunks of those numbered ``chunked``, and digests that the device checks, are left
+    unchecked.
     """
     if copies and all(copy.span for copy in copies) and file.descriptor is not None and (compiled := library()) is not None:
         with contextlib.suppress(MemoryError):

@@ -37,7 +37,7 @@ def selected(states: States, rows: Sequence[int]) -> States:
 
 @dataclass(frozen=True)
 class KeptStates:
-    """States of which only the ``rows`` of the batch are used, None for all: beams are selected at every step, and states are large."""
+    """States with a lazy selection of ``rows`` (None: all): beams are selected at every step, and states are large."""
 
     states: States
     rows: tuple[int, ...] | None = None

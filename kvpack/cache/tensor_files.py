@@ -127,7 +127,7 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
 
 
 def _header(path: str, data: memoryview) -> dict[str, Any]:
-    """The JSON object of a header, none of whose names is there twice. Raises InvalidParameter."""
+    """Return the JSON object of a header. Raises InvalidParameter, also if a name occurs twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -182,8 +182,8 @@ def _hide(
 def _without_hidden(
     values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the values of tokens ``[start, stop)``, with 0 for tokens that a sequence hides; raw ones may be NaN, and 0 times NaN
-    is NaN.
+    """Return the values of tokens ``[start, stop)``, with 0 for tokens that a sequence hides, because raw values may be NaN, and 0 times
+    NaN is NaN.
     """
     tokens = torch.arange(start, stop, device=values.device)[:, None]
     if starts is not None:

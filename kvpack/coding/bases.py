@@ -200,15 +200,15 @@ class Basis:
     def transformed(self, layer: int, side: str, bits: float, raw: bool = False) -> Calibrated:
         """Return the calibrated part of the codec transform, for ``bits`` bits per value on average over all layers and sides.
 
-        ``raw`` says that some tokens are kept raw, which counts. Raises OutOfBounds, and InvalidParameter for bits out of range.
+        With ``raw``, the average includes the tokens that are kept raw. Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
         return Calibrated(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
     def step(self, bits: float, raw: bool = False) -> int:
         """The step of the codec transform that takes at most ``bits`` bits per value on average, as far as the basis foresees.
 
-        With ``raw``, tokens that are kept raw count, too. Errors of all layers and sides are in one unit, so that one step is the best for
-        all. Raises InvalidParameter for bits out of range, and for fewer than files of the basis take at the coarsest step.
+        With ``raw``, the average includes the tokens that are kept raw. Errors of all layers and sides have the same unit, so that one step
+        is best for all. Raises InvalidParameter for bits out of range, and for fewer bits than the coarsest step needs.
         """
         _check_bits(bits, MIN_TRANSFORM_BITS)
         if (bits, raw) not in self._steps:
@@ -269,9 +269,9 @@ class Basis:
     def widths(self, bits: float, gain: str | None = None, own: bool = False) -> Mapping[tuple[int, str], bytes]:
         """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
 
-        Each head has its ``own``, of runs of 8 columns, or all heads of a side share those of runs of 16. A bit goes where it lowers the
-        weighted error most (Shoham and Gersho 1988); each side has at least one, and the gains that a codec with ``gain`` has ("none" or
-        "fp16"; None stands for what ``default_gain`` says), also where these are more than ``bits``, as at small head dims. Raises
+        With ``own``, each head has its own widths of runs of 8 columns; otherwise all heads of a side share the widths of runs of 16. Each
+        bit goes where it lowers the weighted error most (Shoham and Gersho 1988). Each side gets at least one bit, and the gains that a
+        codec with ``gain`` stores ("none" or "fp16"; None: ``default_gain``), even if these exceed ``bits``, as at small head dims. Raises
         InvalidParameter for bits out of range.
         """
         _check_bits(bits, MIN_BITS)
@@ -317,10 +317,10 @@ class Basis:
         return bits / values
 
     def check_model(self, model: Mapping[str, str], digests: Sequence[str] = ()) -> None:
-        """Raise InvalidParameter if ``model``, the identity of a cache's model, is another than that of the basis.
+        """Raise InvalidParameter if ``model``, the identity of a cache's model, differs from the model of the basis.
 
-        Where both know their weights in the same way, in the cache's dtype, these and the settings of RoPE are compared and the name is
-        not: the same model may be in another folder. ``digests`` are the weights of the cache's model in other ways.
+        If both name their weights by the same kind of digest, in the cache's dtype, the weights and the RoPE settings are compared, and the
+        name is not: the same model may be in another folder. ``digests`` are other digests of the weights of the cache's model.
         """
         # The same weights are other bytes in another dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
@@ -354,8 +354,8 @@ def _check_bits(bits: float, least: float) -> None:
 class BalancedKeys(NamedTuple):
     """Calibrated statistics of the keys of one layer, float32 ``[kv_head, dim, dim]``.
 
-    ``balanced`` and ``centered`` are frames as in ``BalancedFrames``, ``queries`` E[q q^T] of the queries of a head, after RoPE, and
-    ``mean`` ``[kv_head, dim]`` that of keys before ``rope`` turns them; None if it is not known how they turn.
+    ``balanced`` and ``centered`` are frames as in ``BalancedFrames``; ``queries`` is E[q q^T] of the queries of a head after RoPE;
+    ``mean``, ``[kv_head, dim]``, is the mean of the keys before ``rope`` rotates them, or None if their rotation is unknown.
     """
 
     balanced: torch.Tensor

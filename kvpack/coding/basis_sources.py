@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
-    """The basis that a caller gives for packing: an object, or the path of one. Raises the errors of ``Basis.load``."""
+    """Return the basis that a caller passes for packing, as an object or a path. Raises the errors of ``Basis.load``."""
     given: Any = source
     if isinstance(given, Basis):
         return given
@@ -42,8 +42,8 @@ def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
     """The basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
 
-    Of files in a folder, the smallest first, a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis, which
-    names the digest, and what reading a file or listing a folder raises.
+    Files in a folder are tried from the smallest on; a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis,
+    which names the digest, and the errors of reading a file or listing a folder.
     """
     for one in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidates(one, digest):
@@ -94,8 +94,8 @@ def _size(entry: os.DirEntry[str]) -> int:
 def bound(header: Header, source: Any = None) -> Header:
     """Return ``header`` with the bases that the codecs of sides need, from ``source`` as for ``find``.
 
-    A codec whose rows are in the file needs none; it has its basis if ``source`` contains it, for tokens that are added where no rows are.
-    Raises MissingBasis, and InvalidHeader, naming the place, where a side does not fit the basis that it names.
+    A codec whose rows are in the file needs no basis; it gets the one in ``source``, if any, to encode new tokens. Raises MissingBasis, and
+    InvalidHeader, naming the place, if a side does not fit the basis that it names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
     of_sides = [codec for number, codec in enumerate(header.codecs) if number in used]

@@ -28,14 +28,14 @@ Measured losses are noisy, and the smallest ones say nothing: without it, places
 
 
 def calibrated_presets(basis: Basis) -> dict[str, str]:
-    """The clauses of kvpack's own presets by ``basis``; none where it has no frames for keys."""
+    """Return the clauses of kvpack's own presets for ``basis``; empty if it has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
     return {name: clauses(basis, own.bits, trellis=own.trellis) for name, own in OWN.items()}
 
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
-    """The clauses of a recipe by ``basis`` whose codes have at most ``average`` bits per value on average."""
+    """Return the clauses of a recipe for ``basis`` whose codes have at most ``average`` bits per value on average."""
     found, usual = widths(basis.losses, average), int(average)
     texts = [_clause("", side, usual, trellis, basis) for side in "kv"]
     for side in "kv":
@@ -52,7 +52,7 @@ def _clause(layers: str, side: str, bits: int, trellis: bool, basis: Basis) -> s
 
 
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
-    """The widths of at most ``average`` bits on average, 1 at least, of places that lose ``losses`` at one width.
+    """Return a width of at least 1 bit for each place, at most ``average`` bits on average, given their ``losses`` at one width.
 
     A bit goes where it lowers the loss most (Shoham and Gersho 1988): each divides the loss of a place by about 4.
     """

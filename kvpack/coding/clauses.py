@@ -89,7 +89,7 @@ def _item(item: str, clause: str, text: str) -> tuple[int, int]:
 
 
 def refuse(text: str, word: str, clause: str, message: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise InvalidClause, with the one of the ``known`` words that is like ``word``."""
+    """Raise InvalidClause, suggesting the ``known`` word closest to ``word``."""
     close = difflib.get_close_matches(word, known, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise InvalidClause(text, clause, word, f"{message}{hint}")

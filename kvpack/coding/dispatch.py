@@ -50,8 +50,8 @@ def encode(
     """Return the streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel; None if the codec itself must encode it.
 
     ``before`` contains the streams of the run that it continues, and ``coded``, contiguous float32 ``[batch, kv_head, token]``, gets
-    ``codec.coded_norms`` of a codec that changes norms, if there are streams. The codec itself encodes where no kernels run, what they do
-    not take, and values that it may refuse. Raises what ``uses_triton`` and ``uses_c`` raise.
+    ``codec.coded_norms`` of a codec that changes norms, if there are streams. The codec itself must encode if no kernels run, if they do
+    not support it, and for values that it may refuse. Raises the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -104,9 +104,10 @@ def checks_values(codec: Codec, device: torch.device) -> bool:
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]]) -> Callable[[], None]:
-    """Begin to check the dense streams of sides, each with its name, on one device for which ``checks_values``.
+    """Begin to check the dense streams of sides, each with its name, on a device that ``checks_values`` supports.
 
-    What it returns makes the host wait, and refuses what ``codec.check`` refuses. Raises InvalidPayload, naming the first side.
+    Returns a function that waits for the device and raises InvalidPayload, as ``codec.check`` does, naming the first side that breaks a
+    rule.
     """
     if not sides:
         return lambda: None
@@ -153,9 +154,9 @@ def checks_digests(nbytes: int, device: torch.device) -> bool:
 
 
 def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
-    """Begin to find the digests of bytes ``[begin, end)`` of memory, uint8, on one device for which ``checks_digests``.
+    """Begin to compute the digests of byte ranges ``[begin, end)`` of memory, uint8, on a device that ``checks_digests`` supports.
 
-    Each begins at a multiple of 8 bytes. What it returns makes the host wait for them.
+    Each range begins at a multiple of 8 bytes. Returns a function that waits for the digests and returns them.
     """
     if not places:
         return list
@@ -183,8 +184,8 @@ def choice() -> tuple[str | None, str | None]:
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode ``side`` into ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame, where kernels do so in one pass.
 
-    Returns the ranges of tokens that are left to be written: all of them where no kernels run, and none where C takes the side. Raises
-    InvalidParameter when a stream is not laid out as its codec says, and what ``uses_triton`` and ``uses_c`` raise.
+    Returns the ranges of tokens still to be written: all of them if no kernels run, none if C decodes the side. Raises InvalidParameter if
+    a stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(out.device):
         from kvpack.kernels.cpu import lossless, unpack
@@ -302,7 +303,7 @@ def _backend() -> str:
 
 
 def backends() -> dict[str, str]:
-    """Return, for each kind of device ("cpu", "cuda"), what encodes, decodes and attends tensors there, in words.
+    """Return, for each kind of device ("cpu", "cuda"), a description of the code that encodes, decodes and attends there.
 
     PyTorch operations do what the kernels do not support. Raises InvalidParameter if the environment variable KVPACK_KERNELS is not valid.
 

@@ -1,6 +1,6 @@
 """Encoder options in a recipe's text that no header stores, such as norm_rule; a loaded cache needs them to encode more tokens.
 
-The text comes from a file. It is searched, and not parsed as a recipe: that would build every codec that it names.
+The text comes from a file. It is searched rather than parsed, because parsing would build every codec that it names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Running a codec's encoder over a whole tensor, block by block, into the arrays of its layout.
 
-Scales that heads or tokens share and that do not fit some of them are warned of once for a call, however many sides it encodes.
+One warning per call, however many sides it encodes, names scales that heads or tokens share although they fit some of them badly.
 """
 
 from __future__ import annotations
@@ -125,12 +125,11 @@ def encode(
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
-    ``before`` contains the streams of the run that it continues, ``position`` is that of the first token, and ``norms``,
-    ``[batch, kv_head, token]``, are those of the layer's keys (``head_norms.norms_of``), as far as these are known.
-    Raises InvalidParameter for NaN or infinity (raw and lossless keep them),
-    and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises InvalidParameter if ``uses_triton`` does.
-    Issues a RoundedWarning if a codec that loses nothing of its own dtype rounds values to it, and a KvpackWarning that names the tokens
-    in which a scale that heads or tokens share costs some of them precision, or what maps and means leave of a token costs itself.
+    ``before`` contains the streams of the run that it continues, ``position`` is that of the first token, and ``norms``, ``[batch, kv_head,
+    token]``, are those of the layer's keys (``head_norms.norms_of``), as far as these are known. Raises InvalidParameter for NaN or
+    infinity (raw and lossless keep them), and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises
+    InvalidParameter if ``uses_triton`` does. Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to it, and
+    a KvpackWarning that names tokens that lose precision because of a shared scale, or because of what maps and means leave of them.
     """
     raw = codec.side_car(RawPositions)
     if raw is not None:
@@ -339,7 +338,10 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
-    """Tokens ``[start, stop)`` of ``x`` as the codec is given them. Raises InvalidParameter for values that are not finite."""
+    """Return tokens ``[start, stop)`` of ``x`` in the form that the codec encodes.
+
+    Raises InvalidParameter for values that are not finite.
+    """
     part = x[:, :, start:stop]
     if codec.summary.exact_dtype is None:
         part = part.to(torch.float32)

@@ -221,8 +221,9 @@ class Recipe:
     def codec(self, layer: int, layers: int, side: str, dim: int, dtype: str = "bf16") -> Codec:
         """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
 
-        ``dtype`` is that of the values ("bf16", "fp16" or "fp32"), which raw and lossless keep unless their clause names another.
-        Raises InvalidParameter for a head dim that the codec cannot take, and lists presets that can; InvalidType for such a dtype.
+        ``dtype`` is the dtype of the values ("bf16", "fp16" or "fp32"), which raw and lossless keep unless their clause names another.
+        Raises InvalidParameter, listing suitable presets, if the codec does not support the head dim, and InvalidType if it does not
+        support the dtype.
         """
         layer, layers, dim = integer(layer, "layer"), integer(layers, "layers"), integer(dim, "dim")
         if not isinstance(side, str) or side not in SIDES:
@@ -351,7 +352,7 @@ def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice
 
 
 def _without_alias(clause: str) -> str:
-    """A clause, and that which ``klt-<bits>`` and ``transform-<bits>`` stand for."""
+    """Return a clause, with ``klt-<bits>`` and ``transform-<bits>`` expanded."""
     match = _ALIAS.fullmatch(clause)
     return f"kv={match[1]}:bits={match[2]}{_ALIAS_WORDS[match[1]]}" if match else clause
 

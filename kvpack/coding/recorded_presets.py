@@ -1,4 +1,4 @@
-"""The meaning of presets' names in files, stores and rows of versions that recorded names; never changed, whatever presets become."""
+"""The meaning of presets' names in files, stores and rows of versions that recorded names; never changed, even if presets change."""
 
 from __future__ import annotations
 

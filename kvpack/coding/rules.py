@@ -72,7 +72,7 @@ class Rule:
 
         ``calibrated`` and ``balanced`` come from a basis, if there is one.
 
-        Raises InvalidParameter if it cannot take the head dim, InvalidType when it cannot keep the dtype.
+        Raises InvalidParameter if the codec does not support the head dim, and InvalidType if it cannot keep the dtype.
         """
         words = dict(self.words)
         if self.codec_id in _DTYPES and "dtype" not in words:
@@ -98,7 +98,7 @@ class Rule:
 
     @property
     def keeps_raw(self) -> bool:
-        """Whether its codec keeps some tokens raw."""
+        """True if its codec keeps some tokens raw."""
         return raw_clause.choice_of({name: value for name, value in self.words if name in RawPositions.words}) is not None
 
     def canonical(self, side: str) -> Spelled:

@@ -91,8 +91,8 @@ def _strided(x: torch.Tensor) -> Strided:
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
     """``slots`` as Python's integers: sums of an engine's narrow ones with addresses would wrap around.
 
-    Raises OutOfBounds for a slot that is none of ``count``, and InvalidParameter for what is not a integer and, where slots are
-    ``written``, for one that is given twice.
+    Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers and, if slots are ``written``,
+    for a repeated slot.
     """
     found = [integer(slot, "a slot") for slot in items(slots, "slots", "slots, which are integers")]
     for slot in found:

@@ -1,4 +1,5 @@
-"""True if values of strided memory share bytes, decided from sizes and strides: the tensors of an engine may have any, and many values.
+"""Tests whether strided values share bytes, from sizes and strides only: an engine's tensors may have any strides and too many values to
+list.
 
 Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes where the bounded integers a and b bring these
 within an item of each other: a search from the largest stride down, in which what the smaller strides can reach leaves few choices.

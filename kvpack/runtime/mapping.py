@@ -46,7 +46,7 @@ class _Mapping:
 
 @functools.cache
 def most_mappings() -> int:
-    """Return the number of files may be mapped at a time: a share of what the system allows the process."""
+    """Return the number of files that may be mapped at a time: a share of the system's limit for the process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read(32)) // _SHARE

@@ -29,7 +29,7 @@ class Breaker:
         self._lock = Lock()
 
     def allows(self) -> bool:
-        """Return True if to send a request now. After a pause one caller may, and the others wait for its result."""
+        """Return True if a request may be sent now. After a pause one caller may send one, and the others wait for its result."""
         with self._lock:
             if self._in_a_row < FAILURES:
                 return True
@@ -88,4 +88,4 @@ def is_panic(error: BaseException) -> bool:
 
 
 class Resting(Exception):
-    """No request was sent, because earlier ones failed."""
+    """Raised if no request was sent because earlier ones failed."""

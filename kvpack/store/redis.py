@@ -5,11 +5,11 @@
     {kvpack}:sizes         a hash by key: its size in bytes
     {kvpack}:bytes         the sum of the sizes
     {kvpack}:lease:<key>   the token of whoever computes what is missing (leases.py)
-    {kvpack}:contains         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
+    {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
-The braces keep all of them on one node of a cluster. Only the entries are authoritative: if the rest is lost or inconsistent,
-it is counted again from a scan of the server's names before anything is put.
+The braces keep all of them on one node of a cluster. Only the entries are authoritative: if the rest is lost or inconsistent, it is counted
+again from a scan of the server's names before anything is put.
 """
 
 from __future__ import annotations

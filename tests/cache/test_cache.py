@@ -281,7 +281,7 @@ BAD_INPUT = {
     "heads": ([(X, X[:, :1])], InvalidParameter, "batch, kv_head and token must agree"),
     "both missing": ([(None, None)], InvalidParameter, "both sides are absent"),
     "not a cache": (7, InvalidType, "a int is not a KV cache"),
-    "not a tensor": ([("k", X)], InvalidType, "a str in place of a tensor"),
+    "not a tensor": ([("k", X)], InvalidType, "expected a tensor or None, got a str"),
     "no heads": ([(X[:, :0], X[:, :0])], InvalidParameter, r"layers\[0\].k: shape \[1, 0, 8, 64\]; expected at least one sequence"),
     "no sequences": ([(X[:0], X[:0])], InvalidParameter, r"layers\[0\].k: shape \[0, 2, 8, 64\]; expected at least one sequence"),
     "head dim": ([(X[..., :63], X[..., :63])], InvalidParameter, "head dim 63"),
@@ -422,7 +422,7 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     side = kvpack.pack(random_pairs(1, 100), "kivi-2")[0].k
     assert side is not None
     for out, error, message in (
-        (numpy.zeros((1, 2, 100, 64)), InvalidType, "a ndarray in place of a tensor"),
+        (numpy.zeros((1, 2, 100, 64)), InvalidType, "expected a tensor, got a ndarray"),
         (torch.zeros(1, 2, 100, 64, dtype=torch.int8), InvalidType, "torch.int8 cannot represent decoded values"),
         (torch.zeros(1, 2, 99, 64), InvalidParameter, r"shape \[1, 2, 99, 64\], and the side has \[1, 2, 100, 64\]"),
         (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta and the cache is on cpu"),

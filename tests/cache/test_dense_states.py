@@ -256,7 +256,7 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
 
 
 def test_layers_that_have_not_seen_the_same_tokens_are_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] 8 and layers\[1\] 5 of them"):
+    with pytest.raises(InvalidParameter, match=r"different numbers of tokens \(layers\[0\] 8 and layers\[1\] 5\)"):
         kvpack.pack(with_layer(DynamicLayer(), tokens=5), "raw")
 
 

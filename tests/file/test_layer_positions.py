@@ -97,7 +97,7 @@ def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
         assert (changed.start, changed.stop) == (5, 5 + seen)
     assert [(part.skipped, part.tokens) for part in (cache[1][:], cache[1][48:70], cache[1][48:60])] == [(48, 22), (0, 22), (0, 12)]
     for part in (slice(0, 60), slice(48, 71), slice(-3, None), slice(0, 70, 2), 1):
-        with pytest.raises(OutOfBounds, match=r"requested from a layer that holds tokens 48 to 70|indexed as layer"):
+        with pytest.raises(OutOfBounds, match=r"requested from a layer that holds tokens 48 to 70|index a layer by tokens"):
             cache[1][part]  # type: ignore[index]
 
 
@@ -123,7 +123,7 @@ def test_layers_get_the_same_tokens() -> None:
 
 def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
     with pytest.raises(
-        InvalidParameter, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: those"
+        InvalidParameter, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: the tokens"
     ):
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), sliding()])
 
@@ -197,7 +197,7 @@ def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_i
     held = "the layer holds tokens 48 to 70 of its cache, not those before; "
     for options, message in (
         ({}, f"the query of token {70 - queries} sees all tokens before it: pass sliding_window"),
-        ({"causal": False}, f"the query of token {70 - queries} sees all before it"),
+        ({"causal": False}, f"the query of token {70 - queries} sees all tokens before it"),
         ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees a window of {largest + 1} tokens"),
         ({"sliding_window": 4, "lengths": [20]}, "lengths= counts from the cache's first token"),
     ):

@@ -134,9 +134,9 @@ def test_what_the_basis_lacks() -> None:
     without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
     with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames for the keys of layer 0: make them with kvpack calibrate"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, without))
-    with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
+    with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis has 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(RECIPE, BASIS))
-    with pytest.raises(InvalidParameter, match=r"balanced frames of the keys of layer 0 .*: frames of 2 heads, and the values have 4"):
+    with pytest.raises(InvalidParameter, match=r"balanced frames of the keys of layer 0 .*: the frames are for 2 heads, but the values have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 4"):
         kvpack.pack(pairs(40) * 2, kvpack.Recipe(RECIPE, BASIS))
@@ -226,7 +226,7 @@ def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
         kvpack.pack(given, recipe)
     with pytest.raises(InvalidParameter, match="the basis has queries of 2 heads, but the keys have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(recipe, basis))
-    with pytest.raises(InvalidParameter, match="the head dim is 32, and that of the basis 16"):
+    with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis has 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(recipe, basis))
 
 

@@ -97,7 +97,7 @@ def test_the_codes_of_a_short_run_lie_from_the_lowest_bit_up() -> None:
 
 def test_widths_of_heads_are_for_their_number_of_heads(basis: Basis, tmp_path: Path) -> None:
     codec = of_heads(8, 2, b"\1\2")
-    with pytest.raises(InvalidParameter, match="of 2 heads, and the values have 3"):
+    with pytest.raises(InvalidParameter, match="for 2 heads, but the values have 3"):
         replace(codec, source=BasisRows(random_rows(3, 8, "k")[None])).encode(torch.zeros(1, 3, 1, 8))
     path = tmp_path / "x.kvpack"
     kvpack.save(kvpack.pack(pairs(3), kvpack.Recipe("kv=klt:rows=fp16,widths=heads", basis)), path)
@@ -253,9 +253,9 @@ def test_codecs_that_no_side_uses_need_no_basis(basis: Basis, tmp_path: Path) ->
 def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="basis of a model with 2 layers, but the cache has 1"):
         kvpack.pack(pairs(3)[:1], kvpack.Recipe("klt-2", basis))
-    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, and that of the basis 32"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, but the basis has 32"):
         kvpack.pack([(v, k) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
-    with pytest.raises(InvalidParameter, match="a basis of 2 heads, and the values have 1"):
+    with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="model whose name is 'x', and that of the cache is 'y'"):
         kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis), model={"name": "y"})
@@ -368,7 +368,7 @@ def test_recipes_name_the_basis(basis: Basis) -> None:
     ):
         with pytest.raises(InvalidParameter, match=message):
             kvpack.Recipe(text)
-    with pytest.raises(InvalidParameter, match=f"names the basis {'0' * 64}, and {digest} was given"):
+    with pytest.raises(InvalidParameter, match=f"names the basis {'0' * 64}, but {digest} was passed"):
         kvpack.Recipe(f"kv=klt:basis={'0' * 64}", basis)
 
 

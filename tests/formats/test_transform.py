@@ -189,7 +189,7 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
     kvpack.save(kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, basis)), path)
     with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed"):
         kvpack.load(path)
-    with pytest.raises(InvalidParameter, match="frames of 2 heads, and the values have 1"):
+    with pytest.raises(InvalidParameter, match="the frames are for 2 heads, but the values have 1"):
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe(RECIPE, basis))
     with pytest.raises(MissingBasis, match=f"recipe '{RECIPE}' needs a basis"):
         kvpack.pack(pairs(3), RECIPE)

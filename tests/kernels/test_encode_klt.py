@@ -156,5 +156,5 @@ def test_a_basis_is_needed_of_as_many_heads() -> None:
     codec, x = klt(32, bytes([3, 1])), values(32, "float32", 1, 9)
     with pytest.raises(MissingBasis, match="were not given"):
         encoded(replace(codec, source=None), x)
-    with pytest.raises(InvalidParameter, match="a basis of 2 heads, and the values have 1"):
+    with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         encoded(codec, x[:, :1])

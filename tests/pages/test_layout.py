@@ -177,7 +177,7 @@ def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
         with pytest.raises(InvalidParameter, match=r"the staging has 2 slots of PageGeometry.*expected at least 3"):
             copy([0, 1, 2])
     layout.gather(pool, [1, 1], staging)
-    with pytest.raises(InvalidParameter, match="slot 1 was given 2 times"):
+    with pytest.raises(InvalidParameter, match="slot 1 was passed 2 times"):
         layout.scatter(staging, pool, [1, 1])
     other = PageLayout.certify(PageGeometry(2, 2, 8, 16, 16), writer(lambda k, v: torch.stack([k, v]), page), page).staging(2)
     layout.gather(pool, [0], other)

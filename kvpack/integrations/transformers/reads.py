@@ -1,4 +1,4 @@
-"""True if a model's code needs dense keys and values: packed ones can only be passed on to attention, with options that it supports."""
+"""Tests whether a model's code needs dense keys and values: packed ones can only be passed to attention, with options that it supports."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _measured() -> dict[str, float]:
 
 
 def _breaks_on(recipe: Recipe, shape: dict[str, int]) -> list[str]:
-    """The keys that the recipe is not for, in words."""
+    """Return a description of the keys that the recipe is not suited to."""
     from kvpack.cache.packing import spreads_channels
     from kvpack.formats.errors import MissingBasis
 

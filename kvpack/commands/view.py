@@ -1,4 +1,4 @@
-"""kvpack view: show a file in the browser, from a server for this machine alone."""
+"""kvpack view: show a file in the browser, from a server for this machine only."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Viewer(ThreadingHTTPServer):
-    """A server of the page and of one file, under a random path that only its URL tells.
+    """A server of the page and of one file, under a random path that is only in its URL.
 
-    ``path`` is the file and ``port`` the port on 127.0.0.1, 0 for a free one. Raises MissingFile for what is not a regular file that
-    can be read, and InvalidParameter for a port that cannot be used.
+    ``path`` is the file and ``port`` the port on 127.0.0.1, 0 for a free one. Raises MissingFile for what is not a regular file that can be
+    read, and InvalidParameter for a port that cannot be used.
     """
 
     daemon_threads = True
@@ -112,7 +112,7 @@ class Viewer(ThreadingHTTPServer):
         os.close(self.descriptor)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing is told of connections that a browser has dropped."""
+        """Ignore errors of connections that a browser has dropped."""
 
 
 def _opened(path: str | os.PathLike[str]) -> int:
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         return "kvpack"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: they hold the token."""
+        """Log nothing: requests contain the token."""
 
     def parse_request(self) -> bool:
         if not super().parse_request():
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _place(self) -> str | None:
-        """The place below the token that a request names; None without the token."""
+        """Return the path below the token in a request; None without the token."""
         _, _, rest = self.path.partition("/")
         token, _, place = rest.partition("/")
         right = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Malformed requests get the headers of all others, and no page that repeats their text."""
+        """Answer malformed requests with the usual headers, and with no page that repeats their text."""
         self.close_connection = True
         self.command = self.command or "GET"
         self.request_version = "HTTP/1.1"

@@ -26,7 +26,7 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
     """Return True if the mean of ``values`` is below that of the paired ``others`` by more than chance explains.
 
-    One pair tells nothing of chance: its difference counts as it is.
+    With a single pair, the difference alone decides.
     """
     differences = [one - other for one, other in zip(values, others, strict=True)]
     interval = student_t(differences)

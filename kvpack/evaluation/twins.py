@@ -64,9 +64,9 @@ def _scale(layer: Any, factor: float, generator: torch.Generator) -> None:
 def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
     """Add a constant to every key of the model, in an eighth of the channels of every KV head: ``factor`` times the channel's deviation.
 
-    All scores of a query move alike, so that the function stays the same, while keys get the offsets that biases give those of some models.
-    ``sample`` is token ids ``[batch, token]``; returns the largest difference of a logit on it, relative to the largest logit. Raises
-    InvalidParameter for a factor that is not finite, and a model whose logits change by more than TWIN_TOLERANCE.
+    All scores of a query change by the same amount, so the function stays the same, while keys get offsets like those that biases cause in
+    some models. ``sample`` is token ids ``[batch, token]``; returns the largest difference of a logit on it, relative to the largest logit.
+    Raises InvalidParameter for a factor that is not finite, and a model whose logits change by more than TWIN_TOLERANCE.
     """
     if not abs(factor) < float("inf"):
         raise InvalidParameter(f"--offset is {factor}, expected a finite number")

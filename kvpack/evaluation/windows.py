@@ -167,7 +167,7 @@ def prefill(
     """The (k, v) of every layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
 
     ``positions``, of the same shape, are those of the tokens (default: from 0 on). ``observe(layer, queries)`` is called with the queries
-    ``[batch, q_head, token, dim]`` as attention takes them, of models whose attention is not their own. Raises InvalidParameter for a
+    ``[batch, q_head, token, dim]`` as attention receives them, unless the model computes attention itself. Raises InvalidParameter for a
     model with layers that keep other states.
     """
     known = Model(model)
@@ -207,7 +207,7 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
     """The share of the attention weight that the ``chosen`` tokens of each layer get, averaged over heads and the newest queries.
 
     ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, is of these. Empty for models
-    with attention of their own, or with other weights, such as biases by distance.
+    that compute attention themselves, or whose attention weights have other terms, such as biases by distance.
     """
     known = pairs[0][0].shape[2]
     cache = uncompressed(model, [(k.clone(), v.clone()) for k, v in pairs])
@@ -268,7 +268,7 @@ def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
 
 
 class Bf16Cache(KvpackCache):
-    """A model's packed cache that accepts new keys and values in bf16, as models store them; on a CPU, the model computes in float32."""
+    """A packed cache that rounds new keys and values to bf16, as models store them, although the model computes in float32 on a CPU."""
 
     _offsets: Any
 

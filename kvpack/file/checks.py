@@ -1,6 +1,6 @@
 """The values that a header may hold: a table has a rule for each field, and one walker refuses every other value.
 
-Messages name the place (``where``), the rule and the value found.
+Messages name the place (``where``), the rule and the refused value.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class File:
             check_pads(self._source, span, first, last, memory)
 
     def check_digests(self, found: Iterable[tuple[str, bytes]]) -> None:
-        """Raise DigestMismatch for the first tensor of ``found`` that was read with another digest than its own."""
+        """Raise DigestMismatch for the first tensor whose digest in ``found`` differs from the header's."""
         with _located(self.where):
             for name, digest in found:
                 check_hash(name, self.tensors[name].stored_bytes, digest, self.tensors[name].digest)

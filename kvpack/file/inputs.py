@@ -97,7 +97,7 @@ class Inputs:
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[Hidden, ...], first: int) -> Inputs:
         """Return the inputs of a cache from position ``first`` on whose ``rows`` have these ids, the same number for each.
 
-        ``undetermined`` has texts with the positions of their first tokens; that rows differ is added where it is not among them.
+        ``undetermined`` has texts with the positions of their first tokens; a text about differing rows is added if it is missing.
         """
         token_ids, known, found = _rows(rows, first)
         items = list(undetermined)
@@ -177,8 +177,8 @@ class Inputs:
     def to_features(self) -> tuple[tuple[str, ...], dict[str, bytes]]:
         """The required and the ignorable features of a file with these inputs.
 
-        Of the ignorable ones, ``inputs`` is always there, ``token-ids.0`` and on where that does not hold all ids, and ``row-ids.0`` and on
-        where rows differ. Raises LimitExceeded for more hidden tokens than a file lists.
+        The ignorable feature ``inputs`` is always present; ``token-ids.0`` and on if it does not hold all ids, and ``row-ids.0`` and on if
+        rows differ. Raises LimitExceeded for more hidden tokens than a file lists.
         """
         required, ignorable = hidden_tokens.features_of(self.hidden)
         kept = self.token_ids[: MAX_IDS * ID_BYTES]
@@ -192,7 +192,7 @@ class Inputs:
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **ignorable}
 
     def _without_ids_after(self, count: int) -> Inputs:
-        """Return the clauses of a file that has room for only ``count`` ids of each row, about all other ids."""
+        """Return the clauses about the ids that a file with room for only ``count`` ids per row leaves out."""
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
@@ -290,7 +290,7 @@ def _differ(inputs: Inputs) -> bool:
 
 
 def _rows(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """The ids that ``rows`` begin with, the rows if they differ, and then what is said of that, with its position."""
+    """Return the ids that all ``rows`` begin with; if rows differ, also the rows, and the clause about the difference with its position."""
     if len(set(rows)) == 1:
         return rows[0], (), []
     words = [memoryview(row).cast("I") for row in rows]

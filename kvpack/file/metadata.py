@@ -1,4 +1,5 @@
-"""The ignorable feature ``metadata``: short texts and numbers by name, which kvpack keeps and gives no meaning (spec/container.md)."""
+"""The ignorable feature ``metadata``: short texts and numbers by name, which kvpack stores without interpreting them (spec/container.md).
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def compressed(raw: memoryview) -> bytes | None:
 def decompressed(name: str, stored: memoryview, size: int, *, checksums: bool) -> memoryview:
     """Decode the frame ``stored`` to ``size`` writable bytes; nothing is allocated before the frame's header matches ``size``.
 
-    ``checksums`` means that the file has ``FEATURE``, so that a frame without a content checksum is refused: versions of libzstd decode
-    some malformed frames to different values. Raises InvalidPayload, which begins with ``name``.
+    With ``checksums`` (the file has ``FEATURE``), a frame without a content checksum is refused, because versions of libzstd decode some
+    malformed frames to different values. Raises InvalidPayload, which begins with ``name``.
     """
     import zstandard
 

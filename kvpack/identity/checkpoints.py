@@ -88,7 +88,7 @@ def _status(path: str) -> dict[str, int]:
 
 
 class _Kept:
-    """The digest that was kept of one file, in a file of its own; ``place`` is None if there is no folder for it."""
+    """The cached digest of one file, in a file of its own; ``place`` is None if there is no cache folder."""
 
     def __init__(self, path: str, place: str | None) -> None:
         self._path, self._place = path, place
@@ -109,7 +109,7 @@ class _Kept:
         return digest if isinstance(digest, str) and _HEX.fullmatch(digest) else None
 
     def write(self, status: Mapping[str, int], digest: str) -> None:
-        """Keep the digest; without effect where nothing can be written, and for a file that was changed just now."""
+        """Store the digest; does nothing if the cache is not writable or the file changed just now."""
         newest = max(status["modified_ns"], status["changed_ns"]) / 1e9
         if self._place is None or not 0 <= newest < time.time() - SETTLED:
             return
@@ -142,7 +142,7 @@ def _kept(path: str) -> Iterator[_Kept]:
 
 
 def _folder() -> str | None:
-    """This user's folder for digests, made if need be; None if there is none that nobody else can write."""
+    """Return this user's folder for digests, created if missing; None if other users could write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")
     try:

@@ -64,7 +64,7 @@ def model_name(loaded_from: str) -> str:
 
 
 def weights_of(found: Iterable[ModelPart]) -> Weights:
-    """The digest, begun, of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
+    """Begin the digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
     return Weights(_states(found))
 
 
@@ -72,7 +72,8 @@ def weights_sample(found: Iterable[ModelPart]) -> str:
     """Return ``SAMPLE`` and a digest of some values of each weight, which tells models with the same modules apart without reading all
     weights.
 
-    Files of earlier versions name it. They are those of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced in each. Raises InvalidParameter.
+    Files of earlier versions name it. It covers the tensors of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced values of each. Raises
+    InvalidParameter.
     """
     named = _states(found)
     lines = [
@@ -216,7 +217,7 @@ def _module(part: ModelPart) -> list[Any]:
 
 
 def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """The frequencies that a rotary embedding has for short sequences, where its last pass decides those in ``buffer``; else ``buffer``."""
+    """Return a rotary embedding's frequencies for short sequences if ``buffer`` depends on its last pass, else ``buffer``."""
     before, found, _ = name.rpartition(_FREQUENCIES)
     first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
     kind = getattr(module, "rope_type", None)

@@ -1,7 +1,7 @@
 """The digest of all weights of a model in memory, computed in the background. It takes about as long as reading every weight once.
 
-Weights change without a trace through ``.data`` and in copies of them: so a digest is computed from their bytes each time that a file or
-an identity meets the model. No cheaper check could tell that an earlier digest still holds.
+Weights can change without a trace through ``.data``, so their bytes are digested each time that a file or an identity is compared with the
+model. No cheaper check could show that an earlier digest is still valid.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _ALIGNMENT = 8
 class Weights:
     """The digest of ``named``, a model's state by name, with the values of the moment when it is made.
 
-    Until ``hold``, nobody may change values: it waits until those in host memory are read, and makes later work on a CUDA device wait
-    until those there are read. Raises InvalidParameter, as ``text`` does, naming what has no values in memory or none that can be read.
+    Values must not change before ``hold`` returns: it waits until the tensors in host memory are read, and makes later work on a CUDA
+    device wait until those on the device are read. Raises InvalidParameter, as ``text`` does, naming a tensor whose values are not in
+    memory or cannot be read.
     """
 
     def __init__(self, named: Sequence[tuple[str, Any]]) -> None:

@@ -367,7 +367,7 @@ class LiveCache:
 
         With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe requests a residual
         window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
-        Raises InvalidParameter if an update of all layers is under way, and InvalidParameter.
+        Raises InvalidParameter, also while an update of all layers is under way.
         """
         cache = self.snapshot(packed)
         cache.check_ends()
@@ -472,7 +472,7 @@ class LiveCache:
             raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs need finite values")
 
     def _own(self, layer: int) -> LiveLayer | None:
-        """The layer of that number, None before its first tokens; numbers below 0 do not count from the end."""
+        """Return layer ``layer``, or None before its first tokens; negative numbers do not count from the end."""
         if type(layer) is not int:
             integer(layer, "layer")
         if 0 <= layer < self._count:

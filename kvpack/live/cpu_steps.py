@@ -22,7 +22,7 @@ _NUMBERS = {type(None), bool, int, float}
 
 
 class CpuSteps:
-    """The steps over one ``layer``; whatever they do not take is left to the layer's own ``update`` and to ``kvpack.attend``."""
+    """The steps over one ``layer``; other calls are left to the layer's own ``update`` and to ``kvpack.attend``."""
 
     captured = False
 
@@ -69,7 +69,7 @@ class CpuSteps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend``; None if ``kvpack.attend`` is to do it, or to say why it cannot."""
+        """Attend as ``LiveCache.attend``; None if ``kvpack.attend`` must do it, or report why it cannot."""
         layer = self._layer
         if self._version != layer.version:
             self._view()

@@ -1,4 +1,4 @@
-"""One layer of a live cache: keys, values, and how many tokens of each are where."""
+"""One layer of a live cache: keys, values, and the number of tokens in pages and in the tail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LiveLayer:
     """A layer that grows: an immutable ``layer`` first, then what ``update`` adds.
 
-    ``window`` is how many tokens are encoded together, ``newest`` how many stay raw, and ``room`` how many the raw tail contains at most.
+    ``window`` is the number of tokens encoded together, ``newest`` the number that stay raw, and ``room`` the capacity of the raw tail.
     With ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in errors, ``start`` is the position of
     the cache's first token.
     """
@@ -311,7 +311,7 @@ class LiveLayer:
             raise
 
     def _unseen(self, raw: int) -> int:
-        """Return how many of the tokens held, with ``raw`` behind the older ones, no later query sees."""
+        """Return the number of held tokens, ``raw`` of them in the tail, that no later query sees."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
@@ -384,7 +384,7 @@ class LiveLayer:
 
 
 def _aligned_start(side: LiveSide, start: int, group: int) -> int:
-    """The last token up to ``start`` that is whole groups of ``group`` tokens behind the beginning of a page of ``side``."""
+    """Return the last token up to ``start`` that is a multiple of ``group`` tokens after the beginning of a page of ``side``."""
     first = 0
     for end in side.side(0).boundaries[1:-1]:
         if end > start:

@@ -1,4 +1,4 @@
-"""Layers of a live cache, as it makes them: of its first tokens, or of an immutable layer that it continues."""
+"""Creation of a live cache's layers, from first tokens or from an immutable layer to continue."""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ class SideState(NamedTuple):
 class LiveSide:
     """The keys or the values of a live layer, from an immutable ``side`` on, whose runs it shares.
 
-    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; how many of its
-    tokens are there is known to the layer. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens
-    of the side's own tail, which the other side has packed already, are ``unfinished``: they stay raw until they fill a token group.
+    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; the layer keeps
+    the number of its tokens. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's own
+    tail, which the other side has packed already, are ``unfinished``: they stay raw until they fill a token group.
     """
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
@@ -251,7 +251,7 @@ class LiveSide:
         return windows * self.window
 
     def _all_runs(self) -> PackedRuns:
-        """All runs: the same object until they change, so that kernels find what they have kept with it."""
+        """Return all runs: the same object until they change, so that kernels find the tables that they cached with it."""
         if self._joined is None:
             self._joined = PackedRuns([*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)])
         return self._joined

@@ -1,4 +1,4 @@
-"""Decoding steps on a CUDA device: kernels that find positions, tails and pages on the device, with nothing planned or checked between."""
+"""Decoding steps on a CUDA device: kernels that read positions, tails and pages on the device, without planning or checks between steps."""
 
 from __future__ import annotations
 

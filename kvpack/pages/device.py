@@ -1,7 +1,7 @@
-"""Pages in the memory of a device, to rows and back by kernels: what the host adds are tables, and outcomes afterwards.
+"""Pages in device memory, to rows and back by kernels: the host adds only tables, and reads the outcomes afterwards.
 
-What they do not take is coded for all pages of a job together (``batched``), and the rest passes through the host's memory: pages that
-are refused, whose errors are then the host's, and recipes whose digits must be checked before they are looked up.
+Recipes without such kernels are coded for all pages of a job together (``batched``). Host memory handles the rest: refused pages, whose
+errors the host reports, and recipes whose digits must be checked before a table lookup.
 """
 
 from __future__ import annotations

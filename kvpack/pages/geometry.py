@@ -119,7 +119,8 @@ class PageGeometry:
     def slots(self, codec: Codec) -> dict[str, int]:
         """The rows of each stream that has a fixed number of raw tokens a page; none if there is no room for one.
 
-        A basis leaves out what recipes keep raw, and decodes it badly: its pages have room for one token at least.
+        A basis is calibrated without the tokens that recipes keep raw and encodes them badly, so pages with a basis have room for at least
+        one.
         """
         raw, count = codec.side_car(RawPositions), slots_of(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}

@@ -1,4 +1,4 @@
-"""Pages in the memory of the host, to rows and back, by threads of a codec's own."""
+"""Pages in host memory, to rows and back, by the codec's own threads."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class HostPages:
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Decode rows that are as they must be."""
+        """Decode rows that were checked."""
         plan = self._plan
         lanes = [lane.of(pages) for lane in plan.lanes]
 

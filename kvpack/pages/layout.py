@@ -34,9 +34,9 @@ class PageLayout:
         """Find the layout of a page by ``write(k, v)``, which puts values through the engine's own writer into ``page``.
 
         ``k`` and ``v`` are ``[layer, head, token, channel]`` of the geometry's dtype, ``v`` None for pages of one side; ``page`` is a
-        scratch page, contiguous, whose content is lost. Values are numbered, and each bit of the numbers is written once for each
-        side; then values of any bits must come back. A layout's name says nothing: pages of equal shape are differently.
-        Raises InvalidParameter if the writer is no permutation: it loses, repeats, overlaps or changes values.
+        scratch page, contiguous, whose content is lost. Values are numbered, and each bit of the numbers is written once for each side;
+        then values of any bits must come back. A layout's name is not enough: pages of equal shape may be arranged differently. Raises
+        InvalidParameter unless the writer is a permutation: it must not lose, repeat, overlap or change values.
         """
         if not isinstance(geometry, PageGeometry):
             raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.pages.PageGeometry")
@@ -91,7 +91,7 @@ class PageLayout:
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """For each side the place of its first value and the strides of its axes; None for a layout without."""
+        """For each side the place of its first value and the strides of its axes; None for a layout that has no strides."""
         found = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
@@ -111,7 +111,7 @@ class PageLayout:
     def buffer(self, pool: torch.Tensor) -> PageBuffer:
         """The slots of ``pool`` ``[slot, value]`` in an engine's memory, without a copy.
 
-        Raises InvalidParameter for a layout whose places are no multiples of indices: ``gather`` and ``scatter`` copy its pages.
+        Raises InvalidParameter for a layout without strides: copy its pages with ``gather`` and ``scatter``.
         """
         self._check_pool(pool)
         if self.strides is None:

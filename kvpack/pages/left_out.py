@@ -34,7 +34,7 @@ class LeftOut:
             self.costly += costly
 
     def warn(self, costly: int) -> None:
-        """Issue one KvpackWarning, however often it is called with tokens that are ``costly``."""
+        """Issue one KvpackWarning in total, about ``costly`` tokens."""
         with self._lock:
             if self._has_warned or not costly:
                 return

@@ -27,7 +27,7 @@ class Strided(NamedTuple):
 
 
 def shares_with_itself(x: Strided) -> bool:
-    """Return True if two items of ``x`` share bytes, or that cannot be told within a bounded search."""
+    """Return True if two items of ``x`` share bytes, or if a bounded search cannot decide it."""
     # Of two items one comes first: on the largest axis where they differ, its index is the smaller one.
     axes = sorted(x.axes, key=lambda axis: -axis[1])
     for number, (size, stride) in enumerate(axes):
@@ -38,7 +38,7 @@ def shares_with_itself(x: Strided) -> bool:
 
 
 def share(x: Strided, y: Strided) -> bool:
-    """Return True if an item of ``x`` and one of ``y`` share bytes, or that cannot be told within a bounded search."""
+    """Return True if an item of ``x`` and one of ``y`` share bytes, or if a bounded search cannot decide it."""
     if x.end <= y.begin or y.end <= x.begin:
         return False
     ranges: dict[int, tuple[int, int]] = {}

@@ -86,9 +86,9 @@ def populate(address: int, size: int) -> None:
 
 
 def is_cold(descriptor: int, begin: int, end: int) -> bool:
-    """Return True if less than half of bytes ``[begin, end)`` of an open file is in the page cache; False if the system does not tell.
+    """Return True if less than half of bytes ``[begin, end)`` of an open file is in the page cache; False if that is unknown.
 
-    Linux tells of files that belong to this user, or that it may write.
+    Linux reports this only for files that this user owns or may write.
     """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     size = end - begin

@@ -1,8 +1,8 @@
 """Memory for large results on the CPU: separate allocations, in huge pages if the system has them.
 
-Most of the time of writing new memory goes to the faults of its pages: 0.4 to 0.7 ms per MiB in small ones, 0.1 in large ones. The heap
-has large pages if a whole one is inside one result, and then keeps them for what the host puts there next. Memory of a pack that is
-gone serves the next one; the system may take its pages before.
+Most of the time of writing new memory goes to the faults of its pages: 0.4 to 0.7 ms per MiB in small ones, 0.1 in large ones. The heap has
+large pages if a whole one is inside one result, and then keeps them for what the host puts there next. Memory of a freed pack is reused by
+the next one, unless the system has reclaimed its pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
 class _Piece:
-    """Memory from which results are taken one after the other. It is theirs as long as any of them lives."""
+    """Memory from which results are taken one after the other. It is freed with the last of them."""
 
     def __init__(self, nbytes: int) -> None:
         memory = _kept() if nbytes == _PIECE_BYTES else None

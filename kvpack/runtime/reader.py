@@ -1,4 +1,4 @@
-"""Reads of a file by threads in C, which take the interpreter no time."""
+"""Reads of a file by threads in C, which do not hold the interpreter."""
 
 from __future__ import annotations
 

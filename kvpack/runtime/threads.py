@@ -66,7 +66,7 @@ class Begun(Generic[Item, Result]):
         return self._call(item)
 
     def wait(self) -> None:
-        """Wait for all calls; raises none of their errors. What only the calls need is not kept."""
+        """Wait for all calls; raises none of their errors. Arguments that only the calls need are released."""
         if self._call is not None:
             for job in self._jobs:
                 job.run(self._made)

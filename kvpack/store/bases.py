@@ -60,7 +60,7 @@ class StoredBasis:
         self._whole: set[int] = set()
 
     def present(self) -> bool:
-        """Return True if it is at hand or, as far as its first bytes tell, in the store."""
+        """Return True if it is in memory or, judged by its first bytes, in the store."""
         return self._basis is not None or any(self._backend.present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:

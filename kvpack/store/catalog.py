@@ -138,7 +138,7 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def continuable(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
-        """``prefix`` up to its last chunk that states follow, and these; all of it and None if there are none."""
+        """Return ``prefix`` up to its last chunk followed by states, and these states; the whole prefix and None if there are none."""
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
                 return Prefix(prefix.entries[:count]), states
@@ -297,7 +297,7 @@ def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = 
 def fronts_of(backend: Backend, listed: Iterable[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
     """The ``listed`` entries and their fronts (``Backend.fronts``), which a server is asked for many at a time.
 
-    Of an entry without bytes or of more than ``max_entry_bytes`` nothing is read; it has None, like one that is gone.
+    The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
     """
     waiting: list[Stored] = []
     size = 0

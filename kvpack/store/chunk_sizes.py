@@ -1,4 +1,4 @@
-"""Stores of other chunk sizes on one location: their entries have other keys, and nothing of theirs is found, which is worth saying."""
+"""Entries of other chunk sizes at one location have other keys and are never found, so a lookup without a hit reports them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRIES = 3
 
 
 class OtherChunks:
-    """After lookups without a hit, searches for entries of the same tokens with another chunk size, until it has found some once."""
+    """After lookups without a hit, searches for entries of the same tokens with another chunk size, until it has found some."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk

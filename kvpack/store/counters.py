@@ -198,7 +198,10 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """Metrics in Prometheus' text format, each with ``labels`` before its own. Raises InvalidParameter for what are no labels."""
+    """Metrics in Prometheus' text format, each with ``labels`` before its own.
+
+    Raises InvalidType and InvalidParameter for invalid labels.
+    """
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
         raise InvalidType(f"labels is {shown(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:

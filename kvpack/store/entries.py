@@ -217,10 +217,10 @@ def check_entry(
     recipe: str | None,
     max_bytes: int = MAX_ENTRY_BYTES,
 ) -> Named:
-    """The chunk that a file names, before any tensor is read.
+    """Return the chunk that a file names, after checking its header; no tensor is read.
 
-    Raises InvalidHeader unless it is an entry with this start, model and recipe (None: any) of one chunk of one sequence, and
-    LimitExceeded for a layer whose values take more than ``max_bytes``.
+    Raises InvalidHeader unless it is an entry with this start, model and recipe (None: any) of one chunk of one sequence, and LimitExceeded
+    for a layer whose values take more than ``max_bytes``.
     """
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):

@@ -1,4 +1,4 @@
-"""The form of an entry, judged by its size and first bytes before it is read (spec/store.md, Entries and Encrypted entries)."""
+"""The kind of an entry, determined from its size and first bytes before it is read (spec/store.md, Entries and Encrypted entries)."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Evictor:
     def _try_round(self, size: int, kept: set[bytes], *, anew: bool = False) -> Round | None:
         """Sweep, count, and evict until ``size`` more bytes fit; None if another process is evicting.
 
-        Where there is an index, the count is believed, unless it is to be made ``again`` or has lost touch with what is there.
+        With an index, the count is trusted unless ``again`` asks for a new one or it does not match the folder.
         """
         with self._locked() as held:
             if not held:
@@ -327,7 +327,7 @@ class Evictor:
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
     """The keys and sizes of the entries, the least recently used first, and before all those whose last use is after ``latest_ns``.
 
-    Uses only make a time later, so an entry whose file has the time of its row is older than what follows. Later times are noted.
+    A use only makes a time later, so an entry whose file still has the time of its row precedes all that follow. Later times are recorded.
     """
     latest_ns = min(latest_ns, _LAST)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []

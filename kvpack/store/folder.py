@@ -101,7 +101,7 @@ class Folder:
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
     def to_make(self, path: str) -> int:
-        """The bytes that the folders take that an entry at ``path`` needs and that are not there yet."""
+        """Return the bytes of the missing folders that an entry at ``path`` needs."""
         leaf = os.path.dirname(path)
         missing = sum(not os.path.isdir(one) for one in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
         if not missing:

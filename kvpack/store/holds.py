@@ -38,7 +38,7 @@ def hold_of(owner: Any, seconds: Any) -> Hold:
 
 
 def checked_owner(owner: Any) -> str | None:
-    """The name of an owner. Raises InvalidParameter for what cannot be one."""
+    """The name of an owner. Raises InvalidParameter for an invalid name."""
     if owner is None:
         return None
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:

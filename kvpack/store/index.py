@@ -65,7 +65,7 @@ class Listing(NamedTuple):
 class Index:
     """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork.
 
-    No method raises for a fault of SQLite or the system: it answers None, and the caller lists the folder.
+    No method raises for a fault of SQLite or the system: it returns None, and the caller lists the folder.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -167,7 +167,7 @@ class Index:
         return known
 
     def check_next(self) -> None:
-        """Compare one folder's names with its rows, another one at each call: two changes of one moment leave one time."""
+        """Compare the names of one folder, a different one at each call, with its rows: two changes at the same moment leave one time."""
         with self._guarded(), contextlib.suppress(OSError), self._transaction() as connection:
             if connection is None:
                 return
@@ -300,7 +300,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """A transaction of the only writer; None if it is not to be had in time. Raises sqlite3.Error."""
+        """Context of a write transaction; None if the lock could not be acquired in time. Raises sqlite3.Error."""
         connection = self._opened(new=new)
         if connection is not None:
             try:
@@ -320,7 +320,7 @@ class Index:
 
     @contextlib.contextmanager
     def _changing(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
-        """Change a folder and its rows: it goes on to be known if it was as it was known before."""
+        """Context that changes a folder and its rows; the folder stays indexed if it matched the index before."""
         known = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
         same = known == self._state(folder)
         yield

@@ -1,4 +1,4 @@
-"""Leases: of several workers that miss the same prefix, one computes it, and the others wait until it is saved.
+"""Leases: if several workers miss the same prefix, one computes it, and the others wait until it is saved.
 
 A lease is named by the key of the first chunk that is missing. It ends when its holder saves the prefix or is closed, and at the latest
 after the seconds that the store was given, so a holder that is dead, or never saves, delays others by no more than that.

@@ -1,6 +1,6 @@
 """The pinned chains of a folder: one file per chain and owner, named by both, contains all its keys and up to when they are pinned.
 
-Pins of earlier versions have no owner and no end; they are in a folder of their own and go on to hold.
+Pins of earlier versions have no owner and no end; they are in a folder of their own and stay in effect.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pins:
     def _read(self, name: str, path: str, *, told: bool = False) -> Pin | None:
         """Return the pin in a file, whether or not it is in effect; None for a file that is missing or is not a pin of the owner.
 
-        That is a fault, unless it has been ``told``.
+        A file that is not a pin is counted as a fault, unless it is in ``told``.
         """
         try:
             with self._folder.trust.opened(path) as (descriptor, status):

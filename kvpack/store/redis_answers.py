@@ -92,7 +92,7 @@ def page(answer: Any) -> tuple[bytes, int]:
 
 
 def taken(answer: Any) -> bool:
-    """Return True if a key was set that there was not."""
+    """Return True if a missing key was set."""
     if answer is not None and answer is not True and answer != b"OK":
         raise _wrong(answer, "OK or nothing")
     return answer is not None

@@ -1,5 +1,5 @@
-"""A client of a Redis server: requests of many commands, scripts by their digests, a check of each answer,
-and limits of its bytes and of its time, also if the server takes a byte now and then.
+"""A client of a Redis server: requests of many commands, scripts by their digests, a check of each answer, and limits on its bytes and its
+time, even if the server reads only a byte now and then.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Client:
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     def _greet(self, uses_ttl: bool) -> None:
-        """Load the scripts, and warn of a server that evicts by itself. One that does not answer now may answer later.
+        """Load the scripts, and warn of a server that evicts by itself. A server that does not answer now may do so later.
 
         Raises InvalidParameter if the server speaks another protocol, or refuses the URL's user or database.
         """

@@ -315,8 +315,8 @@ class Store:
     ) -> int:
         """Keep the longest stored prefix from eviction, in every process; return its length in tokens.
 
-        It is kept until ``unpin``, ``delete`` or ``seconds`` from now (default: a day), under the name of ``owner`` (default: the host
-        and the process), whose pin of the same prefix this one replaces. Raises InvalidParameter.
+        The pin lasts until ``unpin``, ``delete`` or ``seconds`` from now (default: a day). It belongs to ``owner`` (default: the host and
+        the process) and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
         """
         hold = hold_of(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
@@ -356,7 +356,7 @@ class Store:
     def clear(self) -> int:
         """Remove every stored prefix of this identity, with its pins, and return the number of entries removed.
 
-        Every entry's header is read. Chunks whose ancestors are gone are not found by it, nor by any ``load``; they are evicted.
+        Every entry's header is read. Chunks whose ancestors are gone are found neither by it nor by ``load``; they are evicted in time.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
         keys = chains_from(catalog, [self._root])
@@ -406,7 +406,7 @@ class Store:
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _readable(self, keys: Sequence[bytes]) -> bool:
-        """Return True if there is an entry to begin with, and the basis to decode it, which is read from the store if need be."""
+        """Return True if the first entry exists and its basis is available, which is read from the store if needed."""
         if self._stored is None or self._reader.basis is not None:
             return True
         if not self._backend.present(keys[:1]):

@@ -262,5 +262,5 @@ def told(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, i
 
 
 def _each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
-    """Ask every backend, and return whether any answered yes."""
+    """Call every backend, and return whether any call returned True."""
     return True in [ask(backend) for backend in backends]

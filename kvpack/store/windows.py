@@ -46,7 +46,8 @@ class Windows:
 def check_held(cache: Cache, stored: int) -> None:
     """Check that every layer still contains the tokens that follow the first ``stored``, which are stored already.
 
-    Raises InvalidParameter if nothing is stored; later chunks may be missing because they were evicted, so then a KvpackWarning is issued.
+    Raises InvalidParameter if nothing is stored; if only later chunks are missing, they may have been evicted, and a KvpackWarning is
+    issued.
     """
     for number, layer in enumerate(cache):
         if layer.skipped > stored and layer.tokens:

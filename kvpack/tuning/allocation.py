@@ -1,4 +1,4 @@
-"""The codec of every layer and side, and the short recipe that says so."""
+"""The codec of every layer and side, and the short recipe that expresses it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str,
 def channel_costs(cost: torch.Tensor) -> torch.Tensor:
     """Return the cost of an error in a single channel ``[..., channel]``, from costs ``[..., dim, dim]``; every channel costs a little.
 
-    Costs are added in proportion to these. So a model whose keys are larger in a channel, and its queries smaller, is coded the same.
+    The added costs are in proportion to them, so that a model with larger keys and smaller queries in a channel is coded the same.
     """
     own = cost.diagonal(dim1=-2, dim2=-1)
     least = MIN_CHANNEL * own.mean()
@@ -116,7 +116,7 @@ def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tup
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
     """The matrix whose rows the columns are factors of, the matrix that finds the columns, and their standard deviations, descending.
 
-    Errors of columns cost what their squares are.
+    The cost of an error in a column is its square.
     """
     ridge = RIDGE * channel_costs(torch.from_numpy(cost)).numpy()
     ridged = cost + numpy.diag(numpy.maximum(ridge, numpy.finfo(float).tiny))

@@ -92,9 +92,9 @@ def run(
 ) -> dict[str, Any]:
     """Calibrate the model in folder ``model`` on the file ``text``, write the basis to ``out``, and return JSON values.
 
-    What is done is kept in ``out`` + ".progress" after every window, so that an interrupted calibration goes on, and removed at the
-    end. Raises InvalidParameter for sizes that do not fit, and for a model with layers that have no keys and values of heads,
-    MissingFile, WriteFailed and OutOfRange.
+    Progress is saved in ``out`` + ".progress" after every window, so that an interrupted calibration resumes, and removed at the end.
+    Raises InvalidParameter for sizes that do not fit, and for a model with layers that have no keys and values of heads, MissingFile,
+    WriteFailed and OutOfRange.
     """
     if not out.endswith(SUFFIX):
         raise InvalidParameter(f"{out}: the name of a basis ends in {SUFFIX}")

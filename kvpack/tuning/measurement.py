@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Loss:
     """The cost of one recipe, one number per window; ``bytes`` is the size of the windows' files, ``values`` their number of values.
 
-    The KL divergence (nats per token) is the rise of the log-perplexity if the text were as the uncompressed model
-    expects it. It hardly depends on which text is read, so that a few windows tell codecs apart whose perplexities they cannot.
+    The KL divergence (nats per token) is the rise of the log-perplexity if the text were as the uncompressed model expects it. It hardly
+    depends on the text, so that a few windows suffice to compare codecs whose perplexities they cannot distinguish.
     """
 
     kl_divergences: list[float]

@@ -11,7 +11,7 @@ from .results import uniform_name
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the recipe found next to the best uniform recipe, the codecs of the layers, and whether tuning helped."""
+    """Print the chosen recipe next to the best uniform recipe, the codecs of the layers, and whether tuning helped."""
     settings = report["settings"]
     title = (
         f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits per value; "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def results(
     search: Search, held_out: tuple[list[float], dict[str, Loss]], tuned: Measurement, uniform: Measurement | None
 ) -> dict[str, Any]:
-    """The recipe found, the results of the best uniform recipe, and every measurement on the way.
+    """Return the chosen recipe, the results of the best uniform recipe, and all measurements.
 
     ``held_out`` has the exact losses of the held-out windows, and those of both recipes.
     """

@@ -27,8 +27,8 @@ def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     """The RoPE of every layer, None for keys that do not depend on their position; ``tokens`` ``[1, token]`` are some of a text.
 
     A sequence of one token attends to itself alone, so that its keys at two positions differ by RoPE and nothing else. Whatever its type
-    (default, linear, llama3, yarn, ...), RoPE is what its frequencies are; those of types that change with the length of a sequence are
-    the ones of short sequences, up to ``Rope.longest``. Raises InvalidParameter, naming the layer, for keys that turn in another way.
+    (default, linear, llama3, yarn, ...), RoPE is determined by its frequencies; for types that change with the length of a sequence, they
+    are those of short sequences, up to ``Rope.longest``. Raises InvalidParameter, naming the layer, for keys that turn in another way.
     """
     alone = tokens[0, :_TOKENS, None]
     limit = positions(model)

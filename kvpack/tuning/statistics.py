@@ -1,8 +1,8 @@
 """Statistics of a calibration, from windows of text: means, covariances and samples of keys and values, and the cost of errors in them.
 
-The cost is the Fisher information: of a next token that is drawn from the model's own prediction, the gradient of its
-log-probability by every key and value (Martens 2020, Sec. 5). Predictions at higher temperatures are drawn from, too: where the
-model is sure, the gradient of a likely token is next to nothing, whatever an error would do.
+The cost is the Fisher information: of a next token that is drawn from the model's own prediction, the gradient of its log-probability by
+every key and value (Martens 2020, Sec. 5). Predictions at higher temperatures are drawn from, too: if the model is certain, the gradient of
+a likely token is almost zero, whatever an error would change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The search by widths: the loss of every layer and side at 2 bits, and for other widths what theory makes of it.
+"""The search by widths: the loss of every layer and side is measured at 2 bits and predicted for other widths.
 
-Each bit more divides the error of a Lloyd-Max code, and with it the loss, by about 4. What a place loses at 2 bits then tells all widths:
-a bit goes where loss * 4^(2 - bits) falls the most per byte. Only the chosen recipes are measured besides.
+Each bit more divides the error of a Lloyd-Max code, and with it the loss, by about 4. The loss of a place at 2 bits thus predicts its loss
+at every width: a bit goes where loss * 4^(2 - bits) falls the most per byte. Only the chosen recipes are measured besides.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ CALLS: dict[str, Call] = {
     "pack None": (lambda: kvpack.pack(None, "kivi-4"), InvalidType, "a NoneType is not a KV cache: pass"),
     "pack a number": (lambda: kvpack.pack(3, "kivi-4"), InvalidType, "a int is not a KV cache: pass"),
     "pack one tensor": (lambda: kvpack.pack(K, "kivi-4"), InvalidType, "a Tensor is not a KV cache: pass"),
-    "pack arrays": (lambda: kvpack.pack([(K.float().numpy(),) * 2], "kivi-4"), InvalidType, "expected a tensor or None, got a ndarray.*torch.from_numpy"),
+    "pack arrays": (lambda: kvpack.pack([(K.float().numpy(),) * 2], "kivi-4"), InvalidType, "got a ndarray.*torch.from_numpy"),
     "pack a cache": (lambda: kvpack.pack(CACHE, "kivi-4"), InvalidType, "packed already: change its recipe with Cache.convert"),
     "pack integers": (lambda: kvpack.pack([(K.int(), V)], "kivi-4"), InvalidType, "dtype torch.int32; expected bfloat16"),
     "pack fp8": (lambda: kvpack.pack([(K.to(torch.float8_e5m2), V)], "fp8"), InvalidType, r"kvpack.pages.Minifloats\(elements, scales\)"),

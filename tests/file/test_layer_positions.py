@@ -223,7 +223,7 @@ def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
         ({"range": 3, "layers": [3, 3, 4]}, "starts layer 2 at position 4"),
         ({"range": 3, "layers": [3, True]}, "its metadata kvpack.unpacked is"),
         ({"range": 3}, "its metadata kvpack.unpacked is"),
-        ({"range": -1, "layers": [-1, -1]}, "start is -1, expected at least 0"),
+        ({"range": -1, "layers": [-1, -1]}, "start is -1, expected an integer from 0"),
     ],
     ids=["fewer layers", "before the range", "beyond all positions", "without tensors", "boolean", "no layers", "negative"],
 )

@@ -136,7 +136,7 @@ def test_what_the_basis_lacks() -> None:
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, without))
     with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis has 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(RECIPE, BASIS))
-    with pytest.raises(InvalidParameter, match=r"balanced frames of the keys of layer 0 .*: the frames are for 2 heads, but the values have 4"):
+    with pytest.raises(InvalidParameter, match=r"layer 0 .*: the frames are for 2 heads, but the values have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 4"):
         kvpack.pack(pairs(40) * 2, kvpack.Recipe(RECIPE, BASIS))

@@ -200,7 +200,7 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3"), path)
     with pytest.raises(InvalidParameter, match=r"the newest 30 of 40 tokens: give its sliding window, such as windows=\{0: 31\}"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path)
-    with pytest.raises(InvalidParameter, match="holds the newest 30 of 40 tokens, and a window of 32 has 31 before the next one"):
+    with pytest.raises(InvalidParameter, match="holds the newest 30 of 40 tokens, but a window of 32 needs 31 before the next token"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path, windows={0: 32})
     with pytest.raises(InvalidParameter, match="the cache begins at position 5"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw", start=5), path)

@@ -59,14 +59,13 @@ def import_slot(
 ) -> Cache:
     """The sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's inputs.
 
-    ``kv_heads`` are the heads of keys and values, of all layers or of each: the file has only their channels together. ``windows`` has
-    the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own.
-    ``latents`` means that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as
-    llama.cpp has them, after its rotary embedding and in its order of channels, so the cache's ``model`` means that it is llama.cpp's;
-    ``model``, as for ``kvpack.pack``, adds its name, for example. Metadata keeps
-    what else ``export_slot`` needs. Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, with the recipe ``raw`` alone: llama.cpp may
-    have rotated them, and the file does not say whether. No codec holds those of q4_1, q5_1 and iq4_nl: a cache of such a slot has no
-    tokens, but states after the last one, which opaque.py describes.
+    ``kv_heads`` is the number of KV heads, one for all layers or one per layer: the file records only all channels together. ``windows``
+    has the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own. ``latents``
+    means that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as llama.cpp has them, after its
+    rotary embedding and in its order of channels, so the cache's ``model`` marks it as llama.cpp's; the argument ``model``, as for
+    ``kvpack.pack``, adds fields such as its name. The metadata stores everything else that ``export_slot`` needs. Blocks of q8_0, q5_0 and
+    q4_0 are kept bit for bit, with the recipe ``raw`` alone: llama.cpp may have rotated them, and the file does not say whether. No codec
+    holds those of q4_1, q5_1 and iq4_nl: a cache of such a slot has no tokens, but states after the last one, which opaque.py describes.
 
     Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: positions that are not
     consecutive, several sequences, images, recurrent states; and the errors of ``kvpack.pack``.
@@ -331,7 +330,7 @@ def _ids(cache: Cache) -> bytes:
 
 
 def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
-    """Return how many of a layer's newest tokens llama.cpp saves."""
+    """Return the number of a layer's newest tokens that llama.cpp saves."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         found = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         found = "states" if layer.states else "no keys" if layer.k is None else found

@@ -44,7 +44,7 @@ LOOKED_AT = 4
 class Accounts:
     """Reports stored and deleted objects to the listeners of ``adapter``, each once, with the same size.
 
-    ``there`` says of each object whether it is stored, and yes where it cannot tell. Safe to use from any thread.
+    ``there`` returns for each object whether it is stored, and True if that is unknown. Safe to use from any thread.
     """
 
     def __init__(self, adapter: Any, there: Callable[[list[Any]], list[bool]]) -> None:

@@ -81,12 +81,12 @@ def export_prompt_cache(
 ) -> int:
     """Write ``cache`` as a prompt cache of mlx-lm and return the file's size in bytes; ``path`` ends in .safetensors.
 
-    Values are written in the dtype that they are stored in; where that is not one of bf16, fp16 and fp32, or another is wanted,
-    ``dtype`` names it, and values are rounded to it. ``windows`` has the sliding window of every layer that has one, in tokens, by the
-    layer's number: such a layer becomes a ``RotatingKVCache``, all others a ``KVCache``, which attends all tokens for ever. Texts and
-    numbers of ``cache.metadata`` are kept as texts. ``progress`` counts layers.
-    Raises InvalidParameter, naming the layer, for what mlx-lm's classes do not hold: a cache that begins behind position 0, layers
-    without keys or values, states, and a window that lacks tokens; OutOfRange where ``dtype`` makes a value infinite; WriteFailed.
+    Values are written in the dtype that they are stored in; where that is not one of bf16, fp16 and fp32, or another is wanted, ``dtype``
+    names it, and values are rounded to it. ``windows`` has the sliding window of every layer that has one, in tokens, by the layer's
+    number: such a layer becomes a ``RotatingKVCache``, and every other one a ``KVCache``, which keeps all tokens. Texts and numbers of
+    ``cache.metadata`` are kept as texts. ``progress`` counts layers. Raises InvalidParameter, naming the layer, for a cache that mlx-lm's
+    classes cannot represent: one that does not begin at position 0, layers without keys or values, states, and a window that lacks tokens;
+    OutOfRange where ``dtype`` makes a value infinite; WriteFailed.
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):

@@ -52,28 +52,27 @@ MAX_ROWS = 2**20
 class KvpackCache(PassCalls):
     """A transformers cache whose keys and values are packed as they arrive, and never unpacked.
 
-    ``KvpackCache(model, recipe)`` is empty, ``KvpackCache.of(cache, model)`` continues a packed cache, and
-    ``KvpackCache.load(path, model)`` a file. Give the model the token ids that follow the cache, or give ``generate`` all token ids.
+    ``KvpackCache(model, recipe)`` is empty, ``KvpackCache.of(cache, model)`` continues a packed cache, and ``KvpackCache.load(path,
+    model)`` a file. Give the model the token ids that follow the cache, or give ``generate`` all token ids.
     ``KvpackCache(config=model.config, recipe=...)`` is empty and has no model: set attention "kvpack" with
     ``model.set_attn_implementation``; nothing is recorded, and no other model's pass is refused.
 
-    With ``model``, a transformers model or a PEFT wrapper of one, its attention is switched to "kvpack" until ``release`` or the end of
-    a ``with`` block (plain tensors go to the attention that was set before), the cache is checked against it, forward passes are
-    recorded (``packed.inputs``), and ``generate`` is refused other token ids than the cache's. A model whose attention
-    cannot take packed layers then gets dense keys and values, decoded layer by layer for each call, and a KvpackWarning says so;
-    ``dense`` says at once whether it does.
+    With ``model``, a transformers model or a PEFT wrapper of one, its attention is switched to "kvpack" until ``release`` or the end of a
+    ``with`` block (plain tensors go to the attention that was set before), the cache is checked against it, forward passes are recorded
+    (``packed.inputs``), and ``generate`` refuses token ids that differ from the cache's. A model whose attention cannot take packed layers
+    then gets dense keys and values, decoded layer by layer for each call, with a KvpackWarning; ``dense`` makes the choice explicitly.
 
-    A model with rotary positions of several dimensions, such as Qwen2-VL, continues where the cache's positions end, which a
-    KvpackCache records; for a cache that does not say, ``rope_deltas`` is what the model had of that name after the prompt, or 0 for
-    text. The model's own ``rope_deltas`` is then set before each pass.
+    A model with rotary positions of several dimensions, such as Qwen2-VL, continues where the cache's positions end, which a KvpackCache
+    records; for a cache that does not record it, pass the model's ``rope_deltas`` after the prompt, or 0 for text. The model's own
+    ``rope_deltas`` is then set before each pass.
 
-    With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model
-    computes the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one
-    attends to, or the model's RoPE turns keys of either by the frequencies of long sequences (dynamic, longrope), none are, and a
-    KvpackWarning says so. The cache must hold its token ids, those of each row of a batch, and depend on nothing else but padding.
+    With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model computes
+    the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one attends to,
+    or the model's RoPE turns keys of either by the frequencies of long sequences (dynamic, longrope), none are, and a KvpackWarning says
+    so. The cache must hold its token ids, those of each row of a batch, and depend on nothing else but padding.
 
-    Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused,
-    and told which mask to give. ``packed.inputs.hidden`` lists them.
+    Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused with
+    a message that says which mask to pass. ``packed.inputs.hidden`` lists them.
 
     With ``keep_all``, layers with a sliding window keep the tokens that no later one attends to, so that a ``Store`` takes the whole prompt
     and ``crop`` goes back to any token. A pass takes no longer, and the cache and its file are larger.
@@ -83,13 +82,13 @@ class KvpackCache(PassCalls):
     other pass runs as it does without. The graph is captured again in each row of steps, and its first replay must give what the model
     gives without it, bit for bit; where that fails, as for a model whose steps read values on the host, steps run without. Values of
     weights may change in place; where modules, their attributes or code, hooks, modes or the places of weights have changed, the graph is
-    captured again. By default (None) that is so for a model on a CUDA device whose code is all PyTorch's and transformers' own; False
-    leaves it out. With True it is so for any other, too, such as one with adapters, and a KvpackWarning says where steps run without: what
-    else a forward of the model's own reads on the host, or counts there, must then stay as it is.
+    captured again. By default (None), graphs are used for a model on a CUDA device whose code is all from PyTorch and transformers; False
+    turns them off. True uses them for any model, such as one with adapters, and a KvpackWarning reports steps that run without; everything
+    else that the model's forward reads or counts on the host must then stay the same.
 
-    Raises InvalidType for what is neither a model nor a packed cache; InvalidParameter; InvalidParameter, naming what differs, for a cache
-    of another model, for one that does not start at position 0, and without ``prompt`` for a batch of which the ids of rows are unknown;
-    InvalidParameter when a layer ends before the others; InvalidParameter when one lacks tokens of the model's window.
+    Raises InvalidType for anything but a model and a packed cache; InvalidParameter for a cache of another model, naming the difference,
+    for one that does not start at position 0, for a layer that ends before the others or lacks tokens of the model's window, and, without
+    ``prompt``, for a batch whose rows have unknown ids.
     """
 
     def __init__(
@@ -269,9 +268,9 @@ class KvpackCache(PassCalls):
     def packed(self) -> Cache:
         """Packed cache with every token appended so far: the argument of ``kvpack.save``.
 
-        ``inputs`` says what the tokens came from, as far as it was recorded, and ``model`` what the model is. All
-        weights are read, which takes about as long as a decode step: where they are not those of the pass before, ``inputs`` says so.
-        Another thread may ask while a model generates: it waits for the end of a forward pass.
+        Its ``inputs`` are the recorded inputs of the tokens, and ``model`` identifies the model. All weights are read, which takes about as
+        long as a decode step; if they changed since the last pass, ``inputs`` records it. Another thread may read this while a model
+        generates: it waits for the end of a forward pass.
         """
         with self.passes.turns.taken():
             if self.live.tokens:
@@ -296,7 +295,7 @@ class KvpackCache(PassCalls):
             )
 
     def generate(self, token_ids: Any, **options: Any) -> Any:
-        """``generate`` of the cache's model over this cache, which it is given under the name that the installed transformers has for it.
+        """Run ``generate`` of the cache's model over this cache, passed under the name that the installed transformers uses.
 
         ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are those of the cache and at least one that follows; ``options``
         are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for other ids than the
@@ -336,7 +335,7 @@ class KvpackCache(PassCalls):
         return self._rollback.positions()
 
     def keep_states(self) -> None:
-        """Keep a copy of all states after the newest token, in the host's memory, so that a ``Store`` and ``crop`` have them.
+        """Keep a copy of all states after the newest token in host memory, for a ``Store`` and ``crop``.
 
         Call it between passes, at multiples of the store's ``chunk``. A model without recurrent and convolution layers has nothing to keep.
         Raises InvalidParameter after a pass that failed, and for a model that keeps states in its modules.

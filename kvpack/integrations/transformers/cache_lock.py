@@ -1,4 +1,4 @@
-"""One thread at a time has a cache: a forward pass from its beginning to its end, and calls that read or change all layers."""
+"""The lock of a cache: one thread at a time runs a forward pass over it, or reads or changes all its layers."""
 
 from __future__ import annotations
 

@@ -43,14 +43,13 @@ Message = dict[str, Any]
 class Chat:
     """A conversation with a transformers ``model`` whose KV cache stays packed from one message to the next.
 
-    ``send`` takes only the new message. The whole conversation is rendered with the chat template each time, and the model computes
-    what follows the tokens that this and the cache begin with. A template may therefore drop or change earlier text, such as reasoning:
-    what it changes is computed again. A tokenizer without a chat template joins the texts of all messages as they are.
+    ``send`` takes only the new message. The whole conversation is rendered with the chat template each time, and the model computes only
+    the tokens after the common prefix of the result and the cache. A template may therefore drop or change earlier text, such as reasoning;
+    tokens from the first change on are computed again. A tokenizer without a chat template joins the texts of all messages as they are.
 
-    ``messages`` are those of the conversation so far, dicts with a role and a content, as ``apply_chat_template`` takes them, and
-    ``template`` are other arguments of its. With ``store``, a ``kvpack.Store`` of the model, the beginning of the conversation comes from
-    there if this object has no cache yet, and every reply is saved there; what the store does not have is computed. ``recipe`` is the
-    store's, or kvpack-4. Raises InvalidParameter, and InvalidType for messages that are none.
+    ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` holds its other
+    arguments. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the conversation, and
+    every reply is saved there. ``recipe`` is the store's, or kvpack-4. Raises InvalidParameter, and InvalidType for anything but messages.
     """
 
     def __init__(
@@ -111,11 +110,11 @@ class Chat:
         return self._cache
 
     def send(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The model's reply to ``message``: a text of the user's, a message with another role, or several messages.
+        """Return the model's reply to ``message``: user text, a message with another role, or several messages.
 
-        If the conversation ends with a message of the user's, a text is appended to that. ``options`` are those of the model's
-        ``generate``, such as max_new_tokens (default: 512), do_sample or streamer. Nothing changes if it raises.
-        Raises InvalidParameter if the template refuses the messages, and as KvpackCache does.
+        If the conversation ends with a user message, text is appended to it. ``options`` are those of the model's ``generate``, such as
+        max_new_tokens (default: 512), do_sample or streamer. Nothing changes if it raises. Raises InvalidParameter if the template refuses
+        the messages, and as KvpackCache does.
         """
         messages = self._with(message)
         _, ids = self._rendered(messages, reply=True)

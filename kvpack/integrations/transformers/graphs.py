@@ -56,10 +56,10 @@ _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDi
 class StepGraphs:
     """The decode steps of a model over the KvpackCache ``cache``, whose layer ``number`` has tokens: a graph for one kind of step.
 
-    A step is a pass of one new token for each sequence, with nothing but token ids, positions and a mask of padding on the left. The
-    first steps of a row of them run as they are; then one is captured. The capture is told a length of the cache that is wrong, and its
-    first replay must give the result of the same step without a graph, bit for bit: so a model whose step depends on what only the
-    host knows gets no graph, and a KvpackWarning says so. Any other pass ends the row, and the graph with it.
+    A step is a pass of one new token for each sequence, with nothing but token ids, positions and a mask of padding on the left. The first
+    steps of a row of them run as they are; then one is captured. The capture gets a wrong length of the cache, and its first replay must
+    give the same result as the step without a graph, bit for bit: so a model whose step depends on values on the host gets no graph, and a
+    KvpackWarning says so. Any other pass ends the row, and the graph with it.
 
     Where they are not ``asked`` for, there are graphs of models whose code is all PyTorch's and transformers' own, and no warnings.
     """
@@ -269,7 +269,9 @@ class _KeptMakeup:
 
 
 class ForwardSwitch:
-    """The ``forward`` of one model, which passes over caches with graphs go through; its own comes back with the last reference here."""
+    """Replaces the ``forward`` of one model, for passes over caches with graphs; the original returns with the last reference to this
+    object.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -363,7 +365,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Within it no garbage is collected: the end of a graph among it would end a capture."""
+    """Context without garbage collection: collecting a graph would end a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -435,9 +437,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def step_graphs(cache: Any, number: int, asked: bool | None, model: torch.nn.Module | None, name: str, hinders: str) -> StepGraphs | None:
-    """What replays decode steps of ``cache``, whose first layer with tokens has that ``number``; None if nothing can.
+    """Return the object that replays decode steps of ``cache``, whose first layer with tokens is ``number``; None without graphs.
 
-    ``asked``: the user's choice. What ``hinders`` graphs, if anything does, is told in a KvpackWarning if they were asked for.
+    ``asked`` is the user's choice. If graphs were asked for, a KvpackWarning reports what ``hinders`` them.
     """
     wanted = asked if asked is not None else model is not None and may_replay(model)
     if wanted and not hinders:

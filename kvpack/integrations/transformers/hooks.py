@@ -66,7 +66,7 @@ class Hooks:
 
 
 class _Unpickled:
-    """A weak reference to the hooks of a model, which says why the model cannot be pickled."""
+    """A weak reference to a model's hooks, whose pickling error explains why the model cannot be pickled."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = weakref.ref(hooks)
@@ -206,8 +206,8 @@ class Recording:
     def inputs(self, past_key_values: TransformersCache) -> Inputs:
         """The inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
 
-        They are those of the keys and values that passes computed: of a cache that was changed since, except for its newest tokens dropped
-        or its rows selected, they determine nothing. Raises InvalidParameter for a cache that no recorded pass was over.
+        They describe the keys and values that passes computed. If the cache was changed since, other than by dropping its newest tokens or
+        selecting rows, they are marked as undetermined. Raises InvalidParameter for a cache that no recorded pass was over.
         """
         record, computed = self._known(past_key_values)
         inputs = record.inputs
@@ -299,8 +299,8 @@ def _tokens(past: Any) -> int:
 def _follow(record: Record, computed: Computed, cache: TransformersCache, tokens: int) -> None:
     """Bring a record to its cache of ``tokens`` tokens as it is now.
 
-    Newest tokens may be gone, rows selected, or tokens added by passes outside the recording. Where values are no longer those of
-    the passes, as after tokens in between were dropped, the record forgets what these were computed from.
+    Newest tokens may be gone, rows selected, or tokens added by passes outside the recording. If values are no longer those of the passes,
+    as after tokens in between were dropped, the record forgets their inputs.
     """
     kept = min(tokens, record.tokens)
     rows = computed.rows(cache, kept) if kept else []

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass, as far as its arguments tell."""
+"""The inputs of one forward pass, as far as its arguments determine them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class RotaryPositions:
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
         """Return the positions after ``cache``, None for an empty one; None for a model with one-dimensional positions.
 
-        Raises InvalidParameter if they are not known: a file may not record them, and the model may have others of another prompt.
+        Raises InvalidParameter if they are not known: a file need not record them, and the model may hold those of another prompt.
         """
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:

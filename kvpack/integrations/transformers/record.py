@@ -84,7 +84,7 @@ class Record:
             self._settle()
 
     def note(self, start: int, what: str) -> None:
-        """Record the clause ``what`` about all tokens from ``start`` on, if there are any."""
+        """Record ``what`` about all tokens from ``start`` on, if there are any."""
         self._settle()
         if start < self.tokens:
             self._findings.append(_Finding(start, self.tokens, what))

@@ -26,9 +26,9 @@ class CapturedStep(NamedTuple):
 class PackedLength(int):
     """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask.
 
-    ``first_visible`` tells the first token that a layer with this mask attends to: layers may contain more than the one that was asked.
-    ``leave_to_attention`` notes whether the model's own attention has a mask where packed attention needs none. ``check_mask`` is told the
-    attention mask of the pass. ``captured`` is given where a CUDA graph captures the step.
+    ``first_visible`` returns the first token that a layer with this mask attends to: layers may contain more tokens than the one that was
+    asked. ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none. ``check_mask``
+    receives the attention mask of the pass, and ``captured`` is set if a CUDA graph captures the step.
     """
 
     first_visible: Callable[[], int] = staticmethod(lambda: 0)
@@ -98,7 +98,9 @@ class CompiledLength:
 
 
 def left_out(reason: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator of functions that compilers leave to eager code; ``reason`` is what ``fullgraph=True`` is told, from PyTorch 2.7 on."""
+    """Decorator for functions that compilers leave to eager code; from PyTorch 2.7 on, ``reason`` appears in the error of
+    ``fullgraph=True``.
+    """
     options = {"reason": reason} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
     return partial(torch.compiler.disable, **options)
 

@@ -185,7 +185,7 @@ class Tracking:
     def name(self) -> dict[str, str] | None:
         """Return the fields by which the cache names its model; None if they are those of the cache that it continues.
 
-        Weights that changed without a trace since the last call are noted of the tokens since then.
+        If weights changed without a trace since the last call, this is recorded for the tokens since then.
         """
         model = None if self._watched is None else self._watched()
         if not self.record.tokens:
@@ -299,7 +299,7 @@ class Tracking:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Take no note of calls: a CUDA graph captures them within one that is noted."""
+        """Context in which calls are not recorded, because a CUDA graph captures them within a recorded one."""
         self._muted = True
         try:
             yield
@@ -444,7 +444,8 @@ class Tracking:
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
         """Raise InvalidParameter if ``generate`` gives the model all ``ids`` after the cache's and may repeat ids of the cache.
 
-        It tells by the length of an attention mask whether they are all, and makes none for a forward that names no such argument.
+        ``generate`` recognizes by the length of an attention mask that they are all ids, and makes no mask for a forward without that
+        parameter.
         """
         tokens = self.record.tokens
         if not 0 < tokens < ids.shape[1] or arguments.get("attention_mask") is not None:

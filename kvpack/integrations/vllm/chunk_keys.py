@@ -1,7 +1,7 @@
 """The names of rows: vLLM's manager knows the keys of chunks, and its workers do not.
 
-vLLM's own specs say where chunks are. With their keys beside that, a row of another chunk is found: one that an earlier chunk has left
-in the same memory, or that a tier has brought to the wrong place.
+vLLM's own specs record where chunks are. With their keys added, a row of another chunk is detected: one that an earlier chunk left in the
+same memory, or that a tier loaded to the wrong place.
 """
 
 from __future__ import annotations

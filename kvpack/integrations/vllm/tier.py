@@ -145,7 +145,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return found
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Nothing: loading a chunk notes its use, and asking a server here would hold the scheduler."""
+        """Do nothing: loading a chunk records its use, and a request to a server here would block the scheduler."""
 
     def has_pending_work(self) -> bool:
         return bool(self._running)

@@ -51,7 +51,7 @@ class _Transfer:
         self._event: Any = None
 
     def done(self, wait: bool = False) -> bool:
-        """Return True if it is over; ``wait`` until it is."""
+        """Return True if the transfer has finished; with ``wait``, wait for its end."""
         if not self._landed:
             if not wait and not all(job.done for _, _, job in self._parts):
                 return False

@@ -42,7 +42,7 @@ def append_tokens(
     at = length - tl.load(packed)
     _append_side(k_tail, k, sequence, at, not_finite, tokens, room, HEADS, K_DIM, BLOCK)
     _append_side(v_tail, v, sequence, at, not_finite, tokens, room, HEADS, V_DIM, BLOCK)
-    # Every warp has read the length.
+    # Only after every warp has read the old length may it change.
     tl.debug_barrier()
     tl.store(lengths + sequence, length + tokens)
 

@@ -210,9 +210,10 @@ def _attend(
     length = tokens
     if LENGTHS:
         length = tl.load(lengths + batch)
-    # Of the first query of this block, and of each: the token that it is.
+    # Positions in the sequence of the first query of this block, and of each query, [row].
     position = length - behind + begin_row
     own = length - behind + row
+    # Tiles that no query of the block sees are skipped; the mask in the loop hides the other unseen tokens.
     begin = 0
     end = tl.minimum(count, length - first)
     if CAUSAL:
@@ -227,9 +228,12 @@ def _attend(
     query = _tile(tl.load(q_address, real & (channel < DIM)[None, :], 0.0), WIDE)
     k_base = k + batch.to(tl.int64) * k_batch + (head // group).to(tl.int64) * k_head
     v_base = v + batch.to(tl.int64) * v_batch + (head // group).to(tl.int64) * v_head
+    # The running softmax stays in registers, in float32, for the whole loop: maximum and total [row], sums [row, channel].
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     value = tl.zeros((ROWS, V_PAD), tl.float32)
+    # Keys are loaded as [channel, token] and values as [token, channel], the operands of both products without a transpose.
+    # Triton's pipeline copies the tiles of the next stages to shared memory while the matrix units work on this one.
     for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
         held = token < end
@@ -313,7 +317,7 @@ def _merge(
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         kept = tl.exp2((largest - shift) * LOG2_E)
         weight = tl.exp2((other_lse - shift) * LOG2_E)
-        # What no query sees may hold anything.
+        # A part without a seen token has weight 0, but its values are undefined, and 0 times NaN is NaN.
         value = value * kept[:, None] + tl.where((weight > 0)[:, None], other * weight[:, None], 0.0)
         total = total * kept + weight
         largest = new_largest

@@ -151,6 +151,6 @@ def page_products(
         found = tl.dot(((code & 15) - 8).to(tl.float32), query, input_precision="tf32x3")
         query = tl.load(begin[None, :] + high[:, None] * padded, mask, 0.0)
         found = tl.dot(((code >> 4) - 8).to(tl.float32), query, found, input_precision="tf32x3")
-    # Pages that are not there have zeros.
+    # Missing pages count as zeros.
     place = (sequence.to(tl.int64) * pages + tl.program_id(0) * PAGES + page)[:, None] * padded + row[None, :]
     tl.store(products + place, found * scale[:, None])

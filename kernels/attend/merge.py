@@ -46,7 +46,7 @@ def merge(
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
     block = tl.program_id(1)
     place = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    # No kernel writes it: it is there when the others end.
+    # No kernel writes the matrix, so it may be loaded before the kernels that this one depends on have ended.
     channel = tl.load(channels + place)
     column = place - tl.where(block < second_block, 0, second_block) * BLOCK_COLUMNS
     first_part = tl.where(block < second_block, first_part, second_part)
@@ -120,7 +120,7 @@ def merge_originals(
     part = tl.arange(0, BLOCK_PARTS)  # [part]
     column = tl.arange(0, BLOCK_COLUMNS)  # [column]
     if ROTATED:
-        # No kernel writes the matrices: they are there when the others end.
+        # No kernel writes the matrices, so they may be loaded before the kernels that this one depends on have ended.
         matrix += (program // rows % matrices).to(tl.int64) * (FRAMES * BLOCK_COLUMNS * DIM)
         first_weights = tl.load(matrix + column[:, None] * DIM + channel[None, :], (channel < DIM)[None, :], 0.0)
         if FRAMES > 1:
@@ -134,7 +134,7 @@ def merge_originals(
     weight_sum = tl.zeros((), tl.float32)
     first_value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     second_value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    # Most rows have parts for one block, whose loads then wait together.
+    # The parts of most rows fit one block: all of its loads are then in flight together.
     for begin in range(0, parts, BLOCK_PARTS):
         number = begin + part
         mine = (number < parts)[:, None] & (column < COLUMNS)[None, :]

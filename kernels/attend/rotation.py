@@ -60,7 +60,8 @@ def rotate_queries(
     row = number % padded
     column = first + tl.arange(0, BLOCK_COLUMNS)
     matrix += (tl.program_id(0) * ROWS // padded % matrices).to(tl.int64) * DIM * matrix_columns
-    # No kernel writes it: it is there when the one before ends. Blocks are side by side in it, so that it waits for none of their table.
+    # No kernel writes the matrix, so it may be loaded before the previous kernel ends. Its blocks are contiguous, so that no load
+    # waits for a table of their places.
     place = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     weights = load_weights(matrix, place, matrix_columns, DIM, BLOCK_DIM)
     if DEPENDENT:

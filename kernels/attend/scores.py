@@ -110,6 +110,8 @@ def _score(
     OWN: tl.constexpr = len(queries.tiles) // len(loaded)
     WARPS: tl.constexpr = queries.tiles[0].shape[0]
     ROWS: tl.constexpr = queries.tiles[0].shape[2]
+    # Tokens are the first axis of the product: a tile has more tokens than a decode step has query rows, and the matrix units
+    # take 16 rows of their first operand at a time, but only 8 columns of the second.
     scores = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     for number in tl.static_range(len(loaded)):
         for step in tl.static_range(STEPS):

@@ -156,7 +156,7 @@ def frame_of(side: Side) -> Frame:
     """The coded frame if all packed tokens of the side have the same one and a loader that decodes them; else the original one."""
     found = [segment for segment in segments.of_side(side).segments if segment.page is not None]
     loader = tiles.loader_of(found[0].codec) if found else None
-    # What all tokens have in common is in no column of theirs.
+    # Parts that all tokens share, such as a mean, are in no column.
     if loader is None or loader.offset:
         return Frame()
     first = found[0].frame
@@ -178,7 +178,7 @@ class DecodedBlock:
         self._packed = side.tokens - side.tail.shape[2]
         self._shape = side.batch, side.heads, tokens, width
         self._strides = tokens * width, side.batch * tokens * width, width, 1
-        # What is behind it in a scratch is aligned as it is.
+        # The next tensor in the scratch then has the same alignment.
         self.elements = -(-side.heads * self._strides[1] // ALIGNED) * ALIGNED
         self._table_at = 0
         self._decoding = None

@@ -139,12 +139,14 @@ def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.con
         tile = tiles[number]
         value_sum = sums[FIRST + number]
         if tile.dtype == tl.bfloat16:
+            # A bfloat16 weight has 8 bits: a second product adds those that rounding has dropped.
             high = weights.to(tl.bfloat16)
             value_sum = tl.dot(tile, high, value_sum)
             value_sum = tl.dot(tile, (weights - high.to(tl.float32)).to(tl.bfloat16), value_sum)
         elif tile.dtype == tl.float16:
             value_sum = tl.dot(tile, weights.to(tl.float16), value_sum)
         else:
+            # Matrix units take float32 as TF32, with 11 bits; three products of high and low parts restore the rest.
             value_sum = tl.dot(tile, weights, value_sum, input_precision="tf32x3")
         new = new + (value_sum,)
     return new
@@ -189,7 +191,7 @@ def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tu
     added = ()
     for number in tl.static_range(len(softmax.sums)):
         if V.dual:
-            # Other columns are values of one token with the weights of the other.
+            # Columns of dual tiles alternate between two tokens: drop products of one token's values with the other's weights.
             value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V.interleave % 2 == 1) == second, softmax.sums[number] * kept, 0.0)
             value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V.interleave, 2, V.interleave, 2, ROWS)), 4), 2)
             value = tl.reshape(value, (WARPS, WIDTH, ROWS))

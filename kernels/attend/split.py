@@ -122,7 +122,7 @@ def attend_split(
     if PATCHES:
         declare_patches(PATCHES, WARPS)
     work = load_work(work_table + item * WORK_ROW, batch, head, K, V)
-    # Where tiles are not loaded ahead of time, barriers keep the loads of one from being under way together.
+    # Loads that are not issued ahead of time are serialized by barriers: a prefetch into the L2 cache overlaps them.
     PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
     if PREFETCHED and not CUT:
         prefetch(work, 0, K, V, 0, PREFETCHED)
@@ -138,14 +138,14 @@ def attend_split(
         if starts is not None:
             start = tl.load(starts + batch)
             first = tl.maximum(first, start)
-        # The window of the last query begins ``q_len - 1`` tokens behind that of the first.
+        # The window of the last query begins ``q_len - 1`` tokens after the window of the first.
         work, before = from_first_seen(work, first, tl.maximum(first, position + q_len - window), SPAN, TILES)
         if starts is not None:
             start = (start - work.begin).to(tl.int32)
         if PREFETCHED:
             prefetch(work, 0, K, V, 0, PREFETCHED)
     if DEPENDENT and FIRST:
-        # The rows were there before the kernel that writes the queries began.
+        # Packed rows may be read before the wait, because they were written before the kernel that writes the queries began.
         gdc_wait()
         gdc_launch_dependents()
     k, v = work.k, work.v
@@ -153,12 +153,12 @@ def attend_split(
     queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
     if K.run_product is not None:
         queries = scaled(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
-    # Tokens of a warp are side by side, whatever tiles they are cut into.
+    # Each warp attends consecutive tokens in all of its tiles, so warps share nothing but tables until their results are merged.
     token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if ADJACENT else 1)  # [1, token]
     token = tl.arange(0, WARPS)[:, None] * (TILES * ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of STEP tokens
     near = tl.arange(0, WARPS)[:, None] * (ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of SPAN tokens
     if LOADS_AHEAD:
-        # A program without whole tiles has nothing to load.
+        # The first tiles; masked, because a program may have no whole tile.
         k_next = load_tiles(k.streams, k.first, token, work.whole, K, TILES * ROW_TOKENS, TOKENS, True, False, FAST)
         v_next = load_tiles(v.streams, v.first, token, work.whole, V, TILES * ROW_TOKENS, TOKENS, True, True, FAST)
     fill_tables(table_entries, TABLES)
@@ -167,7 +167,7 @@ def attend_split(
 
     # Tiles of tokens that every query sees.
     softmax = empty(V, WARPS, TOKENS, ROWS)
-    # Where registers do not hold a tile ahead of time, they do not hold its entries either.
+    # Outlier entries are loaded ahead only if registers also have room for a tile loaded ahead.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
     if OUTLIERS:
         ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
@@ -178,7 +178,7 @@ def attend_split(
         load_at = offset
         if LOADS_AHEAD:
             k_loaded, v_loaded = k_next, v_next
-            # Those of the last tiles again, after them.
+            # The last iteration has no next tiles: it loads its own again instead of branching.
             load_at = tl.minimum(offset + STEP, work.whole - STEP)
         k_next = load_tiles(k.streams, k.first + load_at, token, work.count, K, TILES * ROW_TOKENS, TOKENS, False, False, FAST)
         if not LATE:
@@ -198,7 +198,7 @@ def attend_split(
             v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
 
-    # Tiles of which some queries do not see all tokens. All counts of tokens of a work item fit an int32.
+    # Tiles with tokens that some queries do not see. The token counts of a work item fit an int32.
     queries = relative_to(queries, work.begin)
     masked = work.whole
     if LENGTHS:
@@ -210,7 +210,7 @@ def attend_split(
     for tile in tl.range(masked, stop, SPAN, num_stages=1):
         offset = tile
         if CUT:
-            # First those before the whole tiles, then those behind them.
+            # First the tiles before the whole ones, then the tiles after them.
             offset = tile + tl.where(tile < 0, 0, work.whole)
         k_loaded = load_tiles(k.streams, k.first + offset, near, work.count - offset, K, ROW_TOKENS, TOKENS, True, False, FAST)
         if not LATE:
@@ -232,7 +232,7 @@ def attend_split(
         item, V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
     )  # fmt: skip
     if DEPENDENT and not FIRST:
-        # The launch before runs alongside this one, and the merge waits for the last of them.
+        # The previous launch may still run: the merge waits only for this one, so this one must not end before it.
         gdc_wait()
 
 

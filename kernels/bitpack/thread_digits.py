@@ -142,7 +142,7 @@ def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS:
     BELOW: tl.constexpr = BASE**FIELDS
     found = _quotient(value, BASE**FIELD, BELOW)
     if FIELD + 1 < FIELDS:
-        # Neighbouring fields share a division.
+        # Neighboring fields share a division.
         found = found - _quotient(value, BASE ** (FIELD + 1), BELOW) * BASE
     return found
 
@@ -176,7 +176,7 @@ def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl
     else:
         column = bits_of_column(words, PACKING, COLUMN, 0, 32).to(tl.uint64)
         column = column | (bits_of_column(words, PACKING, COLUMN, 32, BITS - 32).to(tl.uint64) << 32)
-        # Neighbouring fields share a division.
+        # Neighboring fields share a division.
         value = (column // BASE**FIELD - column // BASE ** (FIELD + 1) * BASE).to(tl.uint32)
     return value
 

@@ -1,4 +1,7 @@
-/* One item of attention: some query rows of one head over some tokens of one span, tile by tile. */
+/* One item of attention: some query rows of one KV head over some tokens of one span, tile by tile.
+
+Rows are the queries of all query heads that share the KV head. A decoded tile is [channel][TILE], tokens along memory: a vector holds one
+channel of LANES tokens, and is multiplied by one channel of every query, so that a tile is read once for up to four rows. */
 
 /* The memory of one thread. */
 typedef struct {
@@ -9,7 +12,8 @@ typedef struct {
     float *spare;
 } Scratch;
 
-/* Calls with `queries` 4, 2 and 1 as constants. */
+/* Calls with QUERIES 4, 2 and 1 as constants, so that the sums of a block stay in registers. The last block of three rows takes four:
+   buffers have zeros, or room, for three rows more. */
 #define IN_BLOCKS(rows, call)                    \
     for (int64_t row = 0; row < (rows);) {       \
         int64_t left = (rows) - row;             \
@@ -62,7 +66,7 @@ static __attribute__((noinline)) void all_row_values(const Codec *codec, const L
         }
 }
 
-/* Above this number of rows a tile is decoded once for all of them. */
+/* Up to this number of rows, codes are multiplied as they are read; for more, decoding a tile once for all rows is faster. */
 enum { MAX_FUSED_ROWS = 4 };
 
 static void key_scores(const Item *item, Scratch *scratch) {
@@ -82,7 +86,7 @@ static void key_scores(const Item *item, Scratch *scratch) {
     if (codec->mean_stream >= 0) add_mean_scores(codec, in, scratch->queries, item->rows, scratch->spare, scratch->scores);
 }
 
-/* The first `hidden` tokens of the tile are seen by no row. Raw values may be NaN or infinite there, and 0 times them NaN. */
+/* Adds a tile's weighted values. No row sees the first `hidden` tokens, whose raw values may be NaN or infinite: 0 times these is NaN. */
 static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float *sums) {
     const Codec *codec = item->span->v.codec;
     Loaded *in = &scratch->v;
@@ -144,7 +148,7 @@ static void attend_item(const Attend *call, const Item *item, Scratch *scratch, 
             first = first < 0 ? 0 : first > count ? count : first;
             last = last > count ? count : last < first ? first : last;
             if (call->softcap > 0) cap(scratch->scores + r * TILE, (float)call->softcap);
-            soften(scratch->scores + r * TILE, first, last, &largest[r], &total[r], sums + r * v->codec->dim, v->codec->dim);
+            online_softmax(scratch->scores + r * TILE, first, last, &largest[r], &total[r], sums + r * v->codec->dim, v->codec->dim);
         }
         memset(scratch->scores + item->rows * TILE, 0, sizeof(float) * 3 * TILE);
         find_pieces(v, start, count, &v_segment, &scratch->v);

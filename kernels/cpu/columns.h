@@ -1,6 +1,6 @@
 /* From one tile of digits and numbers to streams: the reverse of words.h. */
 
-/* What one tile is encoded to, and from: rows of HALF_TILE tokens, of which only the first `tokens` count, in whole vectors. */
+/* One tile before and after encoding: rows of HALF_TILE tokens, of which the first `tokens`, rounded up to whole vectors, are encoded. */
 typedef struct {
     int64_t tokens;
     float *tile;     /* [dim, and three rows of zeros][HALF_TILE] in the coded frame */
@@ -11,7 +11,7 @@ typedef struct {
     void *space;     /* trellis: search_bytes */
 } Encoded;
 
-/* Where a digit whose base is a power of two goes: into words at `low`, from bit `shift` on, and into those of the next plane. */
+/* The place of a digit whose base is a power of two: the words at `low` from bit `shift` on, and if it straddles them the next plane's. */
 typedef struct {
     uint16_t *low;
     int64_t plane;

@@ -81,7 +81,7 @@ static void read_tile(const Encode *call, int64_t batch, int64_t head, int64_t s
     memset(out->tile + dim * HALF_TILE, 0, sizeof(float) * 3 * HALF_TILE);
 }
 
-/* Whether every norm is that of zeros, or far from where squares leave binary32 and from what it is stored in. */
+/* Returns 1 if every norm is 0, or far from the limits of binary32 for squares and from those of its stored format. */
 static int norms_fit(const Encode *call, const char *x, int64_t count, const Encoded *out) {
     int64_t each = call->dtype == F32 ? 1 : 2;
     uint32_t magnitude = each == 1 ? 0x7fffffff : 0x7fff;

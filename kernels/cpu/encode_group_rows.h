@@ -1,5 +1,5 @@
-/* Encoding of group where blocks of channels, columns and groups are whole vectors: values are read from where they are, twice, and their
-   codes go to words at once. */
+/* Encoding of group if blocks of channels, columns and groups are whole vectors. Rows are read twice in place, for the extremes of groups and
+   for codes, which go straight to words: there is no tile to write and transpose. */
 
 enum { BLOCK = 2 * LANES, ROWS_AT_ONCE = 4 };
 
@@ -29,7 +29,7 @@ INLINE Numbers load_numbers_apart(const char *row, int64_t d, int64_t dtype) {
     return (Numbers){(vf)(words << 16), (vf)(words & 0xffff0000)};
 }
 
-/* Whether the codes of `count` groups are all in range. Codes grow with the values: those of the extremes are enough. */
+/* Returns 1 if the codes of `count` groups are all in range. Codes grow with values, so those of the extremes are enough. */
 static int are_in_range(const Encode *call, const float *low, const float *high, int64_t count, const float *factor, const float *offset) {
     float end = (float)call->codec->packing[0].digit[0].base - .5f;
     vi good = splat_int(-1);

@@ -31,7 +31,8 @@ static void split_tokens(const Split *call, int64_t head, int64_t start, int64_t
     }
 }
 
-/* How often one head's values have each exponent. Counts of neighbours are in tables of their own: values alike would wait for each other. */
+/* Counts the exponents of one head's values. Neighboring values count in separate tables, because equal ones would wait for each other's
+   store. */
 static void count_exponents(const Split *call, int64_t head) {
     enum { APART_COUNTS = 8 };
     uint32_t counts[APART_COUNTS][256];

@@ -1,4 +1,7 @@
-/* group without a tile, for few queries: codes are multiplied as soon as they are cut out, and scales go into queries or weights. */
+/* group without a tile, for few queries: codes are multiplied as soon as they are extracted, and scales go into queries or weights.
+
+A key is scale * (code - middle) + center in each channel. With q * scale computed once per run, and the sum of q * (center - middle * scale)
+as the offset of every score, a code takes one conversion and one multiply-add per query. */
 
 /* Keys in groups of tokens, each of whole vectors in this tile. */
 static int has_fused_scores(const Codec *codec, const Loaded *in) {

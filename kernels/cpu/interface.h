@@ -1,4 +1,4 @@
-/* What library.py passes to C: every structure here has a ctypes twin there, and all sizes are checked there. */
+/* The structures that library.py passes to C: each has a ctypes twin there, which checks all sizes. */
 #ifndef KVPACK_INTERFACE_H
 #define KVPACK_INTERFACE_H
 

@@ -10,7 +10,7 @@ typedef struct {
 static BasisTokens basis_tokens(const Loaded *in, int64_t *run) {
     BasisTokens found = {in->run[*run].at, 0, (const float *)in->run[*run].pairs};
     for (; *run < in->runs && (const float *)in->run[*run].pairs == found.rows; ++*run) found.count += in->run[*run].count;
-    /* Columns behind the last token are free. */
+    /* The columns after the last token are unused, and may be decoded with any rows. */
     if (*run == in->runs) found.count = TILE - found.at;
     return found;
 }

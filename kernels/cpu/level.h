@@ -1,4 +1,4 @@
-/* What the kernels of one instruction set offer, and what a thread works on. */
+/* The functions that the kernels of one instruction set provide, and the memory of a thread. */
 #ifndef KVPACK_LEVEL_H
 #define KVPACK_LEVEL_H
 

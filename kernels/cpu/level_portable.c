@@ -1,4 +1,4 @@
-/* What every compiler target has: SSE2 on x86-64, NEON on AArch64. */
+/* The vectors of every target: SSE2 on x86-64, NEON on AArch64. */
 #define LEVEL 1
 #define NAME kvpack_portable
 #define TITLE "portable"

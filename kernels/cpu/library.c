@@ -163,7 +163,7 @@ EXPORTED int64_t kvpack_attend(const Attend *call) {
     return failed;
 }
 
-/* Tokens of one item of unpacking: some tiles, enough to hide what finding their segment costs. */
+/* Tokens of one item of unpacking: enough tiles to hide the cost of finding their segment. */
 enum { TOKENS_UNPACKED = 1024 };
 
 typedef struct {

@@ -1,5 +1,7 @@
 /* The loops that all codecs share: scores of a tile of keys, the running softmax, sums of a tile of values. */
 
+/* Vectors of tokens at once. Four queries then have 16 sums in the 32 registers of AVX-512, or 8 in the 16 of AVX2: enough independent
+   multiply-adds to hide their latency. */
 #define TOKEN_BLOCKS (LEVEL == 4 ? 4 : 2)
 
 /* scores[query][TILE] = q [query][dim] times tile [dim][TILE]. */
@@ -18,7 +20,8 @@ INLINE void tile_scores(const float *q, int queries, int64_t dim, const float *t
     }
 }
 
-/* `rows` rows of the tile at once, so that LANES sums are added up together. */
+/* `rows` channels of the tile at once. Tokens run along vectors, so each pair of a query and a channel has a vector of partial sums: LANES of
+   these are added up together, which takes fewer steps than one after another. */
 INLINE void tile_values_rows(const float *weights, int queries, int64_t dim, const float *tile, int64_t first, int rows, float *sums) {
     vf sum[LANES];
     float found[LANES];
@@ -52,8 +55,8 @@ static void cap(float *scores, float softcap) {
     }
 }
 
-/* One row's scores [TILE] become weights, of tokens [begin, end) alone; its running maximum, total and sums follow. */
-static void soften(float *scores, int64_t begin, int64_t end, float *maximum, float *total, float *sums, int64_t dim) {
+/* Turns one row's scores [TILE] into weights, 0 outside tokens [begin, end), and updates its running maximum, total and sums [dim]. */
+static void online_softmax(float *scores, int64_t begin, int64_t end, float *maximum, float *total, float *sums, int64_t dim) {
     for (int64_t t = 0; t < begin; t++) scores[t] = -INFINITY;
     for (int64_t t = end; t < TILE; t++) scores[t] = -INFINITY;
     vf most = splat(*maximum), sum = splat(0);

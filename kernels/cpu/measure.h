@@ -1,4 +1,4 @@
-/* What encoding needs of a page of tokens of one head: their mean (formats/key_mean.py), or for minifloat their largest magnitude. */
+/* Statistics that encoding needs of a page of tokens of one head: the mean (formats/key_mean.py), or for minifloat the largest magnitude. */
 
 typedef double vd __attribute__((vector_size(4 * LANES)));
 typedef float vf_half __attribute__((vector_size(2 * LANES)));

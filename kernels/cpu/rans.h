@@ -38,7 +38,7 @@ typedef struct {
 } FewSymbols;
 
 #if LEVEL == 4
-/* Returns 0 for more symbols, and where a run of slots is not where it says that it begins. */
+/* Returns 0 for more symbols, and if a run of slots does not begin where its slots say. */
 static int few_symbols(const uint32_t *slots, FewSymbols *few) {
     uint32_t at = 0;
     for (int i = 0; i < FEW; i++) {

@@ -1,7 +1,7 @@
 /* formats/rotation.py: Sylvester's factor by butterflies, then Paley's of `order` by its matrix. Both work on the first `tokens` of rows
    of `width`, whole vectors of them. */
 
-/* Rows whose steps are made together, in registers between them. */
+/* Rows that one pass takes through several steps in registers: half of the 32 vector registers of AVX-512, or of the 16 of AVX2 and SSE2. */
 enum { STEPS_TOGETHER = LEVEL == 4 ? 16 : 8 };
 
 /* The steps between `count` vectors, a power of two. */

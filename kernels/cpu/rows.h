@@ -1,4 +1,6 @@
-/* From a tile of floats to rows of values of any dtype, in memory as torch has them. */
+/* From a tile of floats [channel][TILE] to rows of values of any dtype, [token][channel] as in a torch tensor. */
+
+/* The lane orders that interleave the lower and the upper halves of two vectors: log2(LANES) rounds of both transpose LANES vectors. */
 
 #if LANES == 16
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
@@ -11,7 +13,7 @@
 #define HIGH 2, 6, 3, 7
 #endif
 
-/* To the nearest bfloat16 and binary16, ties to even, in the low bits; as torch does, NaN becomes a quiet one. */
+/* Rounds to the nearest bfloat16 or binary16, ties to even, in the low bits of each lane; as in torch, NaN becomes a quiet NaN. */
 INLINE vi to_bfloat(vf x) {
     vu bits = (vu)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = (vu)(x != x);
     return (vi)((rounded & ~nan) | (0x7fc0 & nan));
@@ -36,7 +38,7 @@ INLINE vi to_half(vf x) {
 #endif
 }
 
-/* A number that is none of NaN in binary16, and its bits. */
+/* Rounds numbers that are not NaN to binary16 and widens them again; `bits` receives the bits of binary16. */
 INLINE vf rounded_to_half(vf x, vi *bits) {
 #if LEVEL == 4
     __m256i words = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -53,7 +55,7 @@ INLINE vf paired(vf low, vf high, int64_t dtype) {
     return (vf)(dtype == BF16 ? to_bfloat(low) | to_bfloat(high) << 16 : to_half(low) | to_half(high) << 16);
 }
 
-/* LANES vectors to those of their lanes. */
+/* Transposes LANES vectors of LANES values. */
 INLINE void turn(vf *a) {
     vf b[LANES];
     for (int n = 1; n < LANES; n *= 2) {

@@ -102,5 +102,5 @@ static void put_side_cars(const Codec *codec, const Loaded *in, int with_means, 
         for (int64_t d = 0; d < codec->dim; d++) memcpy(tile + d * TILE + in->patch[i].at, in->patch[i].values + 4 * d, 4);
 }
 
-/* Whether what the codec decodes is what is stored, but for raw tokens. */
+/* Returns 1 if decoded values need no further steps, except for raw tokens. */
 INLINE int is_plain(const Codec *codec) { return codec->outlier_stream < 0 && !codec->sketches && codec->mean_stream < 0; }

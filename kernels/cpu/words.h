@@ -1,4 +1,5 @@
-/* From segments to one tile: words and numbers are transposed to rows of TILE tokens, whatever their strides, and digits cut out. */
+/* From segments to one tile: words and numbers of any strides are transposed to rows of TILE tokens, and digits are extracted. In that order a
+   vector has the same field of LANES tokens, and a shift and a mask extract all of them. */
 
 INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
     return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
@@ -28,7 +29,7 @@ typedef struct {
     int64_t count;
 } Outliers;
 
-/* What lossless.h has decoded. */
+/* Chunks that lossless.h has decoded. */
 typedef struct Chunk Chunk;
 
 /* The words and numbers of one tile. Those after the last token are zero. */
@@ -40,7 +41,7 @@ typedef struct {
     Outliers outliers[TILE];
     uint16_t *words; /* [column of all packings, plane by plane][TILE] */
     float *numbers;  /* [number][TILE] */
-    Chunk *chunk;    /* of lossless alone */
+    Chunk *chunk;    /* lossless only */
 } Loaded;
 
 /* The words of one packing, of `count` tokens from column `at` of the tile on. Returns the words that it fills per token. */

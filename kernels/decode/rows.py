@@ -231,7 +231,7 @@ def prepared(
         out.dtype,
         str(out.device),
     )
-    # Without pages nothing reads their status.
+    # Without pages, no program reads a status.
     status = work.table if work.status is None else work.status
     pointers = tuple((table, 0) for table in (work.table, status, *tables))
 

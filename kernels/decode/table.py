@@ -99,7 +99,7 @@ def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.
         symbol = lane
     else:
         symbol = lane // REPEATED
-        # What an entry's signs are to be shifted by; the third value has none.
+        # The shifts that move an entry's sign bits into place; the third value has no sign.
         sign_at = tl.where(lane % 3 < 2, FORM.signs_at + lane % 3, 31)
     mask = (tile.token < tile.count) & (lane * JOINED < DIM)
     scale = tile.streams[CONSTANTS.scales]

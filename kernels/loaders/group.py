@@ -82,7 +82,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     planes = plane_streams("codes", packing)
     along_tokens = codec.axis == "token"
     scales_per_row = codec.dim if along_tokens else -(-codec.dim // codec.size)
-    # Neighbouring fields may share a scale.
+    # Neighboring fields may share a scale.
     field_stride = tile_field_stride(packing, codec.bits, packing.fields, dual) if along_tokens or scales_per_row == 1 else 1
     symbols = step_symbols(packing, field_stride, dual=dual)
     span = packing.width * tile_fields(packing, dual)

@@ -55,6 +55,6 @@ def load_products(
         token += tl.arange(0, TOKENS)[None, :, None] * (2 if ADJACENT else 1)
         if DUAL:
             token = token + second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
-    # Of tokens behind the last one nothing is used.
+    # Products of tokens after the last one are never used.
     page = tl.minimum(token // MEANS.tokens, pages - 1)
     return tl.load(products + page.to(tl.int64) * padded)

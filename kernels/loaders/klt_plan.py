@@ -76,7 +76,7 @@ class Plan:
             channels = [columns[field * packing.width + word] for word, field in own]
             spare = COLUMNS.value - len(own)
             self.channels.append((*channels, *[-1] * spare))
-            # Columns without a channel decode that of the first, and nothing is made of them.
+            # Columns without a channel decode that of the first, and are ignored.
             own += own[:1] * spare
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 

@@ -191,7 +191,7 @@ def _load_block_scales(
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     loaded = ()
     if WORDS > 0 and WORDS & (WORDS - 1) == 0:
-        # A load costs the same however small it is.
+        # A load instruction costs the same for any number of bytes.
         address = scales + first * WORDS + (token[:, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :])
         if MASKED:
             row = tl.load(address, valid[:, :, None], 0)

@@ -108,7 +108,7 @@ def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexp
     """For each warp's ``TOKENS`` tokens from row ``first`` on, the first outlier entry of their granules and the one after the last."""
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)
-    # Loads of single numbers, because those of tensors make compilation slow.
+    # Scalar loads, because tensor loads make compilation slow.
     for warp in tl.static_range(WARPS):
         begin = tl.load(own[0] + tl.minimum(first + warp * TOKENS, last) // GRANULE)
         end = tl.load(own[0] + (tl.minimum(first + (warp + 1) * TOKENS, last) + (GRANULE - 1)) // GRANULE)

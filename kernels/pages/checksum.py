@@ -65,7 +65,7 @@ def _launch(
 ) -> None:
     words = nbytes // 4
     parts = -(-words // (LANES * STEPS))
-    # Of each row: the sum, and how many programs have added to it.
+    # For each row, the sum and the number of programs that have added to it.
     sums = torch.zeros(rows.shape[0], 2, dtype=torch.int64, device=rows.device)
     launch(
         _sum, rows.shape[0] * parts, rows.device, rows[:, :nbytes].view(torch.int32), rows.stride(0) // 4, words, parts,

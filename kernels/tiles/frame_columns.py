@@ -60,7 +60,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str)
     before = 0
     with torch.inference_mode(False):
         for codec, channels in frames:
-            # Column -1 is that of no channel.
+            # Column -1 belongs to no channel.
             turned = torch.nn.functional.pad(_coded_of(codec), (0, 1))[..., list(channels)]
             own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))

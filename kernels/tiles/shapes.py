@@ -80,7 +80,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     small = LaunchShape(1, 1, min(32, most_tokens), 3, 8)
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > MAX_SMALL_TILES
     if max(k.tokens, v.tokens) > 32:
-        # Large tables are of few programs.
+        # Large tables leave room for few programs per multiprocessor.
         warps, programs = (4, 2) if table_bytes > LARGEST_BYTES else (2, 4)
         shape = LaunchShape(warps, 1, max(k.tokens, v.tokens), 1, programs, True)
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):

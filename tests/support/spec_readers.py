@@ -45,8 +45,11 @@ from support.strategies import CASES, CONTENTS, DIMS, SIDE_CAR_DIMS, SIDE_CARS, 
 from support.vector_checks import Expected
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = {"javascript": ("node", str(ROOT / "spec" / "readers" / "javascript" / "answer.js"))}
-"""The command of each reader's program."""
+READERS_FOLDER = ROOT / "spec" / "readers"
+C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+"""How the reader in C is compiled: a warning, an access out of bounds or undefined behavior ends it."""
+READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(READERS_FOLDER / "javascript" / "answer.js"))}
+"""The command of each reader's program, or of its compiler."""
 
 FRAME_RULE = "container-21"
 """Decoders of Zstandard may differ in which malformed frames they take (spec/container.md, zstd)."""
@@ -96,11 +99,21 @@ def missing(name: str) -> str | None:
     return None if shutil.which(program) else f"{program} is not installed"
 
 
+def _command(name: str, folder: Path) -> Sequence[str]:
+    """The command of a reader's program, which is compiled into ``folder`` if it is in C."""
+    if name != "c":
+        return READERS[name]
+    program = folder / "reader"
+    sources = sorted((READERS_FOLDER / "c").glob("*.c"))
+    subprocess.run([*READERS[name], *map(str, sources), "-lm", "-o", str(program)], check=True)
+    return (str(program),)
+
+
 @contextmanager
 def started(name: str) -> Iterator[Reader]:
     """The program of a reader, which ends with the context."""
     with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(READERS[name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        process = subprocess.Popen(_command(name, Path(folder)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         try:
             yield Reader(name, process, Path(folder))
         finally:

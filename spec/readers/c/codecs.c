@@ -30,20 +30,11 @@ void kv_digits(kv_file *file, const kv_side *side, const kv_place *at, unsigned 
               digits);
 }
 
-static void put_direction(float *to, unsigned index, double cosine, double sine) {
-    to[2 * index] = (float)cosine;
-    to[2 * index + 1] = (float)sine;
-}
-
-/* Directions of `bins` angles around the circle; one on an axis is exact. */
-static void put_circle(float *to, unsigned bins) {
-    const double pi = 3.14159265358979323846;
-    for (unsigned p = 0; p < bins; p++) {
-        double angle = pi * (2.0 * p + 1) / bins, cosine = cos(angle), sine = sin(angle);
-        if (4 * p + 2 == bins || 4 * p + 2 == 3 * bins) cosine = 0;
-        if (2 * p + 1 == bins) sine = 0;
-        put_direction(to, p, cosine, sine);
-    }
+/* Direction p of `bins` angles around the circle; one on an axis is exact. */
+static void put_bin(float to[2], unsigned p, unsigned bins) {
+    double angle = 3.14159265358979323846 * (2.0 * p + 1) / bins;
+    to[0] = 4 * p + 2 == bins || 4 * p + 2 == 3 * bins ? 0 : (float)cos(angle);
+    to[1] = 2 * p + 1 == bins ? 0 : (float)sin(angle);
 }
 
 static void prepare_quaternion(kv_reader *r, kv_codec *codec) {
@@ -70,14 +61,15 @@ static void prepare_polar(kv_reader *r, kv_codec *codec) {
     unsigned first = 1u << codec->level_bits[1];
     uint64_t count = codec->table.size / 4;
     codec->directions = kv_take(r, 2 * (first + count), sizeof(float));
-    put_circle(codec->directions, first);
+    for (unsigned p = 0; p < first; p++) put_bin(codec->directions + 2 * p, p, first);
     for (unsigned i = 0; i < count; i++) {
         double angle = kv_number(F32, codec->table.data, i);
-        put_direction(codec->directions, first + i, cos(angle), sin(angle));
+        codec->directions[2 * (first + i)] = (float)cos(angle);
+        codec->directions[2 * (first + i) + 1] = (float)sin(angle);
     }
 }
 
-/* Compute what all tokens of a codec share. */
+/* Compute what all tokens of a codec share, until it is released. */
 void kv_prepare_codec(kv_reader *r, kv_codec *codec) {
     if (codec->rotation == 2) {
         codec->signs = kv_take(r, codec->dim, 1);
@@ -86,10 +78,6 @@ void kv_prepare_codec(kv_reader *r, kv_codec *codec) {
     if (codec->cars & 1u << S_QJL) {
         codec->qjl_signs = kv_take(r, codec->dim, 1);
         kv_signs(codec->qjl_seed, codec->dim, codec->qjl_signs);
-    }
-    if (codec->id == C_ANGLE) {
-        codec->directions = kv_take(r, 2 * (uint64_t)codec->bins, sizeof(float));
-        put_circle(codec->directions, codec->bins);
     }
     if (codec->id == C_QUATERNION) prepare_quaternion(r, codec);
     if (codec->id == C_POLAR) prepare_polar(r, codec);
@@ -273,8 +261,10 @@ static void decode_angle(kv_file *file, kv_side *side, const kv_place *at, float
         } else {
             r = kv_number(F32, stream->data, row * n + i);
         }
-        u[2 * i] = r * codec->directions[2 * p];
-        u[2 * i + 1] = r * codec->directions[2 * p + 1];
+        float direction[2];
+        put_bin(direction, p, codec->bins);
+        u[2 * i] = r * direction[0];
+        u[2 * i + 1] = r * direction[1];
     }
 }
 
@@ -384,6 +374,7 @@ static void check_group(kv_file *file, kv_side *side) {
 /* Check what a codec says of its streams, and every digit. */
 void kv_check_codec(kv_file *file, kv_side *side) {
     const kv_codec *codec = side->codec;
+    if (!side->packed && codec->id != C_LOSSLESS && codec->id != C_TRANSFORM) return;
     if (codec->id == C_LOSSLESS || codec->id == C_TRANSFORM) kv_check_segments(file, side);
     if (codec->id == C_MINIFLOAT) check_minifloat(file, side);
     if (codec->id == C_GROUP) check_group(file, side);

@@ -222,8 +222,10 @@ static void load(kv_file *file) {
         tensor->data = data + tensor->offset;
         if (tensor->zstd) {
             uint8_t *content = kv_take(r, tensor->bytes, 1);
+            kv_block *mark = r->blocks;
             kv_zstd(r, (kv_bytes){tensor->data, (size_t)tensor->stored}, content, tensor->bytes,
                     file->checksums);
+            kv_release(r, mark);
             tensor->data = content;
         }
     }
@@ -238,7 +240,6 @@ void kv_check(kv_file *file) {
         if (!tensor->any && !kv_all_finite(tensor->dtype, tensor->data, tensor->count))
             kv_fail(r, INVALID_PAYLOAD, "front-13", "%s has a number that is not finite", tensor->name);
     }
-    for (unsigned i = 0; i < file->codec_count; i++) kv_prepare_codec(r, &file->codecs[i]);
     for (unsigned l = 0; l < file->layer_count; l++)
         for (int which = 0; which < 2; which++)
             if (file->layers[l].sides[which]) {

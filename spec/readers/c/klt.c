@@ -80,7 +80,7 @@ void kv_decode_klt(kv_file *file, kv_side *side) {
                           sizeof(float));
     float *to = side->early;
     kv_place at = {0};
-    for (at.sequence = 0; at.sequence < side->batch; at.sequence++)
+    for (at.sequence = 0; side->packed && at.sequence < side->batch; at.sequence++)
         for (at.head = 0; at.head < side->heads; at.head++) {
             at.token = 0;
             for (at.run = 0; at.run < side->run_count; at.run++)

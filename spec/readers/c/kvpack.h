@@ -49,6 +49,7 @@ typedef struct {
 
 _Noreturn void kv_fail(kv_reader *reader, kv_kind kind, const char *rule, const char *format, ...);
 void *kv_take(kv_reader *reader, uint64_t count, size_t size);
+void kv_release(kv_reader *reader, kv_block *mark);
 void kv_free(kv_reader *reader);
 
 /* Products and sums that stay at UINT64_MAX where they would exceed it (rule container-30). */
@@ -165,7 +166,7 @@ typedef struct {
     kv_bytes balanced_basis;
     uint64_t qjl_seed;
     int8_t *signs, *qjl_signs;
-    float *directions; /* cosines and sines, or codewords */
+    float *directions; /* codewords of quaternion; cosines and sines of polar */
 } kv_codec;
 
 typedef struct {

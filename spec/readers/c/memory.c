@@ -46,13 +46,16 @@ void *kv_take(kv_reader *reader, uint64_t count, size_t size) {
     return block->start;
 }
 
-void kv_free(kv_reader *reader) {
-    while (reader->blocks) {
+/* Free what was taken after `mark` was the newest block. */
+void kv_release(kv_reader *reader, kv_block *mark) {
+    while (reader->blocks != mark) {
         kv_block *next = reader->blocks->next;
         free(reader->blocks);
         reader->blocks = next;
     }
 }
+
+void kv_free(kv_reader *reader) { kv_release(reader, NULL); }
 
 uint64_t kv_times(uint64_t a, uint64_t b) { return b && a > UINT64_MAX / b ? UINT64_MAX : a * b; }
 

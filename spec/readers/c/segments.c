@@ -51,6 +51,7 @@ static void read_exponents(kv_file *file, kv_side *side) {
     const kv_tensor *frequencies = kv_stream(side, "frequencies"), *states = kv_stream(side, "states");
     const kv_tensor *counts = kv_stream(side, "word_counts"), *words = kv_stream(side, "words");
     side->symbols = kv_take(r, kv_times(kv_times(side->batch * side->heads, side->packed), dim), 1);
+    kv_block *mark = r->blocks;
     uint8_t *made = kv_take(r, 65536, 1);
     walk w = {0};
     while (next_segment(side, &w)) {
@@ -68,6 +69,7 @@ static void read_exponents(kv_file *file, kv_side *side) {
         memcpy(side->symbols + (head * side->packed + w.token) * dim, made, (size_t)n);
         w.words += size;
     }
+    kv_release(r, mark);
 }
 
 static void check_groups(kv_file *file, kv_side *side) {

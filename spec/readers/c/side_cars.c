@@ -225,11 +225,15 @@ void kv_decode(kv_file *file, kv_side *side, float *values) {
     unsigned dim = codec->dim;
     const kv_tensor *tail = side->tail ? kv_stream(side, "tail") : NULL, *matrix = NULL;
     if (has(side, S_BALANCED)) matrix = find_balanced(file, side);
+    if (codec->id == C_TRANSFORM) kv_basis(file, codec->basis, "transform-5");
+    if (codec->id == C_KLT && !codec->choice[1]) kv_basis(file, codec->basis, "klt-5");
+    kv_block *mark = file->reader->blocks; /* bases stay, and what is taken for this side goes */
     if (codec->id == C_KLT) kv_decode_klt(file, side);
     if (codec->id == C_TRANSFORM) kv_decode_transform(file, side);
+    kv_prepare_codec(file->reader, side->codec);
     float *to = values;
     kv_place at = {0};
-    for (at.sequence = 0; at.sequence < side->batch; at.sequence++)
+    for (at.sequence = 0; kv_value_count(side) && at.sequence < side->batch; at.sequence++)
         for (at.head = 0; at.head < side->heads; at.head++) {
             uint64_t first = 0;
             at.token = 0;
@@ -246,4 +250,5 @@ void kv_decode(kv_file *file, kv_side *side, float *values) {
                 *to++ = kv_number(tail->dtype, tail->data, kv_at(side, &at, side->tail, 0) * dim + i);
         }
     put_raw(side, values);
+    kv_release(file->reader, mark);
 }
